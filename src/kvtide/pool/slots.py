@@ -1,0 +1,62 @@
+"""PageAllocator: which pages are free. Pure integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from kvtide.errors import SlotError
+
+
+@final
+class PageAllocator:
+    """Hands out the pages 0 to `page_count` - 1, each to one holder at a time.
+
+    Free and held pages are together all pages, always. Not thread-safe: one thread schedules.
+    """
+
+    def __init__(self, page_count: int) -> None:
+        if page_count < 0:
+            raise SlotError(f"page allocator: page_count {page_count} is negative")
+        self.page_count = page_count
+        # Last in, first out: a page that was just released is likely still in cache.
+        self._free = list(range(page_count - 1, -1, -1))
+        self._held: set[int] = set()
+
+    @property
+    def free_count(self) -> int:
+        """Pages that can be acquired now."""
+        return len(self._free)
+
+    @property
+    def held_count(self) -> int:
+        """Pages that someone holds."""
+        return len(self._held)
+
+    def acquire(self, count: int) -> list[int] | None:
+        """`count` distinct pages, or None and nothing taken when fewer are free.
+
+        Zero is a valid count. Raises SlotError for a negative one.
+        """
+        if count < 0:
+            raise SlotError(f"page allocator: can't acquire {count} pages")
+        if count > len(self._free):
+            return None
+        # Not `[-count:]`, which is the whole list when count is 0.
+        first = len(self._free) - count
+        pages = self._free[first:][::-1]
+        del self._free[first:]
+        self._held.update(pages)
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Takes pages back; raises SlotError, and takes none, if one isn't held or comes twice."""
+        returned = list(pages)
+        seen: set[int] = set()
+        for page in returned:
+            if page not in self._held or page in seen:
+                what = "comes twice" if page in seen else "isn't held"
+                raise SlotError(f"page allocator: page {page} of {self.page_count} {what}")
+            seen.add(page)
+        self._held.difference_update(seen)
+        self._free.extend(reversed(returned))

@@ -1,0 +1,196 @@
+"""Tide: a request's KV, there and back.
+
+retract                                 resume
+  offload                                 restore
+    lease host blocks  (arena)              check the seal       (snapshot)
+    plan the chunks    (transfer.plan)      check every chunk    (mover, no write before)
+    gather and seal    (mover, device)      scatter              (mover, device)
+  release the pages    (pool.slots)       snapshot discarded, its blocks free again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
+
+import numpy as np
+
+from kvtide.arena import HostArena
+from kvtide.errors import LayoutError, SlotError
+from kvtide.pool import PageAllocator, Pool
+from kvtide.snapshot import Seal, Snapshot, Ticket
+from kvtide.transfer import Mover, checked_slots, chunk_tokens_for
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(slots=True)
+class TideStats:
+    """What moved so far, counted when it has arrived."""
+
+    offloads: int = 0
+    restores: int = 0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
+
+
+@final
+class Tide:
+    """Takes token slots of one pool to an arena, and back into any slots of such a pool.
+
+    `offload`, `restore`, `discard` know slots and leave it to the caller who holds them;
+    `retract` and `resume` also keep the books of a PageAllocator. The `start_` forms return
+    a Ticket at once. Not thread-safe: one thread schedules.
+    """
+
+    def __init__(self, pool: Pool, arena: HostArena, pages: PageAllocator | None = None) -> None:
+        """Raises LayoutError if a block of the arena can't hold a token of the pool."""
+        token_bytes = pool.geometry.token_bytes
+        if arena.block_bytes < token_bytes:
+            raise LayoutError(
+                f"arena: blocks of {arena.block_bytes} bytes can't hold one token of "
+                f"{token_bytes}; make block_bytes a multiple of that"
+            )
+        self.pool = pool
+        self.arena = arena
+        self.stats = TideStats()
+        self._pages = pages
+        self._mover = Mover(pool)
+        self._chunk_tokens = chunk_tokens_for(pool.geometry, arena.block_bytes)
+        self._pending: list[Ticket[Any]] = []
+
+    # ---- slots: the caller holds them ------------------------------------------------
+
+    def offload(self, slots: Any, *, key: str = "") -> Snapshot:
+        """Copies what `slots` (integers [token]) own to host memory, and seals it.
+
+        Blocks until that is done; the slots may then be reused. Raises SlotError for slots
+        that can't be meant, ArenaFull when the arena has no room: nothing was taken then.
+        """
+        return self.start_offload(slots, key=key).wait()
+
+    def start_offload(self, slots: Any, *, key: str = "") -> Ticket[Snapshot]:
+        """Like `offload`, without waiting; the slots must not be written before it is done."""
+        ids = checked_slots(slots, self.pool.slot_count)
+        chunk_tokens = self._chunk_tokens
+        lease = self.arena.lease(-(-ids.size // chunk_tokens))
+        try:
+            job = self._mover.gather(ids, lease.blocks, chunk_tokens=chunk_tokens)
+        except BaseException:
+            lease.release()
+            raise
+
+        def succeed(checksums: list[int]) -> Snapshot:
+            self.stats.offloads += 1
+            self.stats.offloaded_bytes += ids.size * self.pool.geometry.token_bytes
+            fingerprint = self.pool.geometry.fingerprint
+            seal = Seal(fingerprint, key, ids.size, chunk_tokens, tuple(checksums))
+            return Snapshot(seal, lease)
+
+        return self._track(Ticket(job, succeed=succeed, fail=lease.release))
+
+    def restore(self, snapshot: Snapshot, slots: Any, *, key: str = "") -> None:
+        """Writes a snapshot's bytes to `slots` (integers [token], as many as its tokens).
+
+        Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it
+        is of another geometry, key or length, or was discarded; SnapshotDamaged if a byte
+        has changed. After an error no byte of the pool has changed.
+        """
+        self.start_restore(snapshot, slots, key=key).wait()
+
+    def start_restore(self, snapshot: Snapshot, slots: Any, *, key: str = "") -> Ticket[None]:
+        """Like `restore`, without waiting; the slots must not be read before it is done.
+
+        What can be told at once is raised at once; damage is raised by the ticket.
+        """
+        ids = checked_slots(slots, self.pool.slot_count)
+        fingerprint = self.pool.geometry.fingerprint
+        snapshot.check(fingerprint=fingerprint, key=key, token_count=ids.size)
+        job = self._mover.scatter(
+            snapshot.lease.blocks,
+            ids,
+            chunk_tokens=snapshot.seal.chunk_tokens,
+            checksums=snapshot.seal.checksums,
+        )
+
+        def succeed(_: list[int]) -> None:
+            self.stats.restores += 1
+            self.stats.restored_bytes += ids.size * self.pool.geometry.token_bytes
+
+        ticket = self._track(Ticket(job, succeed=succeed))
+        snapshot.readers = [reader for reader in snapshot.readers if not reader.done()]
+        snapshot.readers.append(ticket)
+        return ticket
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Gives a snapshot's host memory back; waits for restores of it under way. Repeatable."""
+        while snapshot.readers:
+            snapshot.readers.pop().settle()
+        snapshot.lease.release()
+
+    # ---- requests: the page allocator holds their slots -------------------------------
+
+    def retract(self, pages: Sequence[int], token_count: int, *, key: str = "") -> Snapshot:
+        """Offloads the first `token_count` tokens of a request's pages, then releases the pages.
+
+        Raises ArenaFull when the arena has no room, SlotError for more tokens than the pages
+        hold or a page that isn't held. After an error the request keeps its pages, and
+        nothing is kept of it in the arena.
+        """
+        books, slots = self._books, self.slots_of(pages)
+        if not 0 <= token_count <= slots.size:
+            raise SlotError(
+                f"{token_count} tokens to retract, but {len(pages)} pages of "
+                f"{self.pool.page_size} hold 0 … {slots.size}"
+            )
+        snapshot = self.offload(slots[:token_count], key=key)
+        try:
+            books.release(pages)
+        except SlotError:
+            self.discard(snapshot)
+            raise
+        return snapshot
+
+    def resume(self, snapshot: Snapshot, page_count: int, *, key: str = "") -> list[int] | None:
+        """Acquires `page_count` pages, restores a request into the first of them, discards it.
+
+        None, and nothing changed, when fewer pages are free. Raises as `restore` does; the
+        pages are free again then, and the snapshot is still the caller's to discard.
+        """
+        pages = self._books.acquire(page_count)
+        if pages is None:
+            return None
+        try:
+            self.restore(snapshot, self.slots_of(pages)[: snapshot.token_count], key=key)
+        except BaseException:
+            # An interrupt may have ended the wait alone: what writes the pages must end first.
+            self.close()
+            self._books.release(pages)
+            raise
+        self.discard(snapshot)
+        return pages
+
+    def slots_of(self, pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The slots of `pages` in order, int64 [len(pages) * page_size]."""
+        size = self.pool.page_size
+        firsts = np.asarray(pages, np.int64).reshape(-1, 1) * size
+        return (firsts + np.arange(size)).reshape(-1)
+
+    def close(self) -> None:
+        """Waits for all moves under way. The pool, arena and device stay the caller's."""
+        while self._pending:
+            self._pending[-1].settle()
+            self._pending.pop()
+
+    def _track(self, ticket: Ticket[T]) -> Ticket[T]:
+        self._pending = [other for other in self._pending if not other.done()]
+        self._pending.append(ticket)
+        return ticket
+
+    @property
+    def _books(self) -> PageAllocator:
+        if self._pages is None:
+            raise LayoutError("retract and resume need a page allocator: Tide(pool, arena, pages)")
+        return self._pages
