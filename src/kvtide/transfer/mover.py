@@ -139,7 +139,7 @@ def _widest(unit_bytes: int, offsets: Sequence[int], *tensors: torch.Tensor) -> 
     """The widest element in which these bytes can be moved: 16, 8 or 1 bytes."""
     places = [unit_bytes, *offsets]
     for tensor in tensors:
-        places += [tensor.data_ptr(), tensor.storage_offset(), tensor.numel()]
+        places += [tensor.data_ptr(), int(tensor.storage_offset()), tensor.numel()]
     together = reduce(or_, places)
     for dtype in (torch.complex128, torch.int64):
         if together % dtype.itemsize == 0:

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvtide.device import Block, CPUDevice, Device, open_device
+from kvtide.device.cpu import _drain
+from kvtide.errors import UsageError
+from support.lazy_device import LazyDevice
+
+PATIENCE_S = 30
+
+
+@pytest.fixture(params=[1, 2, 5], ids=lambda lanes: f"lanes={lanes}")
+def device(request: pytest.FixtureRequest) -> Iterator[CPUDevice]:
+    """CPU devices of one lane and of several."""
+    device = CPUDevice(lanes=request.param)
+    yield device
+    device.close()
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    """An item that fails."""
+
+    def item() -> int:
+        raise error
+
+    return item
+
+
+def noting(value: int, ran: list[int]) -> Callable[[], int]:
+    """An item that notes that it ran."""
+
+    def item() -> int:
+        ran.append(value)
+        return value
+
+    return item
+
+
+def test_devices_open_by_name() -> None:
+    """`cpu` is known, and says so."""
+    device: Device = open_device("cpu")
+    assert ("cpu", torch.device("cpu")) == (device.name, device.torch_device)
+    device.close()
+
+
+def test_an_unknown_device_is_refused_by_name() -> None:
+    """The message names it, and those there are."""
+    with pytest.raises(UsageError, match="'tpu' isn't known; known are: cpu"):
+        open_device("tpu")
+
+
+def test_device_memory_comes_zeroed(device: CPUDevice) -> None:
+    """It is uint8 [size_bytes], of zero bytes too."""
+    assert [0] * 1000 == device.allocate(1000).tolist()
+    assert [(0,), (0,), (7,)] == [
+        tuple(tensor.shape)
+        for tensor in (device.allocate(0), device.allocate_host(0), device.allocate_host(7))
+    ]
+    assert torch.uint8 == device.allocate_host(7).dtype
+
+
+def test_a_block_is_a_window_of_its_slab() -> None:
+    """Its view begins at its offset, ends after the size asked for, and writes to the slab."""
+    slab = torch.arange(10, dtype=torch.uint8)
+    view = Block(slab, 3).bytes_view(4)
+    assert [3, 4, 5, 6] == list(view)
+    view[1] = 99
+    assert 99 == slab[4]
+
+
+def test_results_come_in_the_order_of_the_items(device: CPUDevice) -> None:
+    """Whichever lane was faster."""
+
+    def item(number: int) -> Callable[[], int]:
+        def run() -> int:
+            time.sleep(0.002 if number % 3 == 0 else 0)
+            return number
+
+        return run
+
+    assert list(range(40)) == device.submit([item(number) for number in range(40)]).wait()
+
+
+def test_results_are_those_of_the_last_phase(device: CPUDevice) -> None:
+    """Also where it is shorter than the one before it, or empty."""
+    ones, twos = [lambda: 1] * 7, [lambda: 2] * 3
+    assert [2, 2, 2] == device.submit(ones, twos).wait()
+    assert [] == device.submit(ones, []).wait()
+    assert [1] * 7 == device.submit([], ones).wait()
+    assert [] == device.submit().wait()
+
+
+def test_every_item_runs_once(device: CPUDevice) -> None:
+    """No lane takes another's item."""
+    ran: list[int] = []
+    device.submit([noting(number, ran) for number in range(500)]).wait()
+    assert list(range(500)) == sorted(ran)
+
+
+def test_a_phase_begins_when_the_one_before_has_ended(device: CPUDevice) -> None:
+    """All items of the first phase are seen by each item of the second."""
+    ran: list[int] = []
+
+    def slow() -> int:
+        time.sleep(0.001)
+        ran.append(0)
+        return 0
+
+    assert [12] * 12 == device.submit([slow] * 12, [lambda: len(ran)] * 12).wait()
+
+
+def test_jobs_run_in_the_order_submitted(device: CPUDevice) -> None:
+    """A job waits for the earlier ones, however short it is."""
+    gate = threading.Event()
+    ran: list[str] = []
+
+    def slow() -> None:
+        assert gate.wait(PATIENCE_S)
+        ran.append("slow")
+
+    slow_job = device.submit([slow])
+    fast_job = device.submit([lambda: ran.append("fast")])
+    assert not slow_job.done()
+    assert not fast_job.done()
+    gate.set()
+    fast_job.wait()
+    assert slow_job.done()
+    assert ["slow", "fast"] == ran
+
+
+def test_submitting_returns_before_the_work_is_done(device: CPUDevice) -> None:
+    """Otherwise this test would wait for itself."""
+    gate = threading.Event()
+    job = device.submit([lambda: gate.wait(PATIENCE_S)])
+    assert not job.done()
+    gate.set()
+    assert [True] == job.wait()
+    assert job.done()
+
+
+@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize("error_type", [IndexError, ValueError, KeyboardInterrupt, StopIteration])
+def test_an_error_of_an_item_is_raised_at_each_wait(
+    device: CPUDevice, at: int, error_type: type[BaseException]
+) -> None:
+    """Whatever it is, wherever it happens; an IndexError too, which a deque raises as well."""
+    items: list[Callable[[], int]] = [lambda: 1] * 8
+    items[at] = raising(error_type("of the item"))
+    job = device.submit(items)
+    for _ in range(2):
+        with pytest.raises(error_type, match="of the item"):
+            job.wait()
+    assert job.done()
+    assert [5] == device.submit([lambda: 5]).wait(), "the queue goes on"
+
+
+def test_after_an_error_no_later_phase_begins(device: CPUDevice) -> None:
+    """That is what keeps a damaged snapshot from being written."""
+    ran: list[int] = []
+    items: list[Callable[[], int]] = [lambda: 0, raising(ValueError()), lambda: 0]
+    job = device.submit(items, [noting(1, ran)])
+    with pytest.raises(ValueError):
+        job.wait()
+    assert [] == ran
+
+
+def test_after_an_error_the_remaining_items_are_dropped() -> None:
+    """Neither the lane that failed nor another one finds any more."""
+    ran: list[int] = []
+    items = deque(enumerate([noting(0, ran), raising(ValueError()), noting(2, ran)]))
+    with pytest.raises(ValueError):
+        _drain(items, {})
+    assert [] == list(items)
+    assert [0] == ran
+
+
+@pytest.mark.parametrize("failing_lane", ["kvtide-queue", "kvtide-lane"])
+def test_a_failed_job_ends_when_its_last_lane_does(failing_lane: str) -> None:
+    """Whichever lane fails: when the job has ended nothing copies any more."""
+    device = CPUDevice(lanes=2)
+    both, failed = threading.Barrier(2), threading.Event()
+    ended: list[str] = []
+
+    def item() -> None:
+        both.wait(PATIENCE_S)
+        if threading.current_thread().name.startswith(failing_lane):
+            failed.set()
+            raise ValueError(failing_lane)
+        assert failed.wait(PATIENCE_S)
+        time.sleep(0.05)
+        ended.append("the other")
+
+    job = device.submit([item, item])
+    with pytest.raises(ValueError, match=failing_lane):
+        job.wait()
+    assert ["the other"] == ended
+    device.close()
+
+
+def test_as_many_items_run_side_by_side_as_there_are_lanes() -> None:
+    """Each waits for all the others, so fewer lanes would never get through."""
+    device = CPUDevice(lanes=4)
+    together = threading.Barrier(4)
+    assert 4 == len(set(device.submit([lambda: together.wait(PATIENCE_S)] * 4).wait()))
+    device.close()
+
+
+def test_lanes_follow_torch_threads_unless_said() -> None:
+    """The person who gave torch its threads has said how many cores there are."""
+    device = CPUDevice()
+    assert torch.get_num_threads() == device.lanes
+    device.close()
+
+
+def test_lanes_write_to_tensors_of_inference_mode(device: CPUDevice) -> None:
+    """An engine's pool may have been made in it."""
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+    device.submit([lambda: tensor.fill_(7)]).wait()
+    assert [7, 7, 7] == tensor.tolist()
+
+
+def test_closing_waits_for_the_queue(device: CPUDevice) -> None:
+    """What was submitted has run when close returns; closing again is harmless."""
+    ran: list[int] = []
+
+    def slow() -> int:
+        time.sleep(0.005)
+        return 0
+
+    jobs = [device.submit([slow], [noting(number, ran)]) for number in range(4)]
+    device.close()
+    assert [0, 1, 2, 3] == ran
+    assert all(job.done() for job in jobs)
+    device.close()
+
+
+def test_the_lazy_device_does_nothing_by_itself() -> None:
+    """The tests of fences depend on it: only `wait` runs jobs, and in their order."""
+    device: Device = LazyDevice()
+    ran: list[int] = []
+    first, second = (device.submit([noting(n, ran)]) for n in (1, 2))
+    assert ([], False, False) == (ran, first.done(), second.done())
+    second.wait()
+    assert ([1, 2], True, True) == (ran, first.done(), second.done())

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvtide.errors import LayoutError
+from kvtide.pool import Pool
+from support.lazy_device import LazyDevice
+from support.pools import POOL_KINDS, fill, image_of, make_pool, rows_of, small_geometry
+
+Planes = dict[str, list[torch.Tensor]]
+
+
+def engine_tensors() -> Planes:
+    """What an engine with `small_geometry()` and 3 pages of 4 slots has."""
+    return {
+        "k": [torch.zeros(12, 1, 6, dtype=torch.bfloat16) for _ in range(2)],
+        "v": [torch.zeros(12, 1, 3, dtype=torch.bfloat16) for _ in range(2)],
+    }
+
+
+@pytest.mark.parametrize("kind", POOL_KINDS)
+def test_a_pool_counts_its_slots(kind: str) -> None:
+    """Pages, slots and bytes, whether it was created or adopted."""
+    pool = make_pool(kind, small_geometry(), LazyDevice(), 3).pool
+    assert (4, 3, 12) == (pool.page_size, pool.page_count, pool.slot_count)
+    assert 12 * 36 == pool.size_bytes
+
+
+@pytest.mark.parametrize("kind", POOL_KINDS)
+def test_a_plane_is_its_slots(kind: str) -> None:
+    """[slot, *row_shape] of the declared dtype, in each layer; writing to it writes the pool."""
+    case = make_pool(kind, small_geometry(), LazyDevice(), 3)
+    for name, width in (("k", 6), ("v", 3)):
+        for layer in range(2):
+            plane = case.pool.plane(name, layer)
+            assert (12, 1, width) == tuple(plane.shape)
+            assert torch.bfloat16 == plane.dtype
+            plane[11] = 1
+    assert 2 * 9 * 2 == sum(int(memory.astype(bool).sum()) for memory in case.memory)
+
+
+@pytest.mark.parametrize("kind", POOL_KINDS)
+def test_rows_say_where_each_slot_lies(kind: str) -> None:
+    """Row `layer_rows[i] + slot` of the buffers holds what plane and layer hold, in their order."""
+    case = make_pool(kind, small_geometry(), LazyDevice(), 3)
+    fill(case, 1)
+    pool = case.pool
+    layers = []
+    for buffer, rows in zip(pool.buffers, pool.buffer_rows, strict=True):
+        table = buffer.numpy()[: buffer.numel()].reshape(-1, rows.row_bytes)
+        layers += [table[first : first + 12] for first in rows.layer_rows]
+    image = image_of(pool)
+    assert len(image) == len(layers)
+    for expected, layer in zip(image.values(), layers, strict=True):
+        assert expected.tolist() == layer.tolist()
+
+
+def test_a_created_pool_is_zeroed() -> None:
+    """A page that nobody wrote holds zeros, not what was there before."""
+    pool = Pool.create(small_geometry(), LazyDevice(), page_count=2)
+    assert all(not rows.any() for rows in image_of(pool).values())
+
+
+@pytest.mark.parametrize("page_count", [0, -1])
+def test_a_pool_below_one_page_is_refused(page_count: int) -> None:
+    """The message names the count."""
+    with pytest.raises(LayoutError, match=f"{page_count} pages; at least 1"):
+        Pool.create(small_geometry(), LazyDevice(), page_count=page_count)
+
+
+def test_adopting_copies_nothing() -> None:
+    """The engine's tensors and the pool's planes are the same memory."""
+    tensors = engine_tensors()
+    pool = Pool.adopt(small_geometry(), LazyDevice(), tensors)
+    tensors["v"][1][5, 0, 2] = 3
+    assert 3 == pool.plane("v", 1)[5, 0, 2]
+    assert [t.data_ptr() for t in (*tensors["k"], *tensors["v"])] == [
+        buffer.data_ptr() for buffer in pool.buffers
+    ]
+
+
+def test_an_adopted_pool_may_end_within_a_page() -> None:
+    """Engines reserve slots of their own; all can be moved, and whole pages are counted."""
+    tensors = {
+        name: [torch.zeros(13, *tensor.shape[1:], dtype=tensor.dtype) for tensor in layers]
+        for name, layers in engine_tensors().items()
+    }
+    pool = Pool.adopt(small_geometry(), LazyDevice(), tensors)
+    assert (13, 3) == (pool.slot_count, pool.page_count)
+    assert (13, 12) == rows_of(pool, "k", 0).shape
+
+
+def without_v(planes: Planes) -> None:
+    """One plane too few."""
+    del planes["v"]
+
+
+def with_scale(planes: Planes) -> None:
+    """One plane too many."""
+    planes["scale"] = planes["k"]
+
+
+def one_layer(planes: Planes) -> None:
+    """A stage's layers, but one short."""
+    planes["v"].pop()
+
+
+def wrong_dtype(planes: Planes) -> None:
+    """As many bytes, but others."""
+    planes["k"][1] = planes["k"][1].to(torch.float16)
+
+
+def wrong_width(planes: Planes) -> None:
+    """The row of the other plane."""
+    planes["v"][0] = planes["k"][0]
+
+
+def wrong_page(planes: Planes) -> None:
+    """Pages of 6 tokens, where 4 are declared."""
+    planes["k"][0] = planes["k"][0].view(2, 6, 1, 6)
+
+
+def heads_first(planes: Planes) -> None:
+    """A token's bytes don't lie together: every second row belongs to something else."""
+    planes["k"][0] = torch.zeros(24, 1, 6, dtype=torch.bfloat16)[::2]
+
+
+def fewer_slots(planes: Planes) -> None:
+    """One layer with fewer slots than the others."""
+    planes["v"][1] = planes["v"][1][:8]
+
+
+def elsewhere(planes: Planes) -> None:
+    """A tensor of another device."""
+    planes["k"][0] = planes["k"][0].to("meta")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (without_v, r"planes \['k'\] given, \['k', 'v'\] declared"),
+        (with_scale, "'scale'"),
+        (one_layer, "plane 'v': 1 tensors for 2 layers"),
+        (wrong_dtype, "plane 'k', layer 1: dtype torch.float16, declared torch.bfloat16"),
+        (wrong_width, r"plane 'v', layer 0: shape \[12, 1, 6\]"),
+        (wrong_page, r"plane 'k', layer 0: shape \[2, 6, 1, 6\]"),
+        (heads_first, r"plane 'k', layer 0: strides \(12, 6, 1\) leave gaps"),
+        (fewer_slots, r"slot counts differ: .*plane 'v', layer 1\W+8"),
+        (elsewhere, "plane 'k', layer 0: on meta, the pool's device is 'cpu'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    spoil: Callable[[Planes], None], message: str
+) -> None:
+    """Before anything is moved, and with what was declared."""
+    tensors = engine_tensors()
+    spoil(tensors)
+    with pytest.raises(LayoutError, match=message):
+        Pool.adopt(small_geometry(), LazyDevice(), tensors)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtide.errors import SlotError
+from kvtide.pool import PageAllocator
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Any sequence of calls, valid and not, beside a set of the pages that are held."""
+
+    @initialize(page_count=st.integers(0, 9))
+    def start(self, page_count: int) -> None:
+        """An allocator of a few pages, or of none."""
+        self.allocator = PageAllocator(page_count)
+        self.page_count = page_count
+        self.held: set[int] = set()
+
+    @rule(count=st.integers(0, 11))
+    def acquire(self, count: int) -> None:
+        """As many pages as asked for and free until now, or none at all."""
+        pages = self.allocator.acquire(count)
+        if count > self.page_count - len(self.held):
+            assert pages is None
+        else:
+            assert pages is not None
+            assert count == len(pages) == len(set(pages))
+            assert self.held.isdisjoint(pages)
+            assert set(pages) <= set(range(self.page_count))
+            self.held.update(pages)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Some or all of the held pages, in any order."""
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True)
+                          if self.held else st.just([]))  # fmt: skip
+        self.allocator.release(pages)
+        self.held.difference_update(pages)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release_twice(self, data: st.DataObject) -> None:
+        """A page that comes twice in one release, anywhere in it: nothing is taken."""
+        pages = sorted(self.held)
+        repeated = data.draw(st.permutations([*pages, data.draw(st.sampled_from(pages))]))
+        with pytest.raises(SlotError, match="comes twice"):
+            self.allocator.release(repeated)
+
+    @rule(data=st.data(), outside=st.integers(-3, 12))
+    def release_foreign(self, data: st.DataObject, outside: int) -> None:
+        """A page that is free, or none of the pool's, among held ones: nothing is taken."""
+        if outside not in self.held:
+            pages = data.draw(st.permutations([*sorted(self.held), outside]))
+            with pytest.raises(SlotError, match=f"page {outside} of .* isn't held"):
+                self.allocator.release(pages)
+
+    @rule(count=st.integers(-9, -1))
+    def acquire_negative(self, count: int) -> None:
+        """A negative count is an error, not a slice from the wrong end."""
+        with pytest.raises(SlotError, match=f"can't acquire {count} pages"):
+            self.allocator.acquire(count)
+
+    @invariant()
+    def books_balance(self) -> None:
+        """Free and held pages are together all pages."""
+        if hasattr(self, "allocator"):
+            assert len(self.held) == self.allocator.held_count
+            assert self.page_count - len(self.held) == self.allocator.free_count
+
+    def teardown(self) -> None:
+        """What was held can be given back, and then everything be had at once."""
+        self.allocator.release(sorted(self.held))
+        assert list(range(self.page_count)) == sorted(self.allocator.acquire(self.page_count) or [])
+
+
+AllocatorMachine.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=30, deadline=None
+)
+TestAllocator = AllocatorMachine.TestCase
+
+
+def test_acquiring_zero_pages_takes_none() -> None:
+    """Zero is a valid count, with pages free and without; a slice [-0:] would be all."""
+    allocator = PageAllocator(3)
+    assert [] == allocator.acquire(0)
+    assert 3 == allocator.free_count
+    allocator.acquire(3)
+    assert [] == allocator.acquire(0)
+
+
+def test_the_last_page_can_be_had_and_no_more() -> None:
+    """The pool is handed out to the end, and one more is None."""
+    allocator = PageAllocator(3)
+    assert [0, 1, 2] == allocator.acquire(3)
+    assert allocator.acquire(1) is None
+    assert (0, 3) == (allocator.free_count, allocator.held_count)
+
+
+def test_too_many_pages_takes_none() -> None:
+    """All or nothing: what is free stays free."""
+    allocator = PageAllocator(3)
+    allocator.acquire(1)
+    assert allocator.acquire(3) is None
+    assert (2, 1) == (allocator.free_count, allocator.held_count)
+
+
+def test_the_caller_owns_the_list() -> None:
+    """Changing it changes nothing in the books."""
+    allocator = PageAllocator(4)
+    pages = allocator.acquire(2)
+    assert pages is not None
+    pages.clear()
+    assert (2, 2) == (allocator.free_count, allocator.held_count)
+
+
+def test_pages_released_last_are_handed_out_first() -> None:
+    """They are likely still in cache."""
+    allocator = PageAllocator(5)
+    allocator.acquire(5)
+    allocator.release([3, 1])
+    allocator.release([4])
+    assert [4, 3, 1] == allocator.acquire(3)
+
+
+def test_a_generator_of_pages_is_read_once() -> None:
+    """Pages may come from any iterable."""
+    allocator = PageAllocator(4)
+    allocator.acquire(4)
+    allocator.release(page for page in (0, 2))
+    assert 2 == allocator.free_count
+
+
+def test_a_negative_page_count_is_refused() -> None:
+    """The message names it."""
+    with pytest.raises(SlotError, match="page_count -1"):
+        PageAllocator(-1)

@@ -1,0 +1,158 @@
+"""A library small enough to see through: its engine answers with token n at step n."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+from kvtide.cli.prompts import Prompt
+from kvtide.cli.serving import LoadProgress
+from kvtide.errors import UsageError
+from kvtide.serve.engine import Engine, EngineOptions, EngineStats
+from kvtide.serve.models import OpenModel
+from kvtide.serve.request import Request, SamplingParams
+
+POOL_TOKENS = 64
+
+
+class FakeEngine:
+    """Two requests at a time, a token each a step. An id says what befalls its request:
+
+    `large…` never fits, `moved…` is retracted and resumed once, `recomputed…` is recomputed.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.counts: Counter[str] = Counter()
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.is_closed = False
+        self.before_step: Callable[[], None] = lambda: None
+        self.digest_of: Callable[[Request], int] = lambda request: len(request.output_ids) * 31
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine."""
+        return any(request.finish_reason is None for request in self.requests)
+
+    @property
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return make_stats(pool_tokens=POOL_TOKENS, **self.counts)
+
+    def add(self, request: Request) -> None:
+        """See Engine."""
+        self.requests.append(request)
+        self.counts["prompt_tokens"] += len(request.prompt_ids)
+
+    def step(self) -> list[Request]:
+        """See Engine."""
+        self.before_step()
+        live = [request for request in self.requests if request.finish_reason is None]
+        for request in live[:2]:
+            self._advance(request)
+        return [request for request in live[:2] if request.finish_reason is not None]
+
+    def abort(self, request_id: str) -> None:
+        """See Engine."""
+        self.aborted.append(request_id)
+        for request in self.requests:
+            if request.id == request_id:
+                request.finish_reason = "abort"
+
+    def close(self) -> None:
+        """See Engine."""
+        self.is_closed = True
+
+    def _advance(self, request: Request) -> None:
+        if request.id.startswith("large") and self.options.kv_memory_bytes is not None:
+            request.finish_reason = "error"
+            request.error = f"needs 99 tokens of KV, the pool holds {POOL_TOKENS}"
+            return
+        if request.id.startswith("moved") and not request.output_ids:
+            request.retractions += 1
+            self.counts["retractions"] += 1
+            self.counts["resumes"] += 1
+            self.counts["offloaded_bytes"] += 1024
+            self.counts["restored_bytes"] += 1024
+        if request.id.startswith("recomputed"):
+            request.exact = False
+            self.counts["recomputed_tokens"] += 1
+        request.output_ids.append(len(request.output_ids))
+        request.text += f"{request.output_ids[-1]} "
+        if self.options.keep_logits:
+            request.logit_digests.append(self.digest_of(request))
+        self.counts["new_tokens"] += 1
+        if len(request.output_ids) == request.params.max_new_tokens:
+            request.finish_reason = "length"
+
+
+class FakeServing:
+    """Keeps what it was asked for, and lets a test reach into each engine before it runs.
+
+    `on_engine` is called with each engine and its number; `build_error` is raised instead.
+    """
+
+    def __init__(
+        self,
+        on_engine: Callable[[FakeEngine, int], None] | None = None,
+        *,
+        build_error: Exception | None = None,
+    ) -> None:
+        self.engines: list[FakeEngine] = []
+        self.opened: list[tuple[str, str]] = []
+        self._on_engine = on_engine
+        self._build_error = build_error
+
+    def check_device(self, name: str) -> None:
+        """See Serving."""
+        if name != "cpu":
+            raise UsageError(f"there is no device {name!r}")
+
+    def open_model(self, name: str, *, dtype: str, progress: LoadProgress) -> OpenModel:
+        """See Serving."""
+        progress("loading", 1, 1)
+        self.opened.append((name, dtype))
+        return cast(OpenModel, name)
+
+    def make_request(self, _model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
+        """See Serving."""
+        text = "".join(message["content"] for message in prompt.messages)
+        return Request(id=prompt.id, prompt_ids=list(text.encode()), params=params)
+
+    def build_engine(
+        self, _model: OpenModel, options: EngineOptions, requests: Sequence[Request]
+    ) -> Engine:
+        """See Serving."""
+        if self._build_error is not None:
+            raise self._build_error
+        assert requests, "an engine is built for the requests it will get"
+        engine = FakeEngine(options)
+        if self._on_engine is not None:
+            self._on_engine(engine, len(self.engines))
+        self.engines.append(engine)
+        return cast(Engine, engine)
+
+
+def press_ctrl_c() -> None:
+    """What a terminal does to a process when Ctrl-C is pressed."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def make_stats(**values: Any) -> EngineStats:
+    """Stats with these values, and nothing else counted."""
+    zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
+    return EngineStats(**(zeros | values))
+
+
+def make_request(request_id: str = "a", **values: Any) -> Request:
+    """A request with a prompt of three tokens and these values."""
+    request = Request(id=request_id, prompt_ids=[1, 2, 3], params=SamplingParams())
+    for name, value in values.items():
+        assert hasattr(request, name), name
+        setattr(request, name, value)
+    return request

@@ -1,0 +1,97 @@
+"""LazyDevice: a device on which nothing happens until somebody waits for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, final
+
+import torch
+
+T = TypeVar("T")
+
+
+@final
+class LazyJob(Generic[T]):
+    """Work in a LazyDevice's queue."""
+
+    def __init__(self, device: LazyDevice, work: Callable[[], list[T]]) -> None:
+        self._device = device
+        self._work = work
+        self._ended = False
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Runs the work here and now, and keeps its outcome."""
+        try:
+            self._results = self._work()
+        except BaseException as error:
+            self._error = error
+        self._ended = True
+
+    def done(self) -> bool:
+        """Whether it has run; runs nothing itself."""
+        return self._ended
+
+    def wait(self) -> list[T]:
+        """Runs the queue up to this job."""
+        while not self._ended:
+            self._device.run_next()
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+
+@final
+class LazyDevice:
+    """The CPU as a device whose queue runs only when it is waited for: the slowest there is.
+
+    The items of a phase run in an order drawn from `seed`, since they must not depend on
+    each other. `host_sizes` lists what `allocate_host` was asked for.
+    """
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._queue: list[LazyJob[Any]] = []
+        self.host_sizes: list[int] = []
+
+    @property
+    def queued_count(self) -> int:
+        """Jobs that haven't run."""
+        return len(self._queue)
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """See Device."""
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        """See Device."""
+        self.host_sizes.append(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def submit(self, *phases: Sequence[Callable[[], T]]) -> LazyJob[T]:
+        """See Device."""
+        job = LazyJob(self, lambda: self._run(phases))
+        self._queue.append(job)
+        return job
+
+    def run_next(self) -> None:
+        """Runs the oldest job that hasn't run."""
+        self._queue.pop(0).run()
+
+    def close(self) -> None:
+        """See Device."""
+        while self._queue:
+            self.run_next()
+
+    def _run(self, phases: Sequence[Sequence[Callable[[], T]]]) -> list[T]:
+        results: dict[int, T] = {}
+        for phase in phases:
+            results = {}
+            for number in self._random.sample(range(len(phase)), len(phase)):
+                results[number] = phase[number]()
+        return [results[number] for number in range(len(results))]

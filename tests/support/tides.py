@@ -1,0 +1,43 @@
+"""A small tide, and what is asked about it."""
+
+from __future__ import annotations
+
+from kvtide.arena import HostArena
+from kvtide.device import Device
+from kvtide.pool import PageAllocator
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+from support.pools import (
+    fill,
+    make_pool,
+    small_geometry,
+)
+
+TOKEN_BYTES = 36
+BLOCK_BYTES = 4 * TOKEN_BYTES
+
+
+def make_tide(device: Device, *, block_count: int = 8, page_count: int = 5) -> Tide:
+    """Pages of 4 tokens with random bytes, and an arena whose blocks hold a page each."""
+    case = make_pool("created", small_geometry(), device, page_count)
+    fill(case, 1)
+    arena = HostArena(device, limit_bytes=block_count * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    return Tide(case.pool, arena, PageAllocator(page_count))
+
+
+def books(tide: Tide) -> tuple[int, int, int]:
+    """Free pages, held pages, bytes under lease."""
+    pages = tide._books
+    return pages.free_count, pages.held_count, tide.arena.used_bytes
+
+
+def damage(snapshot: Snapshot) -> None:
+    """Flips one bit in the last of its blocks."""
+    snapshot.lease.blocks[-1].bytes_view(1)[0] ^= 1
+
+
+def acquire(tide: Tide, count: int) -> list[int]:
+    """Pages that are known to be free."""
+    pages = tide._books.acquire(count)
+    assert pages is not None
+    return pages

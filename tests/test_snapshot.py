@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvtide.arena import HostArena
+from kvtide.device import CPUDevice
+from kvtide.errors import SnapshotDamaged, SnapshotMiss
+from kvtide.pool import Pool
+from kvtide.snapshot import Seal, Snapshot, Ticket
+from kvtide.tide import Tide
+from support.lazy_device import LazyDevice
+from support.pools import (
+    fill,
+    image_of,
+    make_pool,
+    poison,
+    same_image,
+    small_geometry,
+    with_rows,
+)
+
+SOURCE = (9, 2, 3, 7, 6)
+TARGET = (12, 0, 19, 1, 5)
+TOKEN_BYTES = 36
+CHUNK_TOKENS = 2
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CPUDevice]:
+    """Two lanes."""
+    device = CPUDevice(lanes=2)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def tide(device: CPUDevice) -> Tide:
+    """Five pages of random bytes, and an arena with blocks of two tokens and a bit."""
+    case = make_pool("created", small_geometry(), device, 5)
+    fill(case, 1)
+    block_bytes = CHUNK_TOKENS * TOKEN_BYTES + 5
+    return Tide(case.pool, HostArena(device, limit_bytes=20 * block_bytes, block_bytes=block_bytes))
+
+
+@pytest.fixture
+def snapshot(tide: Tide) -> Iterator[Snapshot]:
+    """Of five tokens, so of two full chunks and a partial one."""
+    snapshot = tide.offload(SOURCE, key="request")
+    yield snapshot
+    tide.discard(snapshot)
+
+
+def views(snapshot: Snapshot) -> list[memoryview]:
+    """The bytes of each chunk, writable."""
+    counts = [CHUNK_TOKENS, CHUNK_TOKENS, 1]
+    return [
+        block.bytes_view(count * TOKEN_BYTES)
+        for block, count in zip(snapshot.lease.blocks, counts, strict=True)
+    ]
+
+
+def restored(tide: Tide, snapshot: Snapshot) -> bool:
+    """Whether a restore succeeds; asserts that it changed nothing if it doesn't."""
+    before = image_of(tide.pool)
+    try:
+        tide.restore(snapshot, TARGET, key="request")
+    except SnapshotDamaged:
+        assert same_image(before, image_of(tide.pool)), "damaged, but something was written"
+        return False
+    return True
+
+
+def test_every_flipped_bit_is_caught(tide: Tide, snapshot: Snapshot) -> None:
+    """Each of every byte, and nothing is written; flipped back, it is whole again."""
+    flips = [
+        (view, at, bit) for view in views(snapshot) for at in range(len(view)) for bit in range(8)
+    ]
+    assert 5 * TOKEN_BYTES * 8 == len(flips)
+    missed = []
+    for view, at, bit in flips:
+        view[at] ^= 1 << bit
+        if restored(tide, snapshot):
+            missed.append((at, bit))
+        view[at] ^= 1 << bit
+    assert [] == missed
+    assert restored(tide, snapshot)
+
+
+@pytest.mark.parametrize("value", [0x00, 0xFF])
+def test_every_overwritten_byte_is_caught(tide: Tide, snapshot: Snapshot, value: int) -> None:
+    """As when a page of zeros is read in its place."""
+    for view in views(snapshot):
+        for at in range(len(view)):
+            kept, view[at] = view[at], value
+            assert (kept == value) == restored(tide, snapshot)
+            view[at] = kept
+
+
+def test_bytes_behind_a_chunk_do_not_matter(tide: Tide, snapshot: Snapshot) -> None:
+    """The rest of a block is nobody's."""
+    for block, view in zip(snapshot.lease.blocks, views(snapshot), strict=True):
+        rest = block.bytes_view(tide.arena.block_bytes)[len(view) :]
+        rest[:] = bytes(len(rest))
+    assert restored(tide, snapshot)
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2)])
+def test_swapped_blocks_are_caught(tide: Tide, snapshot: Snapshot, one: int, other: int) -> None:
+    """Each block is whole, but not where it belongs."""
+    blocks = list(snapshot.lease.blocks)
+    first, second = blocks[one].bytes_view(72), blocks[other].bytes_view(72)
+    first[:], second[:] = bytes(second), bytes(first)
+    assert not restored(tide, snapshot)
+
+
+def test_a_block_of_another_snapshot_is_caught(tide: Tide, snapshot: Snapshot) -> None:
+    """Whole and of the same length and place, but of other tokens."""
+    other = tide.offload([0, 1, 4, 5, 8], key="request")
+    views(snapshot)[1][:] = views(other)[1]
+    tide.discard(other)
+    assert not restored(tide, snapshot)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"head_dim": 3, "v_head_dim": 6},
+        {"layer": 1},
+        {"layer": 1, "head": 2},
+        {"first_layer": 2},
+        {"rank": 1},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_a_pool_of_another_geometry_misses(
+    device: CPUDevice, tide: Tide, snapshot: Snapshot, changes: dict[str, Any]
+) -> None:
+    """Even where a token has as many bytes; both fingerprints are named, nothing is written."""
+    geometry = small_geometry(**changes)
+    pool = Pool.create(geometry, device, page_count=5)
+    before = image_of(pool)
+    with pytest.raises(SnapshotMiss) as miss:
+        Tide(pool, tide.arena).restore(snapshot, TARGET, key="request")
+    for fingerprint in (tide.pool.geometry.fingerprint, geometry.fingerprint):
+        assert fingerprint.hex() in str(miss.value)
+    assert same_image(before, image_of(pool))
+
+
+@pytest.mark.parametrize("key", ["", "other", "request "])
+def test_another_key_misses(tide: Tide, snapshot: Snapshot, key: str) -> None:
+    """One request's KV is never another's."""
+    before = image_of(tide.pool)
+    with pytest.raises(SnapshotMiss, match="key is 'request', the target's"):
+        tide.restore(snapshot, TARGET, key=key)
+    assert same_image(before, image_of(tide.pool))
+
+
+@pytest.mark.parametrize("slots", [(), TARGET[:4], (*TARGET, 2)])
+def test_another_token_count_misses(tide: Tide, snapshot: Snapshot, slots: tuple[int, ...]) -> None:
+    """Neither a part of a snapshot is restored, nor a slot left unwritten."""
+    before = image_of(tide.pool)
+    with pytest.raises(SnapshotMiss, match=f"token count is 5, the target's {len(slots)}"):
+        tide.restore(snapshot, slots, key="request")
+    assert same_image(before, image_of(tide.pool))
+
+
+@pytest.mark.parametrize("slots", [SOURCE, ()])
+def test_a_discarded_snapshot_misses(tide: Tide, slots: tuple[int, ...]) -> None:
+    """Its memory is another's by now; one of no tokens is no exception."""
+    snapshot = tide.offload(slots)
+    tide.discard(snapshot)
+    with pytest.raises(SnapshotMiss, match=f"{len(slots)} tokens was discarded already"):
+        tide.restore(snapshot, slots)
+
+
+def test_a_snapshot_says_what_it_takes(tide: Tide, snapshot: Snapshot) -> None:
+    """Whole blocks while it is there, nothing afterwards."""
+    assert (5, 3 * tide.arena.block_bytes) == (snapshot.token_count, snapshot.size_bytes)
+    tide.discard(snapshot)
+    assert (5, 0) == (snapshot.token_count, snapshot.size_bytes)
+
+
+def test_a_seal_cannot_be_changed(snapshot: Snapshot) -> None:
+    """What was sealed stays sealed."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        snapshot.seal.key = "other"  # type: ignore[misc]
+    assert Seal is type(snapshot.seal)
+
+
+def test_a_damaged_snapshot_stays_for_its_owner(tide: Tide, snapshot: Snapshot) -> None:
+    """A failed restore takes nothing away: repaired, it can be restored."""
+    before = image_of(tide.pool)
+    view = views(snapshot)[2]
+    view[0] ^= 1
+    assert not restored(tide, snapshot)
+    view[0] ^= 1
+    poison(tide.pool, SOURCE)
+    poisoned = image_of(tide.pool)
+    assert restored(tide, snapshot)
+    assert same_image(with_rows(poisoned, TARGET, before, SOURCE), image_of(tide.pool))
+
+
+def test_readers_that_have_ended_are_forgotten(tide: Tide, snapshot: Snapshot) -> None:
+    """A snapshot that is restored often doesn't grow."""
+    for _ in range(20):
+        tide.restore(snapshot, TARGET, key="request")
+    assert len(snapshot.readers) <= 1
+
+
+def test_a_ticket_settles_once() -> None:
+    """Its result is made once, and given at each wait."""
+    device = LazyDevice()
+    made: list[list[int]] = []
+
+    def succeed(results: list[int]) -> int:
+        made.append(results)
+        return len(made)
+
+    ticket = Ticket(device.submit([lambda: 7]), succeed=succeed)
+    assert (False, False, 1) == (ticket.done(), ticket.settled, device.queued_count)
+    assert (1, 1) == (ticket.wait(), ticket.wait())
+    assert (True, True, [[7]]) == (ticket.done(), ticket.settled, made)
+
+
+def test_a_failed_ticket_gives_back_once_and_raises_each_time() -> None:
+    """Settling alone raises nothing."""
+    device = LazyDevice()
+    given_back: list[int] = []
+
+    def fail() -> int:
+        raise ValueError("of the job")
+
+    ticket = Ticket(
+        device.submit([fail]), succeed=lambda _: None, fail=lambda: given_back.append(1)
+    )
+    ticket.settle()
+    assert ticket.settled
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of the job"):
+            ticket.wait()
+    assert [1] == given_back
+
+
+def test_asking_settles_a_ticket_whose_job_has_ended() -> None:
+    """Who polls `done` needn't wait afterwards."""
+    device = LazyDevice()
+    ticket = Ticket(device.submit([lambda: 7]), succeed=lambda results: results)
+    device.close()
+    assert not ticket.settled
+    assert ticket.done()
+    assert ticket.settled

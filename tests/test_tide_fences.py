@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvtide.device import CPUDevice
+from kvtide.errors import ArenaFull, SnapshotDamaged
+from support.lazy_device import LazyDevice
+from support.pools import (
+    image_of,
+    poison,
+    same_image,
+    with_rows,
+)
+from support.tides import BLOCK_BYTES, damage, make_tide
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CPUDevice]:
+    """Two lanes."""
+    device = CPUDevice(lanes=2)
+    yield device
+    device.close()
+
+
+def test_an_offload_takes_its_slots_at_the_call() -> None:
+    """An engine reuses its index tensors; what they say later doesn't matter."""
+    tide = make_tide(LazyDevice())
+    before = image_of(tide.pool)
+    slots = torch.tensor([3, 4, 5])
+    ticket = tide.start_offload(slots)
+    slots[:] = 9
+    snapshot = ticket.wait()
+    target = torch.tensor([17, 18, 19])
+    restoring = tide.start_restore(snapshot, target)
+    target[:] = 0
+    restoring.wait()
+    expected = with_rows(before, [17, 18, 19], before, [3, 4, 5])
+    assert same_image(expected, image_of(tide.pool))
+    tide.discard(snapshot)
+
+
+def test_a_ticket_that_nobody_waited_for_has_moved_nothing() -> None:
+    """`start_` returns at once, and asking doesn't wait."""
+    device = LazyDevice()
+    tide = make_tide(device)
+    snapshot = tide.offload(range(4))
+    before = image_of(tide.pool)
+    ticket = tide.start_restore(snapshot, range(4, 8))
+    assert not ticket.done()
+    assert not ticket.settled
+    assert 1 == device.queued_count
+    assert same_image(before, image_of(tide.pool))
+    ticket.wait()
+    assert same_image(with_rows(before, range(4, 8), before, range(4)), image_of(tide.pool))
+    tide.discard(snapshot)
+
+
+def test_pages_are_not_released_before_the_offload_has_run() -> None:
+    """When `retract` returns, their next holder may write at once."""
+    device = LazyDevice()
+    tide = make_tide(device)
+    assert tide._pages is not None
+    pages = tide._pages.acquire(2)
+    assert pages is not None
+    before = image_of(tide.pool)
+    snapshot = tide.retract(pages, 7)
+    assert 0 == device.queued_count
+    poison(tide.pool, range(20))
+    tide.restore(snapshot, range(12, 19))
+    poisoned = {part: np.full_like(rows, 0xA5) for part, rows in before.items()}
+    slots = tide.slots_of(pages)[:7]
+    assert same_image(with_rows(poisoned, range(12, 19), before, slots), image_of(tide.pool))
+    tide.discard(snapshot)
+
+
+def test_moves_keep_their_order() -> None:
+    """A restore into slots that an earlier offload reads waits for it."""
+    tide = make_tide(LazyDevice())
+    before = image_of(tide.pool)
+    old = tide.offload(range(4))
+    reading = tide.start_offload(range(4, 8))
+    writing = tide.start_restore(old, range(4, 8))
+    writing.wait()
+    assert reading.done()
+    tide.restore(reading.wait(), range(8, 12))
+    expected = with_rows(before, range(8, 12), before, range(4, 8))
+    assert same_image(with_rows(expected, range(4, 8), before, range(4)), image_of(tide.pool))
+    tide.discard(old)
+    tide.discard(reading.wait())
+
+
+def test_discarding_waits_for_restores_under_way() -> None:
+    """The host memory is theirs until they have ended; then another offload may have it."""
+    device = LazyDevice()
+    tide = make_tide(device, block_count=1)
+    before = image_of(tide.pool)
+    snapshot = tide.offload(range(4))
+    first = tide.start_restore(snapshot, range(8, 12))
+    second = tide.start_restore(snapshot, range(12, 16))
+    tide.discard(snapshot)
+    assert (True, True, 0) == (first.settled, second.settled, device.queued_count)
+    other = tide.offload(range(4, 8))
+    expected = with_rows(before, range(8, 12), before, range(4))
+    assert same_image(with_rows(expected, range(12, 16), before, range(4)), image_of(tide.pool))
+    tide.discard(other)
+
+
+def test_discarding_waits_for_failing_restores_too() -> None:
+    """And raises nothing; the ticket's own `wait` does."""
+    tide = make_tide(LazyDevice())
+    snapshot = tide.offload(range(4))
+    damage(snapshot)
+    ticket = tide.start_restore(snapshot, range(8, 12))
+    tide.discard(snapshot)
+    assert 0 == tide.arena.used_bytes
+    with pytest.raises(SnapshotDamaged):
+        ticket.wait()
+
+
+def test_an_offload_under_way_holds_its_blocks() -> None:
+    """They count from the call on, and another offload doesn't get them."""
+    tide = make_tide(LazyDevice(), block_count=1)
+    ticket = tide.start_offload(range(4))
+    assert BLOCK_BYTES == tide.arena.used_bytes
+    with pytest.raises(ArenaFull):
+        tide.start_offload(range(4, 8))
+    tide.discard(ticket.wait())
+
+
+def test_closing_waits_for_all_moves() -> None:
+    """Those that fail too; closing again is harmless."""
+    device = LazyDevice()
+    tide = make_tide(device)
+    snapshot = tide.offload(range(4))
+    damage(snapshot)
+    reading = tide.start_offload(range(8, 12))
+    writing = tide.start_restore(snapshot, range(4, 8))
+    tide.close()
+    assert (0, True, True) == (device.queued_count, reading.settled, writing.settled)
+    tide.close()
+    tide.discard(snapshot)
+    tide.discard(reading.wait())
+    assert 0 == tide.arena.used_bytes
+
+
+def test_moves_that_have_ended_are_forgotten(device: CPUDevice) -> None:
+    """A server that runs for long doesn't grow, though nobody waits for its tickets."""
+    tide = make_tide(device)
+    snapshot = tide.offload(range(4))
+    for _ in range(20):
+        tide.start_restore(snapshot, range(4, 8))._job.wait()
+    assert len(tide._pending) <= 1
+    tide.close()
+    assert [] == tide._pending
+    tide.discard(snapshot)

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtide.device import CPUDevice, Device
+from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotDamaged, SnapshotMiss
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+from support.lazy_device import LazyDevice
+from support.pools import (
+    Image,
+    image_of,
+    poison,
+    rows_of,
+    same_image,
+    with_rows,
+)
+from support.tides import BLOCK_BYTES, acquire, books, damage, make_tide
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CPUDevice]:
+    """Two lanes."""
+    device = CPUDevice(lanes=2)
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize("token_count", [0, 1, 3, 4, 5, 7, 8])
+def test_a_request_resumes_in_other_pages(device: CPUDevice, token_count: int) -> None:
+    """All its tokens, to the last of a page that isn't full; the books say who holds what."""
+    tide = make_tide(device)
+    before = image_of(tide.pool)
+    acquire(tide, 1)
+    pages = acquire(tide, 2)
+    snapshot = tide.retract(pages, token_count, key="r")
+    blocks = -(-token_count // 4)
+    assert (4, 1, blocks * BLOCK_BYTES) == books(tide)
+    held = acquire(tide, 1)
+    poison(tide.pool, tide.slots_of([*pages, *held]))
+    poisoned = image_of(tide.pool)
+    resumed = tide.resume(snapshot, 2, key="r")
+    assert resumed is not None
+    assert (1, 4, 0) == books(tide)
+    target, source = (tide.slots_of(p)[:token_count] for p in (resumed, pages))
+    assert same_image(with_rows(poisoned, target, before, source), image_of(tide.pool))
+
+
+def test_slots_follow_the_order_of_pages() -> None:
+    """Page p is slots p * page_size and on."""
+    tide = make_tide(LazyDevice())
+    assert [12, 13, 14, 15, 0, 1, 2, 3] == tide.slots_of([3, 0]).tolist()
+    assert ([], "int64") == (tide.slots_of([]).tolist(), tide.slots_of([]).dtype.name)
+
+
+def test_a_full_arena_leaves_a_request_its_pages(device: CPUDevice) -> None:
+    """Nothing is released, leased or changed: the caller may recompute, or wait."""
+    tide = make_tide(device, block_count=1)
+    pages = acquire(tide, 2)
+    before = image_of(tide.pool)
+    with pytest.raises(ArenaFull):
+        tide.retract(pages, 8)
+    assert (3, 2, 0) == books(tide)
+    assert same_image(before, image_of(tide.pool))
+    tide.discard(tide.retract(pages, 4))
+    assert (5, 0, 0) == books(tide)
+
+
+@pytest.mark.parametrize("token_count", [-1, 9])
+def test_more_tokens_than_the_pages_hold_are_refused(device: CPUDevice, token_count: int) -> None:
+    """A shorter snapshot would be a silent loss."""
+    tide = make_tide(device)
+    pages = acquire(tide, 2)
+    with pytest.raises(SlotError, match=f"{token_count} tokens to retract, but 2 pages of 4"):
+        tide.retract(pages, token_count)
+    assert (3, 2, 0) == books(tide)
+
+
+@pytest.mark.parametrize("pages", [[0, 3], [0, 0], [0, 5], [0, -1]])
+def test_retracting_pages_that_are_not_held_changes_nothing(
+    device: CPUDevice, pages: list[int]
+) -> None:
+    """Free, repeated or foreign: neither pages nor a lease change hands."""
+    tide = make_tide(device)
+    acquire(tide, 2)
+    with pytest.raises(SlotError):
+        tide.retract(pages, 8)
+    assert (3, 2, 0) == books(tide)
+
+
+def test_too_few_free_pages_resume_nothing(device: CPUDevice) -> None:
+    """None, and the snapshot stays; once there are enough it resumes."""
+    tide = make_tide(device)
+    pages = acquire(tide, 2)
+    snapshot = tide.retract(pages, 6)
+    others = acquire(tide, 4)
+    before, state = image_of(tide.pool), books(tide)
+    assert tide.resume(snapshot, 2) is None
+    assert state == books(tide)
+    assert same_image(before, image_of(tide.pool))
+    tide._books.release(others)
+    assert tide.resume(snapshot, 2) is not None
+    assert (3, 2, 0) == books(tide)
+
+
+def test_a_damaged_snapshot_releases_the_pages(device: CPUDevice) -> None:
+    """Nothing is written, and the snapshot is still the caller's to discard."""
+    tide = make_tide(device)
+    snapshot = tide.retract(acquire(tide, 2), 6)
+    damage(snapshot)
+    before = image_of(tide.pool)
+    with pytest.raises(SnapshotDamaged):
+        tide.resume(snapshot, 2)
+    assert (5, 0, 2 * BLOCK_BYTES) == books(tide)
+    assert same_image(before, image_of(tide.pool))
+    tide.discard(snapshot)
+    assert (5, 0, 0) == books(tide)
+
+
+@pytest.mark.parametrize(("page_count", "key"), [(1, "r"), (2, "other")])
+def test_a_miss_releases_the_pages(device: CPUDevice, page_count: int, key: str) -> None:
+    """Too few pages for its tokens, or another request's key."""
+    tide = make_tide(device)
+    snapshot = tide.retract(acquire(tide, 2), 6, key="r")
+    with pytest.raises(SnapshotMiss):
+        tide.resume(snapshot, page_count, key=key)
+    assert (5, 0, 2 * BLOCK_BYTES) == books(tide)
+    tide.discard(snapshot)
+
+
+def test_an_interrupted_resume_releases_no_page_that_is_being_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C ends the wait, not the copy: the pages' next holder comes after it."""
+    device = LazyDevice()
+    tide = make_tide(device)
+    snapshot = tide.retract(acquire(tide, 2), 6)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        tide.start_restore(snapshot, range(6))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tide, "restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tide.resume(snapshot, 2)
+    assert 0 == device.queued_count
+    assert (5, 0, 2 * BLOCK_BYTES) == books(tide)
+    tide.discard(snapshot)
+
+
+def test_without_an_allocator_nothing_is_retracted(device: CPUDevice) -> None:
+    """The message says how to give one; no lease is taken on the way to it."""
+    tide = make_tide(device)
+    bare = Tide(tide.pool, tide.arena)
+    snapshot = bare.offload([1])
+    with pytest.raises(LayoutError, match="need a page allocator"):
+        bare.retract([0], 4)
+    with pytest.raises(LayoutError, match="need a page allocator"):
+        bare.resume(snapshot, 1)
+    bare.discard(snapshot)
+    assert 0 == bare.arena.used_bytes
+
+
+@dataclass(eq=False)
+class Held:
+    """A request that has pages, or a snapshot, and the bytes that its tokens must have."""
+
+    token_count: int
+    rows: Image
+    pages: list[int] | None = None
+    snapshot: Snapshot | None = None
+
+    @property
+    def page_count(self) -> int:
+        """Pages that its tokens need."""
+        return -(-self.token_count // 4)
+
+
+class TideMachine(RuleBasedStateMachine):
+    """Requests that come, are retracted, resume and are aborted, in any order."""
+
+    @initialize(block_count=st.integers(0, 6), lazy=st.booleans())
+    def start(self, block_count: int, lazy: bool) -> None:
+        """Six pages, and less host memory than they hold, or none."""
+        self.device: Device = LazyDevice() if lazy else CPUDevice(lanes=2)
+        self.tide = make_tide(self.device, block_count=block_count, page_count=6)
+        self.requests: list[Held] = []
+        self.seed = 0
+
+    def slots(self, request: Held) -> Any:
+        """The slots of its tokens."""
+        assert request.pages is not None
+        return self.tide.slots_of(request.pages)[: request.token_count]
+
+    def free(self, pages: list[int]) -> None:
+        """Poisons pages that nobody holds now."""
+        poison(self.tide.pool, self.tide.slots_of(pages))
+
+    @rule(token_count=st.integers(0, 13))
+    def admit(self, token_count: int) -> None:
+        """A request whose tokens are random bytes, if there are pages."""
+        pages = self.tide._books.acquire(-(-token_count // 4))
+        if pages is None:
+            return
+        self.seed += 1
+        rng = np.random.default_rng(self.seed)
+        request = Held(token_count, {}, pages)
+        for part in image_of(self.tide.pool):
+            rows = rows_of(self.tide.pool, *part)
+            width = rows.shape[1]
+            request.rows[part] = rng.integers(0, 256, (token_count, width), np.uint8)
+            rows[self.slots(request)] = request.rows[part]
+        self.requests.append(request)
+
+    def draw(self, data: st.DataObject, *, running: bool) -> Held | None:
+        """Some request that runs, or that doesn't."""
+        some = [request for request in self.requests if running == (request.pages is not None)]
+        return some[data.draw(st.integers(0, len(some) - 1))] if some else None
+
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        """Its pages are anyone's at once; without room in the arena it keeps them."""
+        request = self.draw(data, running=True)
+        if request is None or request.pages is None:
+            return
+        room = self.tide.arena.limit_bytes - self.tide.arena.used_bytes
+        pages = request.pages
+        try:
+            request.snapshot = self.tide.retract(pages, request.token_count)
+        except ArenaFull:
+            assert request.page_count * BLOCK_BYTES > room
+            return
+        request.pages = None
+        self.free(pages)
+
+    @rule(data=st.data(), damaged=st.booleans())
+    def resume(self, data: st.DataObject, damaged: bool) -> None:
+        """In whatever pages are free; damaged, it doesn't, and is aborted."""
+        request = self.draw(data, running=False)
+        if request is None or request.snapshot is None:
+            return
+        fits = request.page_count <= self.tide._books.free_count
+        if damaged and fits and request.token_count:
+            damage(request.snapshot)
+            with pytest.raises(SnapshotDamaged):
+                self.tide.resume(request.snapshot, request.page_count)
+            self.tide.discard(request.snapshot)
+            self.requests.remove(request)
+            return
+        request.pages = self.tide.resume(request.snapshot, request.page_count)
+        assert fits == (request.pages is not None)
+        if fits:
+            request.snapshot = None
+
+    @rule(data=st.data(), running=st.booleans())
+    def abort(self, data: st.DataObject, running: bool) -> None:
+        """In any state, all that it had is given back."""
+        request = self.draw(data, running=running)
+        if request is None:
+            return
+        self.requests.remove(request)
+        if request.pages is not None:
+            self.tide._books.release(request.pages)
+            self.free(request.pages)
+        if request.snapshot is not None:
+            self.tide.discard(request.snapshot)
+
+    @precondition(lambda self: hasattr(self, "tide"))
+    @invariant()
+    def nobody_lost_anything(self) -> None:
+        """Each running request has its bytes, and the books are those of the requests."""
+        running = [request for request in self.requests if request.pages is not None]
+        for request in running:
+            for part, rows in request.rows.items():
+                slots = self.slots(request)
+                assert rows.tolist() == rows_of(self.tide.pool, *part)[slots].tolist()
+        held = sum(len(request.pages or ()) for request in running)
+        leased = sum(r.page_count for r in self.requests if r.pages is None)
+        assert (6 - held, held, leased * BLOCK_BYTES) == books(self.tide)
+
+    def teardown(self) -> None:
+        """Once all have gone nothing is held."""
+        if not hasattr(self, "tide"):
+            return
+        for request in self.requests:
+            if request.snapshot is not None:
+                self.tide.discard(request.snapshot)
+        self.tide.close()
+        self.device.close()
+        assert 0 == self.tide.arena.used_bytes
+
+
+TideMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+TestTide = TideMachine.TestCase

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.device import Block, CPUDevice
+from kvtide.errors import SnapshotDamaged
+from kvtide.layout import GQA, Geometry
+from kvtide.pool import Pool
+from kvtide.transfer import Mover, checked_slots
+from support.lazy_device import LazyDevice
+from support.pools import (
+    POOL_KINDS,
+    PoolCase,
+    chunk_bytes,
+    fill,
+    geometries,
+    image_of,
+    make_pool,
+    same_image,
+    slot_lists,
+    small_geometry,
+    with_rows,
+)
+
+GUARD = 0x5A
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CPUDevice]:
+    """Two lanes."""
+    device = CPUDevice(lanes=2)
+    yield device
+    device.close()
+
+
+def make_blocks(count: int, size_bytes: int, offset: int, slab_count: int = 1) -> list[Block]:
+    """Blocks in turn from some slabs, the first at `offset`, with a byte between and after."""
+    step = size_bytes + 1
+    rounds = ceil(count / slab_count)
+    slabs = [
+        torch.full((offset + rounds * step,), GUARD, dtype=torch.uint8) for _ in range(slab_count)
+    ]
+    return [Block(slabs[i % slab_count], offset + i // slab_count * step) for i in range(count)]
+
+
+def filled(
+    kind: str = "created", page_count: int = 5, device: LazyDevice | None = None
+) -> PoolCase:
+    """A pool of `small_geometry()` with random bytes."""
+    case = make_pool(kind, small_geometry(), device or LazyDevice(), page_count)
+    fill(case, 3)
+    return case
+
+
+@given(geometries(), st.data())
+def test_chunks_are_what_the_slots_hold(
+    device: CPUDevice, geometry: Geometry, data: st.DataObject
+) -> None:
+    """In the format's order, for any pool and any alignment of blocks, in several slabs."""
+    case = make_pool(data.draw(st.sampled_from(POOL_KINDS)), geometry, device, 4)
+    fill(case, data.draw(st.integers(0, 99)))
+    count = data.draw(st.integers(0, case.pool.slot_count))
+    slots = data.draw(slot_lists(case.pool.slot_count, geometry.page_size, count))
+    chunk_tokens = data.draw(st.integers(1, 20))
+    size_bytes = chunk_tokens * geometry.token_bytes
+    blocks = make_blocks(
+        ceil(count / chunk_tokens),
+        size_bytes,
+        data.draw(st.sampled_from((0, 1, 8, 16))),
+        data.draw(st.integers(1, 2)),
+    )
+    ids = checked_slots(slots, case.pool.slot_count)
+    checksums = Mover(case.pool).gather(ids, blocks, chunk_tokens=chunk_tokens).wait()
+    image = image_of(case.pool)
+    expected = [
+        chunk_bytes(image, slots[i : i + chunk_tokens]) for i in range(0, count, chunk_tokens)
+    ]
+    found = [
+        bytes(block.bytes_view(len(chunk))) for block, chunk in zip(blocks, expected, strict=True)
+    ]
+    assert expected == found
+    assert [xxhash.xxh3_64_intdigest(chunk) for chunk in expected] == checksums
+    guards = {int(b.slab[b.offset + len(c)]) for b, c in zip(blocks, expected, strict=True)}
+    assert guards <= {GUARD}, "nothing is written behind a chunk"
+
+
+@pytest.mark.parametrize("kind", POOL_KINDS)
+@pytest.mark.parametrize("offset", [0, 1, 8, 16])
+def test_scattering_gives_the_bytes_back(kind: str, offset: int) -> None:
+    """To other slots, and changes no other byte."""
+    case = filled(kind)
+    before = image_of(case.pool)
+    blocks = make_blocks(2, 4 * 36, offset)
+    mover = Mover(case.pool)
+    checksums = mover.gather(np.arange(7), blocks, chunk_tokens=4).wait()
+    target = np.array([13, 19, 4, 5, 6, 7, 8])
+    mover.scatter(blocks, target, chunk_tokens=4, checksums=checksums).wait()
+    assert same_image(with_rows(before, target, before, range(7)), image_of(case.pool))
+
+
+def test_moves_longer_than_torch_keeps_on_a_thread_are_cut() -> None:
+    """A chunk of more than a move's length arrives whole, in both directions."""
+    geometry = GQA.bind(dtype="float32", layer=1, token=16, head=8, head_dim=64, v_head_dim=48)
+    case = make_pool("created", geometry, LazyDevice(), 48)
+    fill(case, 8)
+    before = image_of(case.pool)
+    slots, mover = np.arange(380), Mover(case.pool)
+    blocks = make_blocks(1, 380 * geometry.token_bytes, 0)
+    checksums = mover.gather(slots, blocks, chunk_tokens=380).wait()
+    assert chunk_bytes(before, slots) == bytes(blocks[0].bytes_view(380 * geometry.token_bytes))
+    mover.scatter(blocks, slots + 387, chunk_tokens=380, checksums=checksums).wait()
+    assert same_image(with_rows(before, slots + 387, before, slots), image_of(case.pool))
+
+
+def test_without_a_seal_checksums_are_zero() -> None:
+    """The bytes are there all the same."""
+    case = filled()
+    blocks = make_blocks(1, 4 * 36, 0)
+    job = Mover(case.pool).gather(np.arange(4), blocks, chunk_tokens=4, seal=False)
+    assert [0] == job.wait()
+    assert chunk_bytes(image_of(case.pool), range(4)) == bytes(blocks[0].bytes_view(4 * 36))
+
+
+def test_without_checksums_nothing_is_checked() -> None:
+    """What a benchmark needs to time the copy alone."""
+    case = filled()
+    blocks = make_blocks(1, 36, 0)
+    blocks[0].bytes_view(36)[:] = bytes(range(36))
+    Mover(case.pool).scatter(blocks, np.array([2]), chunk_tokens=4, checksums=None).wait()
+    assert bytes(range(36)) == chunk_bytes(image_of(case.pool), [2])
+
+
+def test_the_first_damaged_chunk_is_named() -> None:
+    """With both checksums, its length and the remedy."""
+    case = filled()
+    mover, blocks = Mover(case.pool), make_blocks(3, 4 * 36, 0)
+    checksums = mover.gather(np.arange(10), blocks, chunk_tokens=4).wait()
+    blocks[2].bytes_view(1)[0] ^= 1
+    job = mover.scatter(blocks, np.arange(10), chunk_tokens=4, checksums=checksums)
+    found = xxhash.xxh3_64_intdigest(blocks[2].bytes_view(72))
+    message = f"chunk 2: 72 bytes with checksum {found:016x}, sealed as {checksums[2]:016x}.*recom"
+    with pytest.raises(SnapshotDamaged, match=message):
+        job.wait()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("damaged", range(5))
+def test_damage_anywhere_writes_nothing(lanes: int, damaged: int) -> None:
+    """Also when the chunks before it are whole, on as many lanes as there may be."""
+    device = CPUDevice(lanes=lanes)
+    case = make_pool("created", small_geometry(), device, 5)
+    fill(case, 4)
+    mover, blocks = Mover(case.pool), make_blocks(5, 4 * 36, 0)
+    checksums = mover.gather(np.arange(20), blocks, chunk_tokens=4).wait()
+    blocks[damaged].bytes_view(144)[-1] ^= 0x80
+    fill(case, 5)
+    before = image_of(case.pool)
+    job = mover.scatter(blocks, np.arange(20), chunk_tokens=4, checksums=checksums)
+    with pytest.raises(SnapshotDamaged, match=f"chunk {damaged}:"):
+        job.wait()
+    assert same_image(before, image_of(case.pool))
+    device.close()
+
+
+def test_both_ways_return_before_anything_moves() -> None:
+    """The queue decides when."""
+    device = LazyDevice()
+    case = filled(device=device)
+    before = image_of(case.pool)
+    mover, blocks = Mover(case.pool), make_blocks(1, 4 * 36, 0)
+    gathering = mover.gather(np.arange(4), blocks, chunk_tokens=4)
+    mover.scatter(blocks, np.arange(4, 8), chunk_tokens=4, checksums=None)
+    assert 2 == device.queued_count
+    assert {GUARD} == set(blocks[0].slab.tolist())
+    assert same_image(before, image_of(case.pool))
+    gathering.wait()
+    assert chunk_bytes(before, range(4)) == bytes(blocks[0].bytes_view(4 * 36))
+    assert same_image(before, image_of(case.pool))
+    device.close()
+    assert same_image(with_rows(before, range(4, 8), before, range(4)), image_of(case.pool))
+
+
+def test_tensors_of_inference_mode_move() -> None:
+    """As pool and as blocks; a mover that wrote outside of that mode would be refused."""
+    with torch.inference_mode():
+        planes = {
+            "k": [torch.rand(4, 1, 6).bfloat16() for _ in range(2)],
+            "v": [torch.rand(4, 1, 3).bfloat16() for _ in range(2)],
+        }
+        blocks = make_blocks(1, 36, 0)
+    device = CPUDevice(lanes=1)
+    pool = Pool.adopt(small_geometry(), device, planes)
+    before, mover = image_of(pool), Mover(pool)
+    checksums = mover.gather(np.array([1]), blocks, chunk_tokens=1).wait()
+    mover.scatter(blocks, np.array([3]), chunk_tokens=1, checksums=checksums).wait()
+    assert same_image(with_rows(before, [3], before, [1]), image_of(pool))
+    device.close()
