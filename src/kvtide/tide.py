@@ -143,7 +143,7 @@ class Tide:
         if not 0 <= token_count <= slots.size:
             raise SlotError(
                 f"{token_count} tokens to retract, but {len(pages)} pages of "
-                f"{self.pool.page_size} hold 0 … {slots.size}"
+                f"{self.pool.page_size} hold 0 to {slots.size}"
             )
         snapshot = self.offload(slots[:token_count], key=key)
         try:
@@ -156,9 +156,15 @@ class Tide:
     def resume(self, snapshot: Snapshot, page_count: int, *, key: str = "") -> list[int] | None:
         """Acquires `page_count` pages, restores a request into the first of them, discards it.
 
-        None, and nothing changed, when fewer pages are free. Raises as `restore` does; the
-        pages are free again then, and the snapshot is still the caller's to discard.
+        None, and nothing changed, when fewer pages are free. Raises as `restore` does, and
+        SlotError for fewer pages than the snapshot's tokens need; the pages are free again
+        then, and the snapshot is still the caller's to discard.
         """
+        if page_count * self.pool.page_size < snapshot.token_count:
+            raise SlotError(
+                f"{page_count} pages of {self.pool.page_size} tokens can't hold a snapshot of "
+                f"{snapshot.token_count}"
+            )
         pages = self._books.acquire(page_count)
         if pages is None:
             return None

@@ -4,13 +4,14 @@ import warnings
 from collections.abc import Iterable
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Block
-from kvtide.errors import ArenaFull
+from kvtide.errors import ArenaFull, LayoutError
 from support.lazy_device import LazyDevice
 
 
@@ -186,3 +187,26 @@ def test_a_lease_that_was_released_goes_silently(block_count: int) -> None:
             lease.release()
         del lease
     assert 0 == arena.used_bytes
+
+
+@pytest.mark.parametrize("block_bytes", [0, -1])
+def test_blocks_without_bytes_are_refused(block_bytes: int) -> None:
+    """A block holds at least one byte."""
+    with pytest.raises(LayoutError, match="at least 1"):
+        make_arena(64, block_bytes)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory")])
+def test_a_system_without_memory_is_a_full_arena(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """One request degrades then; nobody crashes, and nothing was taken."""
+    arena, device = make_arena(256, 64)
+
+    def fail(size_bytes: int) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(device, "allocate_host", fail)
+    with pytest.raises(ArenaFull, match="the system has no 256 bytes"):
+        arena.lease(1)
+    assert (0, 0) == (arena.used_bytes, arena.reserved_bytes)

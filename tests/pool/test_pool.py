@@ -161,3 +161,26 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     spoil(tensors)
     with pytest.raises(LayoutError, match=message):
         Pool.adopt(small_geometry(), LazyDevice(), tensors)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("latent", 0), ("k", -1), ("k", 2)])
+def test_a_plane_that_is_not_there_is_refused(name: str, layer: int) -> None:
+    """Least of all is a negative layer the last one."""
+    pool = Pool.create(small_geometry(), LazyDevice(), page_count=2)
+    with pytest.raises(LayoutError, match="has no plane"):
+        pool.plane(name, layer)
+
+
+def test_tensors_that_share_memory_are_refused() -> None:
+    """A restore of one layer would write into another."""
+    planes = engine_tensors()
+    planes["v"] = [planes["v"][0]] * len(planes["v"])
+    with pytest.raises(LayoutError, match="share memory"):
+        Pool.adopt(small_geometry(), LazyDevice(), planes)
+
+
+def test_tensors_without_slots_are_refused() -> None:
+    """There is nothing to adopt."""
+    planes = {name: [tensor[:0] for tensor in layers] for name, layers in engine_tensors().items()}
+    with pytest.raises(LayoutError, match="no slots"):
+        Pool.adopt(small_geometry(), LazyDevice(), planes)

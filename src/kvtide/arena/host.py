@@ -6,7 +6,7 @@ import warnings
 from typing import final
 
 from kvtide.device import Block, Device
-from kvtide.errors import ArenaFull
+from kvtide.errors import ArenaFull, LayoutError
 
 # Memory is taken from the system in slabs of about this size, and kept: a copy in the steady
 # state then neither allocates nor faults in fresh pages.
@@ -22,7 +22,8 @@ class HostArena:
     """
 
     def __init__(self, device: Device, *, limit_bytes: int, block_bytes: int) -> None:
-        assert block_bytes > 0, "a block holds at least one byte"
+        if block_bytes < 1:
+            raise LayoutError(f"host arena: blocks of {block_bytes} bytes; at least 1")
         self._device = device
         self.limit_bytes = limit_bytes
         self.block_bytes = block_bytes
@@ -67,7 +68,14 @@ class HostArena:
         slab_count = max(1, _SLAB_BYTES // self.block_bytes)
         count = min(slab_count, self._block_limit - self._block_count)
         assert count > 0, "grows only below the limit"
-        slab = self._device.allocate_host(count * self.block_bytes)
+        size_bytes = count * self.block_bytes
+        try:
+            slab = self._device.allocate_host(size_bytes)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            raise ArenaFull(
+                f"host arena: the system has no {size_bytes} bytes to give, with "
+                f"{self.reserved_bytes} of {self.limit_bytes} taken; lower the limit"
+            ) from error
         blocks = [Block(slab, number * self.block_bytes) for number in range(count)]
         self._free.extend(reversed(blocks))
         self._block_count += count

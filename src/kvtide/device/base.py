@@ -68,7 +68,9 @@ class Device(Protocol):
         """Queues work and returns at once; the job's result is that of the last phase, in order.
 
         Items of a phase may run side by side, so they must not depend on each other. A phase
-        begins when the one before it has ended, and not at all if that one raised.
+        begins when the one before it has ended, and not at all if that one raised. After an
+        error the items that have not begun are dropped, and none is running any more when
+        the job has ended.
         """
         ...
 

@@ -31,7 +31,7 @@ class Plane:
     axes: str
     rows: EveryToken = EveryToken()
 
-    def split(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def axes_around_token(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes before `page token`, and those after; LayoutError where they don't adjoin."""
         names = tuple(self.axes.split())
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -76,7 +76,7 @@ class Layout:
         if not planes or len(set(names)) < len(names):
             raise LayoutError(f"layout {name!r}: plane names {names} must be distinct, at least 1")
         for plane in planes:
-            plane.split()
+            plane.axes_around_token()
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "planes", planes)
 
@@ -96,9 +96,9 @@ class Layout:
             raise LayoutError(
                 f"layout {self.name!r}: sizes needed for {sorted(axes)}, given for {sorted(sizes)}"
             )
-        low = {name: size for name, size in sizes.items() if size < 1}
+        low = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
         if low:
-            raise LayoutError(f"layout {self.name!r}: sizes must be at least 1, not {low}")
+            raise LayoutError(f"layout {self.name!r}: sizes must be integers from 1, not {low}")
         ordered = tuple(sorted(sizes.items()))
         return Geometry(self, dtype, first_layer, rank, ordered)
 
@@ -122,8 +122,8 @@ class Geometry:
             PlaneGeometry(
                 plane.name,
                 self.dtype,
-                prod(sizes[name] for name in plane.split()[0]),
-                tuple(sizes[name] for name in plane.split()[1]),
+                prod(sizes[name] for name in plane.axes_around_token()[0]),
+                tuple(sizes[name] for name in plane.axes_around_token()[1]),
             )
             for plane in self.layout.planes
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -56,9 +57,14 @@ class Pool:
     def plane(self, name: str, layer: int) -> torch.Tensor:
         """The slots of one layer, counted from the stage's first: [slot_count, *row_shape].
 
-        A view, not a copy: writing to it writes to the pool.
+        A view, not a copy: writing to it writes to the pool. Raises LayoutError for a plane
+        or a layer that isn't there; a negative one isn't.
         """
-        return self._planes[name][layer]
+        layers = self._planes.get(name, ())
+        if not 0 <= layer < len(layers):
+            counts = {plane: len(them) for plane, them in self._planes.items()}
+            raise LayoutError(f"pool has no plane {name!r}, layer {layer}; its layers are {counts}")
+        return layers[layer]
 
     @classmethod
     def create(cls, geometry: Geometry, device: Device, *, page_count: int) -> Pool:
@@ -87,8 +93,8 @@ class Pool:
 
         `planes` gives each plane one tensor a layer, [slot, *row] or [page, token, *row], the
         slots of all tensors numbered alike. Raises LayoutError, naming the tensor, for
-        missing or extra planes, a wrong layer count, shape, dtype or device, or gaps between
-        rows.
+        missing or extra planes, a wrong layer count, shape, dtype or device, gaps between
+        rows, no slots, or two tensors that share memory.
         """
         expected = {plane.name: plane for plane in geometry.planes}
         if set(planes) != set(expected):
@@ -111,7 +117,10 @@ class Pool:
         if len(set(counts.values())) > 1:
             raise LayoutError(f"pool {geometry.layout.name!r}: slot counts differ: {counts}")
         slot_count = next(iter(counts.values()))
+        if not slot_count:
+            raise LayoutError(f"pool {geometry.layout.name!r}: its tensors have no slots")
         layers = [(plane, tensor) for name, plane in expected.items() for tensor in typed[name]]
+        _refuse_shared_memory([tensor for _, tensor in layers], geometry.layout.name)
         start = np.zeros(1, np.int64)
         return cls(
             geometry,
@@ -142,3 +151,11 @@ def _as_rows(
     raise LayoutError(
         f"{where}: shape {list(shape)} is neither [slot, {row}] nor [page, {page_size}, {row}]"
     )
+
+
+def _refuse_shared_memory(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """LayoutError if two tensors overlap: a restore of one would write to the other."""
+    spans = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+    for (first, size_bytes), (second, _) in pairwise(spans):
+        if first + size_bytes > second:
+            raise LayoutError(f"pool {name!r}: two of its tensors share memory at {second:#x}")

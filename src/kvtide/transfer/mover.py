@@ -40,7 +40,7 @@ class Mover:
         chunk_tokens: int,
         seal: bool = True,
     ) -> Job[list[int]]:
-        """Slots to blocks. The job's result are the chunks' checksums (zeros without `seal`).
+        """Slots to blocks. The job's results are the chunks' checksums (zeros without `seal`).
 
         The blocks belong to the job until it has ended, and the slots must not be written.
         """
