@@ -3,21 +3,27 @@
 A restore gives back the same bytes, or says that it can't; never other bytes.
 """
 
-from kvtide.arena import HostArena
-from kvtide.device import open_device
-from kvtide.errors import (
-    ArenaFull,
-    KvtideError,
-    LayoutError,
-    SlotError,
-    SnapshotDamaged,
-    SnapshotMiss,
-    UsageError,
-)
-from kvtide.layout import GQA, Geometry, Layout, Plane
-from kvtide.pool import PageAllocator, Pool
-from kvtide.snapshot import Snapshot, Ticket
-from kvtide.tide import Tide
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtide.arena import HostArena
+    from kvtide.device import open_device
+    from kvtide.errors import (
+        ArenaFull,
+        KvtideError,
+        LayoutError,
+        SlotError,
+        SnapshotDamaged,
+        SnapshotMiss,
+        UsageError,
+    )
+    from kvtide.layout import GQA, Geometry, Layout, Plane
+    from kvtide.pool import PageAllocator, Pool
+    from kvtide.snapshot import Snapshot, Ticket
+    from kvtide.tide import Tide
 
 __version__ = "0.1.0"
 
@@ -41,3 +47,33 @@ __all__ = [
     "UsageError",
     "open_device",
 ]
+
+# torch takes seconds to import, and the command line has errors to report before that.
+_HOMES = {
+    "kvtide.arena": ("HostArena",),
+    "kvtide.device": ("open_device",),
+    "kvtide.errors": (
+        "ArenaFull",
+        "KvtideError",
+        "LayoutError",
+        "SlotError",
+        "SnapshotDamaged",
+        "SnapshotMiss",
+        "UsageError",
+    ),
+    "kvtide.layout": ("GQA", "Geometry", "Layout", "Plane"),
+    "kvtide.pool": ("PageAllocator", "Pool"),
+    "kvtide.snapshot": ("Snapshot", "Ticket"),
+    "kvtide.tide": ("Tide",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

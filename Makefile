@@ -1,0 +1,66 @@
+# kvtide: `make demo` and `make test` do everything on a machine that has Python 3.11+ and make.
+# Anything may be repeated at any time; what is done already isn't done again.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+OUT := out
+
+# SmolLM2 keeps 22.5 KiB of KV a token, so this is room for about a quarter of the demo's tokens.
+KV_MEMORY ?= 45MiB
+
+.PHONY: help setup demo test lint types bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    answer examples/prompts.jsonl with a real model in a quarter of the KV memory,'
+	@echo '             then check every answer against a run with room for all'
+	@echo 'make test    lint, types and all tests'
+	@echo 'make bench   bandwidth of gather and scatter, as ratios to memcpy'
+	@echo 'make clean   remove the virtual environment and everything else that make and tests made'
+	@echo
+	@echo 'PYTHON=python3.12 make ... picks another Python; KV_MEMORY=64MiB make demo another pool.'
+
+setup: $(VENV)/.installed
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'error: $(PYTHON) is missing or older than 3.11, which transformers 5.24 needs' \
+	       '(kvtide without its engine runs on 3.10).' >&2; \
+	  echo '       Name another: make demo PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo 'error: $(PYTHON) comes without venv or ensurepip.' >&2; \
+	  echo '       On Debian or Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@echo 'creating $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo 'installing torch (the largest part; minutes on a slow line)'
+	@$(PIP) install --quiet -c constraints.txt torch
+	@echo 'installing kvtide, its engine and the tools for its tests'
+	@$(PIP) install --quiet -c constraints.txt -e '.[serve,dev]'
+	@touch $@
+
+demo: setup
+	@mkdir -p $(OUT)
+	$(VENV)/bin/kvtide run examples/prompts.jsonl --model smollm2 --kv-memory $(KV_MEMORY) \
+	  --verify --out $(OUT)/answers.jsonl --report $(OUT)/report.json
+
+test: lint types
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: setup
+	$(PY) -m mypy
+
+bench: setup
+	$(VENV)/bin/kvtide bench copy
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

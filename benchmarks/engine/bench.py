@@ -1,0 +1,204 @@
+"""How fast is the reference engine, beside what transformers itself offers?
+
+Four contenders answer the same random prompts, all of one length, with as many new tokens each,
+greedily and without end-of-text: the engine in exact mode and in fast mode, `generate` on the
+whole batch at once, and `generate_batch` (continuous batching). They take turns within each
+round, so that what else the machine does hits all alike; given are medians over the rounds,
+wall time and CPU time, and the ratios of tokens a second. Loading, the engine's self-check and
+one unmeasured round come before.
+
+    python benchmarks/engine/bench.py --batch 16 --dtype bfloat16 --threads 2 [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.models import open_model
+from kvtide.serve.request import Request, SamplingParams
+
+Contender = Callable[[], list[list[int]]]
+
+
+def main() -> None:
+    """Reads the options, measures, prints."""
+    options = _options()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(options.threads)
+    generator = torch.Generator().manual_seed(7)
+    prompts = torch.randint(
+        100, 40_000, (options.batch, options.prompt_tokens), generator=generator
+    )
+    contenders = _contenders(prompts.tolist(), options)
+    report = _report(_measure(contenders, options.rounds), options)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_table(report)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def _contenders(prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Contender]:
+    """Each with a model of its own, ready to run."""
+    return {
+        "exact": _engine(prompts, options, exact=True),
+        "fast": _engine(prompts, options, exact=False),
+        "generate": _generate(prompts, options),
+        "generate_batch": _generate_batch(prompts, options),
+    }
+
+
+def _engine(prompts: list[list[int]], options: argparse.Namespace, *, exact: bool) -> Contender:
+    source = open_model(options.model, dtype=options.dtype)
+    source = dataclasses.replace(source, eos_ids=frozenset())
+    params = SamplingParams(max_new_tokens=options.new_tokens)
+
+    def requests() -> list[Request]:
+        return [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
+
+    engine_options = EngineOptions(exact=exact, threads=options.threads)
+    engine = Engine.build(source, engine_options, requests())
+
+    def run() -> list[list[int]]:
+        asked = requests()
+        for request in asked:
+            engine.add(request)
+        while engine.has_work:
+            engine.step()
+        return [request.output_ids for request in asked]
+
+    return run
+
+
+def _generate(prompts: list[list[int]], options: argparse.Namespace) -> Contender:
+    model: Any = open_model(options.model, dtype=options.dtype).model
+    token_ids = torch.tensor(prompts)
+
+    def run() -> list[list[int]]:
+        found = model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=options.new_tokens,
+            min_new_tokens=options.new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        answers: list[list[int]] = found[:, token_ids.shape[1] :].tolist()
+        return answers
+
+    return run
+
+
+def _generate_batch(prompts: list[list[int]], options: argparse.Namespace) -> Contender:
+    model: Any = open_model(options.model, dtype=options.dtype).model
+    generation = GenerationConfig(
+        max_new_tokens=options.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    batching = ContinuousBatchingConfig(page_size=32, num_blocks=128, max_batch_tokens=1024)
+
+    def run() -> list[list[int]]:
+        found = model.generate_batch(
+            prompts, generation_config=generation, continuous_batching_config=batching
+        )
+        answers = {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()}
+        return [answers[tuple(prompt)] for prompt in prompts]
+
+    return run
+
+
+def _measure(
+    contenders: dict[str, Contender], rounds: int
+) -> dict[str, list[tuple[float, float, int]]]:
+    """Wall seconds, CPU seconds and new tokens of each contender in each round."""
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            tokens = sum(len(answer) for answer in run())
+            spent = (time.perf_counter() - wall, time.process_time() - cpu, tokens)
+            if number:
+                found[name].append(spent)
+    return found
+
+
+def _report(
+    measured: dict[str, list[tuple[float, float, int]]], options: argparse.Namespace
+) -> dict[str, Any]:
+    contenders = {
+        name: {
+            "seconds": statistics.median(wall for wall, _, _ in rounds),
+            "cpu_seconds": statistics.median(cpu for _, cpu, _ in rounds),
+            "new_tokens": rounds[0][2],
+            "tokens_per_second": statistics.median(count / wall for wall, _, count in rounds),
+        }
+        for name, rounds in measured.items()
+    }
+    speed = {name: one["tokens_per_second"] for name, one in contenders.items()}
+    return {
+        "machine": _machine(),
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
+        "contenders": contenders,
+        "ratios": {
+            f"{ours}/{theirs}": round(speed[ours] / speed[theirs], 3)
+            for ours in ("exact", "fast")
+            for theirs in ("generate", "generate_batch")
+        },
+    }
+
+
+def _machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "processors": len(names) or None,
+        "bfloat16_instructions": [name for name in ("avx512_bf16", "amx_bf16") if name in flags],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    for name, one in report["contenders"].items():
+        print(
+            f"{name:15} {one['tokens_per_second']:8.1f} tokens/s "
+            f"{one['seconds']:7.2f} s {one['cpu_seconds']:7.2f} CPU s"
+        )
+    for name, ratio in report["ratios"].items():
+        print(f"{name:22} {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

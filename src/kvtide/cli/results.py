@@ -1,0 +1,180 @@
+"""Writes what a run found: `--out`, one JSON line a request, and `--report`, one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtide.cli.display import counted
+from kvtide.cli.sizes import format_size
+from kvtide.errors import KvtideError, UsageError
+
+if TYPE_CHECKING:
+    from kvtide.serve.engine import EngineStats
+    from kvtide.serve.request import Request
+
+
+def is_answered(request: Request) -> bool:
+    """Whether the request has an answer or its own error, and isn't one that was given up."""
+    return request.finish_reason not in (None, "abort")
+
+
+def answer_row(request: Request) -> dict[str, object]:
+    """The `--out` line of one request, as a dictionary."""
+    return {
+        "id": request.id,
+        "text": request.text,
+        "token_ids": list(request.output_ids),
+        "prompt_tokens": len(request.prompt_ids),
+        "new_tokens": len(request.output_ids),
+        "finish_reason": request.finish_reason,
+        "retractions": request.retractions,
+        "error": request.error,
+    }
+
+
+def write_answers(path: Path, requests: Iterable[Request]) -> int:
+    """Writes a line for each request that is answered, in the order given, and counts them.
+
+    The file appears whole or not at all. Raises `KvtideError` if it can't be written.
+    """
+    rows = [json.dumps(answer_row(r), ensure_ascii=False) for r in requests if is_answered(r)]
+    _write(path, "".join(row + "\n" for row in rows))
+    return len(rows)
+
+
+def write_report(path: Path, report: dict[str, object]) -> None:
+    """Writes the report; raises `KvtideError` if it can't be written."""
+    _write(path, json.dumps(report, indent=2) + "\n")
+
+
+def make_report(
+    requests: Sequence[Request],
+    stats: EngineStats,
+    *,
+    seconds: float,
+    exact: bool,
+    verified: bool | None,
+) -> dict[str, object]:
+    """The `--report` object. `seconds` is the wall time of the run, without loading or verifying.
+
+    `exact` says whether the engine kept to exact mode and no request was recomputed; `verified` is
+    None where nobody asked.
+    """
+    return {
+        "requests": len(requests),
+        "failed": sum(r.error is not None for r in requests),
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "retractions": stats.retractions,
+        "resumes": stats.resumes,
+        "offloaded_bytes": stats.offloaded_bytes,
+        "restored_bytes": stats.restored_bytes,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "pool_tokens": stats.pool_tokens,
+        "peak_pool_tokens": stats.peak_pool_tokens,
+        "peak_host_bytes": stats.peak_host_bytes,
+        "seconds": round(seconds, 6),
+        "tokens_per_second": round(stats.new_tokens / seconds, 3) if seconds > 0 else 0.0,
+        "offload_seconds": round(stats.offload_seconds, 6),
+        "restore_seconds": round(stats.restore_seconds, 6),
+        "exact": exact,
+        "verified": verified,
+    }
+
+
+def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the table at the end, (name, value)."""
+    retracted = sum(request.retractions > 0 for request in requests)
+    moving = report["offload_seconds"] + report["restore_seconds"]
+    share = moving / report["seconds"] if report["seconds"] else 0.0
+    rows = [
+        ("requests", f"{report['requests']:,}, {report['failed']:,} of them failed"),
+        ("prompt tokens", f"{report['prompt_tokens']:,}"),
+        (
+            "new tokens",
+            f"{report['new_tokens']:,} in {report['seconds']:.1f} s, "
+            f"{report['tokens_per_second']:.1f} a second",
+        ),
+        (
+            "retractions",
+            f"{report['retractions']:,}, of {counted(retracted, 'request')}; "
+            f"{report['resumes']:,} resumed",
+        ),
+        (
+            "moved",
+            f"{format_size(report['offloaded_bytes'])} out, "
+            f"{format_size(report['restored_bytes'])} back, in {share:.2%} of the time",
+        ),
+        (
+            "KV pool",
+            f"{report['pool_tokens']:,} tokens, at most {report['peak_pool_tokens']:,} in use",
+        ),
+        ("host memory", f"at most {format_size(report['peak_host_bytes'])} in use"),
+    ]
+    if report["recomputed_tokens"]:
+        rows.append(("recomputed", f"the KV of {counted(report['recomputed_tokens'], 'token')}"))
+    inexact = sum(not request.exact for request in requests)
+    rows.append(("exact", _explain_exact(report["exact"], inexact)))
+    return rows
+
+
+def check_writable(path: Path, *, option: str) -> None:
+    """Raises `UsageError` if the value of `option` can't be a file to write.
+
+    It is asked before the run, whose answers would be lost otherwise.
+    """
+    folder = path.parent
+    try:
+        if path.is_dir():
+            raise UsageError(f"{option}: {path} is a folder; give the name of a file")
+        if not folder.is_dir():
+            raise UsageError(f"{option}: there is no folder {folder} for {path.name}; make it")
+        target = path if _is_special(path) else folder
+        if not os.access(target, os.W_OK):
+            raise UsageError(f"{option}: no permission to write to {target}")
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write {path}: {error.strerror or error}") from error
+
+
+def _explain_exact(exact: bool, inexact_count: int) -> str:
+    if exact:
+        return "true"
+    if inexact_count:
+        return f"false ({counted(inexact_count, 'request')} recomputed, in other steps than before)"
+    return "false (--fast)"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        if _is_special(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path.resolve(), text)
+    except OSError as error:
+        raise KvtideError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _is_special(path: Path) -> bool:
+    """A terminal, a pipe or /dev/null: to be written to, never replaced by a file."""
+    return path.exists() and not path.is_file()
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".kvtide-{os.getpid()}.part")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            draft.chmod(stat.S_IMODE(path.stat().st_mode))
+        draft.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            draft.unlink()

@@ -1,0 +1,371 @@
+"""`kvtide run`: answers a file of prompts in as little KV memory as it is given."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from kvtide.cli.display import Display, make_display, print_table
+from kvtide.cli.prompts import (
+    LARGEST_NEW_TOKENS,
+    LARGEST_SEED,
+    Prompt,
+    check_temperature,
+    read_prompts,
+)
+from kvtide.cli.results import (
+    check_writable,
+    is_answered,
+    make_report,
+    summarize,
+    write_answers,
+    write_report,
+)
+from kvtide.cli.serving import LibraryServing, Serving
+from kvtide.cli.sizes import parse_size
+from kvtide.cli.verify import Verdict, compare_runs
+from kvtide.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtide.serve.engine import Engine, EngineStats
+    from kvtide.serve.models import OpenModel
+    from kvtide.serve.request import Request
+
+Number = TypeVar("Number", int, float)
+
+EXIT_OK = 0
+EXIT_DIFFERS = 3
+EXIT_INTERRUPTED = 130
+
+
+class OnPressure(str, Enum):
+    """What becomes of the KV of a request that must give up its slots."""
+
+    offload = "offload"
+    recompute = "recompute"
+
+
+class DType(str, Enum):
+    """The dtypes of weights and KV."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The options of `kvtide run`, parsed and checked. None is as much as it takes."""
+
+    source: str
+    model: str
+    kv_memory_bytes: int | None
+    host_memory_bytes: int | None
+    on_pressure: str
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    dtype: str
+    device: str
+    page_size: int
+    chunk_tokens: int
+    threads: int | None
+    exact: bool
+    verify: bool
+    out: Path | None
+    report: Path | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one pass over the requests came to; `seconds` is its wall time."""
+
+    requests: list[Request]
+    stats: EngineStats
+    seconds: float
+    interrupted: bool
+
+
+def _option(text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, **settings)
+
+
+def run(
+    ctx: typer.Context,
+    prompts: Annotated[
+        str, typer.Argument(metavar="PROMPTS", help="A file of prompts (JSONL), or - for stdin.")
+    ],
+    model: Annotated[
+        str, _option("A folder, a GGUF file, a hub id, smollm2 or tiny-random.")
+    ] = "smollm2",
+    kv_memory: Annotated[
+        str | None, _option("KV pool, such as 24MiB.", show_default="room for all")
+    ] = None,
+    host_memory: Annotated[
+        str | None, _option("For retracted KV.", show_default="a quarter of what is free")
+    ] = None,
+    on_pressure: Annotated[OnPressure, _option("Fate of retracted KV.")] = OnPressure.offload,
+    max_new_tokens: Annotated[
+        int, _option("Longest answer, in tokens.", min=1, max=LARGEST_NEW_TOKENS)
+    ] = 64,
+    temperature: Annotated[float, _option("0 is greedy.")] = 0.0,
+    top_k: Annotated[int, _option("0 is every token.", min=0)] = 0,
+    top_p: Annotated[float, _option("Above 0, at most 1.")] = 1.0,
+    seed: Annotated[int, _option("Where each request's sampling begins.", min=0)] = 0,
+    dtype: Annotated[DType, _option("Of weights and KV.")] = DType.bfloat16,
+    device: Annotated[str, _option("Where the model and the pool are.")] = "cpu",
+    page_size: Annotated[int, _option("Tokens a page.", min=1, max=4096)] = 16,
+    chunk_tokens: Annotated[int, _option("Prompt tokens a step and request.", min=1)] = 256,
+    threads: Annotated[
+        int | None, _option("Compute threads.", min=1, max=1024, show_default="torch's")
+    ] = None,
+    exact: Annotated[
+        bool, _option("Answers don't depend on the batch, or speed.", "--exact/--fast")
+    ] = True,
+    verify: Annotated[
+        bool, _option("Compare with a run in a pool that holds all.", "--verify")
+    ] = False,
+    out: Annotated[Path | None, _option("Write answers here, one JSON line each.")] = None,
+    report: Annotated[Path | None, _option("Write one JSON object of counts here.")] = None,
+) -> None:
+    """Answer a file of prompts, however little KV memory there is, every answer exact."""
+    settings = RunSettings(
+        source=prompts,
+        model=model,
+        kv_memory_bytes=_parse_size(kv_memory, "--kv-memory", least=1),
+        host_memory_bytes=_parse_size(host_memory, "--host-memory", least=0),
+        on_pressure=on_pressure.value,
+        max_new_tokens=max_new_tokens,
+        temperature=check_temperature(temperature, name="--temperature"),
+        top_k=top_k,
+        top_p=_check_top_p(top_p),
+        seed=_check_seed(seed),
+        dtype=dtype.value,
+        device=device,
+        page_size=page_size,
+        chunk_tokens=chunk_tokens,
+        threads=threads,
+        exact=exact,
+        verify=verify,
+        out=out,
+        report=report,
+    )
+    _check_files(settings)
+    raise typer.Exit(execute(settings, ctx.obj or LibraryServing()))
+
+
+def execute(settings: RunSettings, serving: Serving) -> int:
+    """Does the whole run and returns the exit code. Raises `UsageError` for bad input."""
+    prompts = read_prompts(settings.source)
+    serving.check_device(settings.device)
+    with make_display(Console(stderr=True)) as display:
+        display.load(f"loading {settings.model}", 0, None)
+        model = serving.open_model(settings.model, dtype=settings.dtype, progress=display.load)
+        session = _Session(settings, serving, display, model)
+        outcome = session.answer(prompts)
+        if outcome.interrupted:
+            display.stop()
+            display.say(_describe_interruption(settings, outcome))
+            return EXIT_INTERRUPTED
+        verdict = session.verify(prompts, outcome) if settings.verify else None
+    _conclude(settings, outcome, verdict)
+    return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS
+
+
+def run_requests(
+    engine: Engine, requests: list[Request], display: Display, *, echo: bool
+) -> Outcome:
+    """Adds all requests and steps the engine until none has work left, or until Ctrl-C.
+
+    The requests are changed in place. After Ctrl-C those that aren't done are aborted. With
+    `echo` each answer is shown as it comes. The engine stays the caller's to close.
+    """
+    with _Interrupt() as interrupt:
+        started = time.perf_counter()
+        for request in requests:
+            engine.add(request)
+        while engine.has_work and not interrupt.requested:
+            finished = engine.step()
+            display.advance(engine.stats, finished, echo=echo)
+        seconds = time.perf_counter() - started
+        stats = engine.stats
+        for request in requests:
+            if request.finish_reason is None:
+                engine.abort(request.id)
+    return Outcome(requests, stats, seconds, interrupt.requested)
+
+
+class _Session:
+    """One model, and the passes over its requests."""
+
+    def __init__(
+        self, settings: RunSettings, serving: Serving, display: Display, model: OpenModel
+    ) -> None:
+        self._settings = settings
+        self._serving = serving
+        self._display = display
+        self._model = model
+
+    def answer(self, prompts: Sequence[Prompt]) -> Outcome:
+        """The run that was asked for. The answers are written, also those before an error."""
+        requests = [self._make_request(prompt) for prompt in prompts]
+        engine = self._build_engine(self._settings.kv_memory_bytes, requests)
+        try:
+            return self._drive(engine, requests, "answering", echo=True)
+        finally:
+            if self._settings.out is not None:
+                write_answers(self._settings.out, requests)
+
+    def verify(self, prompts: Sequence[Prompt], outcome: Outcome) -> Verdict:
+        """Answers again, in a pool that holds all, what didn't fail; then compares."""
+        pairs = [
+            (request, self._make_request(prompt))
+            for prompt, request in zip(prompts, outcome.requests, strict=True)
+            if request.error is None
+        ]
+        others = [other for _, other in pairs]
+        again = self._drive(self._build_engine(None, others), others, "verifying", echo=False)
+        if again.interrupted:
+            raise KeyboardInterrupt
+        return compare_runs([request for request, _ in pairs], again.requests)
+
+    def _drive(self, engine: Engine, requests: list[Request], title: str, *, echo: bool) -> Outcome:
+        try:
+            self._display.start(title, len(requests))
+            return run_requests(engine, requests, self._display, echo=echo)
+        finally:
+            engine.close()
+            self._display.stop()
+
+    def _build_engine(self, kv_memory_bytes: int | None, requests: Sequence[Request]) -> Engine:
+        from kvtide.serve.engine import EngineOptions
+
+        self._display.load("making the pool and the engine", 0, None)
+        settings = self._settings
+        options = EngineOptions(
+            kv_memory_bytes=kv_memory_bytes,
+            host_memory_bytes=settings.host_memory_bytes,
+            on_pressure=settings.on_pressure,
+            page_size=settings.page_size,
+            chunk_tokens=settings.chunk_tokens,
+            threads=settings.threads,
+            exact=settings.exact,
+            device=settings.device,
+            keep_logits=settings.verify,
+        )
+        return self._serving.build_engine(self._model, options, requests)
+
+    def _make_request(self, prompt: Prompt) -> Request:
+        from kvtide.serve.request import SamplingParams
+
+        settings = self._settings
+        params = SamplingParams(
+            max_new_tokens=_first(prompt.max_new_tokens, settings.max_new_tokens),
+            temperature=_first(prompt.temperature, settings.temperature),
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            seed=_first(prompt.seed, settings.seed),
+        )
+        return self._serving.make_request(self._model, prompt, params)
+
+
+class _Interrupt:
+    """Turns the first Ctrl-C into a flag, so that no step is torn; the second one acts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> _Interrupt:
+        # Python lets only the main thread handle signals.
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
+
+    def _request(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> None:
+    """Writes the report and prints the table."""
+    report = make_report(
+        outcome.requests,
+        outcome.stats,
+        seconds=outcome.seconds,
+        exact=settings.exact and all(request.exact for request in outcome.requests),
+        verified=None if verdict is None else verdict.verified,
+    )
+    if settings.report is not None:
+        write_report(settings.report, report)
+    rows = summarize(outcome.requests, report)
+    if settings.out is not None:
+        rows.append(("answers", str(settings.out)))
+    console = Console()
+    print_table(console, rows)
+    if verdict is not None:
+        console.print(f"verified: {verdict}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _describe_interruption(settings: RunSettings, outcome: Outcome) -> str:
+    answered = sum(is_answered(request) for request in outcome.requests)
+    kept = f", kept in {settings.out}" if settings.out is not None else ""
+    return f"interrupted: {answered} of {len(outcome.requests)} requests are answered{kept}"
+
+
+def _parse_size(text: str | None, option: str, *, least: int) -> int | None:
+    if text is None:
+        return None
+    size = parse_size(text, name=option)
+    if size < least:
+        raise UsageError(f"{option}: {text} holds nothing; give a size of one page or more")
+    return size
+
+
+def _check_top_p(value: float) -> float:
+    if not 0 < value <= 1:
+        raise UsageError(f"--top-p is {value}; it must be above 0 and at most 1")
+    return value
+
+
+def _check_seed(value: int) -> int:
+    if value > LARGEST_SEED:
+        raise UsageError(f"--seed is {value}; it must be from 0 to {LARGEST_SEED}")
+    return value
+
+
+def _check_files(settings: RunSettings) -> None:
+    """Refuses files that can't be written, or that would overwrite each other."""
+    written = {"--out": settings.out, "--report": settings.report}
+    seen = {Path(settings.source).resolve(): "PROMPTS"} if settings.source != "-" else {}
+    for option, path in written.items():
+        if path is None:
+            continue
+        check_writable(path, option=option)
+        other = seen.setdefault(path.resolve(), option)
+        if other != option and (not path.exists() or path.is_file()):
+            raise UsageError(f"{option}: {path} is also {other}; give another name")
+
+
+def _first(own: Number | None, default: Number) -> Number:
+    return default if own is None else own

@@ -1,0 +1,102 @@
+"""What the commands need of the library, which is imported only when it is called.
+
+torch and transformers take seconds to import. Nothing above a call does it, so that help and
+errors of input are there at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvtide.cli.prompts import Prompt
+from kvtide.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtide.serve.engine import Engine, EngineOptions
+    from kvtide.serve.models import OpenModel
+    from kvtide.serve.request import Request, SamplingParams
+
+LoadProgress = Callable[[str, int, "int | None"], None]
+"""Takes what is being loaded, how many bytes of it are there, and of how many if that is known."""
+
+
+class Serving(Protocol):
+    """The seam between the commands and the library; the tests fill it with a small fake."""
+
+    def check_device(self, name: str) -> None:
+        """Raises `UsageError` if there is no such device."""
+
+    def open_model(self, name: str, *, dtype: str, progress: LoadProgress) -> OpenModel:
+        """Loads weights and tokenizer; raises `UsageError` if there are none of that name."""
+
+    def make_request(self, model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
+        """Turns a prompt into tokens; raises `UsageError` if the model can't take it."""
+
+    def build_engine(
+        self, model: OpenModel, options: EngineOptions, requests: Sequence[Request]
+    ) -> Engine:
+        """Makes an engine, with a pool for all `requests` unless the options limit it.
+
+        Raises `UsageError` if that can't be, such as a pool of less than a page.
+        """
+
+
+class LibraryServing:
+    """The library itself."""
+
+    def check_device(self, name: str) -> None:
+        """See Serving."""
+        from kvtide.device import open_device
+
+        open_device(name).close()
+
+    def open_model(self, name: str, *, dtype: str, progress: LoadProgress) -> OpenModel:
+        """See Serving."""
+        from kvtide.serve.models import open_model
+
+        return open_model(name, dtype=dtype, progress=progress)
+
+    def make_request(self, model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
+        """See Serving."""
+        from kvtide.serve.request import Request
+
+        return Request(prompt.id, encode_prompt(model, prompt), params)
+
+    def build_engine(
+        self, model: OpenModel, options: EngineOptions, requests: Sequence[Request]
+    ) -> Engine:
+        """See Serving."""
+        from kvtide.serve.engine import Engine
+
+        return Engine.build(model, options, requests)
+
+
+def encode_prompt(model: OpenModel, prompt: Prompt) -> list[int]:
+    """The prompt's token ids, in the model's chat template if it has one.
+
+    Raises `UsageError` for messages without a template, and for what the template refuses.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer = model.tokenizer
+    messages = [dict(message) for message in prompt.messages]
+    if tokenizer.chat_template is None:
+        if prompt.is_chat:
+            raise UsageError(
+                f"{prompt.where}: the model {model.name} has no chat template, so it can't take "
+                "'messages'; write a 'prompt'"
+            )
+        ids = tokenizer(messages[0]["content"])["input_ids"]
+    else:
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        except TemplateError as error:
+            raise UsageError(
+                f"{prompt.where}: the chat template of {model.name} refuses this: {error}"
+            ) from error
+    if not ids:
+        raise UsageError(f"{prompt.where}: the prompt has no tokens for the model {model.name}")
+    return list(ids)

@@ -1,0 +1,58 @@
+"""Sizes in bytes as people write them: `24MiB`, `1.5GiB`, `512KB`, `1000000`."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from kvtide.errors import UsageError
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)", re.IGNORECASE)
+_LARGEST = 2**63 - 1
+_ACCEPTED = (
+    "a number of bytes such as 1000000, or a number with a unit: "
+    "B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024), such as 24MiB"
+)
+
+
+def parse_size(text: str, *, name: str) -> int:
+    """Parses `text`, the value of `name` (such as `--kv-memory`), to bytes, rounded down.
+
+    Letter case doesn't matter, and a space may stand before the unit. Raises `UsageError`, which
+    names the value and what is accepted.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = match and _UNITS.get(match[2].lower() or "b")
+    if not match or not unit:
+        raise UsageError(f"{name}: {_shorten(text)!r} is not a size; accepted: {_ACCEPTED}")
+    # A float would lose bytes of sizes above 2**53 and of decimal fractions.
+    size = int(Fraction(match[1]) * unit)
+    if size > _LARGEST:
+        raise UsageError(f"{name}: {_shorten(text)!r} is more than 2**63 - 1 bytes")
+    return size
+
+
+def format_size(size_bytes: int) -> str:
+    """Formats a number of bytes to four digits at most in the unit that fits: `22.5 MiB`."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        # Not 1024: 1023.96 would be shown as 1024.0.
+        if size < 1023.95:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,1 @@
+"""The reference engine: continuous batching on transformers models over a kvtide pool."""

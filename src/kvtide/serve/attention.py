@@ -1,0 +1,192 @@
+"""Attention over pool slots, in plain torch: who attends to what is planned once a step.
+
+Two shapes of work. A *span* is several queries of one request (prefill): its context is
+gathered and attended to alone. A *bucket* is one query each of several requests whose contexts
+are padded to the same length (decode): one gather and one kernel call serve them all.
+
+The padded length depends on the request's own length alone, padding repeats the request's own
+first slot behind a bias of minus infinity, and torch's CPU kernel treats each (request, head)
+by itself. So a request's numbers are the same bits whoever shares its bucket; the tests hold
+this, and `kvtide.serve.selfcheck` measures it again at each start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtide.serve.batch import Segment
+
+_FINEST_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows ``first .. first+count`` are the last queries of one request's context."""
+
+    first: int
+    count: int
+    slots: Tensor
+    """int64 [context]."""
+    mask: Tensor | None
+    """bool [count, context], true where a query may look; None when it is plainly causal."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows ``first .. first+count`` are one query each of ``count`` requests."""
+
+    first: int
+    count: int
+    slots: Tensor
+    """int64 [count * length]: each request's slots, padded to ``length``."""
+    bias: Tensor
+    """[count, 1, 1, length] in the model's dtype: 0 on the context, minus infinity behind it."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The attention of one forward pass; the same for every layer."""
+
+    row_count: int
+    """All rows, padding included; rows in no span or bucket get zeros."""
+    parts: tuple[Span | Bucket, ...]
+    """In the order of their rows, without gaps, from row 0."""
+    gather_rows: int
+    """The most slots that one part gathers."""
+
+
+def padded_length(context: int) -> int:
+    """The length that a decoding request's context is padded to: a function of it alone.
+
+    A multiple of 64 up to 512, then of an eighth of the next lower power of two, so that
+    padding wastes little and requests of like length still meet in one bucket.
+    """
+    block = max(_FINEST_BLOCK, 1 << max(0, (context - 1).bit_length() - 4))
+    return -(-context // block) * block
+
+
+def plan_attention(
+    segments: Sequence[Segment], row_count: int, dtype: torch.dtype, *, mix_lengths: bool = False
+) -> AttentionPlan:
+    """Plan the attention of one pass; ``segments`` have their rows relative to the pass.
+
+    Segments of one query must be ordered by `padded_length`, as `decode_order` does. With
+    ``mix_lengths`` all of them share the longest one's bucket: faster, but a request's numbers
+    then depend on its neighbours.
+    """
+    parts: list[Span | Bucket] = []
+    singles: dict[int, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        if segment.count == 1:
+            singles[padded_length(len(segment.slots))].append(segment)
+        else:
+            parts.append(_span(segment))
+    if mix_lengths and singles:
+        singles = {max(singles): [one for group in singles.values() for one in group]}
+    parts += [_bucket(group, length, dtype) for length, group in singles.items()]
+    parts.sort(key=lambda part: part.first)
+    widest = max((len(part.slots) for part in parts), default=0)
+    return AttentionPlan(row_count, tuple(parts), widest)
+
+
+def _span(segment: Segment) -> Span:
+    context = len(segment.slots)
+    if context == segment.count:
+        return Span(segment.first, segment.count, segment.slots, None)
+    key_position = torch.arange(context, device=segment.slots.device)
+    mask = key_position[None] <= key_position[context - segment.count :, None]
+    return Span(segment.first, segment.count, segment.slots, mask)
+
+
+def _bucket(group: Sequence[Segment], length: int, dtype: torch.dtype) -> Bucket:
+    device = group[0].slots.device
+    slots = torch.empty(len(group), length, dtype=torch.int64, device=device)
+    for row, segment in zip(slots, group, strict=True):
+        context = len(segment.slots)
+        row[:context] = segment.slots
+        # The request's own slot, so that what is gathered for padding is finite and its own.
+        row[context:] = segment.slots[0]
+    contexts = torch.tensor([len(segment.slots) for segment in group], device=device)
+    beyond = torch.arange(length, device=device)[None] >= contexts[:, None]
+    bias = torch.zeros(len(group), length, dtype=dtype, device=device)
+    bias.masked_fill_(beyond, float("-inf"))
+    return Bucket(group[0].first, len(group), slots.view(-1), bias[:, None, None])
+
+
+class Workspace:
+    """Memory that gathered keys and values are put in, reused by all layers and steps.
+
+    A gather of megabytes into fresh memory costs more in page faults than in copying.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def gather(self, name: str, plane: Tensor, slots: Tensor) -> Tensor:
+        """``plane[slots]``, [len(slots), head, dim]; valid until the next call of that name."""
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < len(slots) or buffer.shape[1:] != plane.shape[1:]:
+            buffer = plane.new_empty(len(slots) * 5 // 4, *plane.shape[1:])
+            self._buffers[name] = buffer
+        return torch.index_select(plane, 0, slots, out=buffer[: len(slots)])
+
+
+def attend(
+    plan: AttentionPlan,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    workspace: Workspace,
+) -> Tensor:
+    """Attention of one layer: query [row, head, dim], planes [slot, kv_head, dim].
+
+    Returns [row, head, v_dim]; reads the planes, changes nothing but ``workspace``.
+    """
+    outputs = []
+    done = 0
+    for part in plan.parts:
+        k = workspace.gather("k", keys, part.slots)
+        v = workspace.gather("v", values, part.slots)
+        rows = query[part.first : part.first + part.count]
+        if isinstance(part, Span):
+            outputs.append(_attend_span(part, rows, k, v, scale))
+        else:
+            outputs.append(_attend_bucket(part, rows, k, v, scale))
+        done += part.count
+    if done < plan.row_count:
+        outputs.append(query.new_zeros(plan.row_count - done, query.shape[1], values.shape[-1]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_span(span: Span, query: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=span.mask,
+        is_causal=span.mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_bucket(bucket: Bucket, query: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    count, kv_heads = bucket.count, k.shape[1]
+    # The queries that share a key head lie side by side: they become that head's query rows.
+    grouped = query.reshape(count, kv_heads, -1, query.shape[-1])
+    out = scaled_dot_product_attention(
+        grouped,
+        k.view(count, -1, *k.shape[1:]).transpose(1, 2),
+        v.view(count, -1, *v.shape[1:]).transpose(1, 2),
+        attn_mask=bucket.bias,
+        scale=scale,
+    )
+    return out.reshape(count, query.shape[1], v.shape[-1])

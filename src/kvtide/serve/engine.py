@@ -1,0 +1,364 @@
+"""Engine: many requests over one pool, step by step.
+
+A step: the scheduler picks requests and finds them pages (retracting and resuming on the
+way), the model runs once over the packed tokens, each request whose tokens are all stored
+gets its next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+import xxhash
+
+from kvtide.arena import HostArena
+from kvtide.device import open_device
+from kvtide.errors import UsageError
+from kvtide.layout import Geometry
+from kvtide.pool import PageAllocator, Pool
+from kvtide.serve.adapter import PagedModel
+from kvtide.serve.batch import PackedBatch, RowRange, Segment
+from kvtide.serve.models import OpenModel
+from kvtide.serve.request import Request
+from kvtide.serve.sampling import Sampler
+from kvtide.serve.scheduler import Scheduler, SchedulerOptions
+from kvtide.serve.selfcheck import find_rows
+from kvtide.serve.supported import geometry_of
+from kvtide.serve.text import TextStream
+from kvtide.tide import Tide
+from kvtide.transfer import chunk_tokens_for
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine is built; sizes in bytes, `page_size` and `chunk_tokens` in tokens.
+
+    `kv_memory_bytes` None makes a pool that holds all requests named at `build`;
+    `host_memory_bytes` None takes a quarter of the memory that is free. `threads` None leaves
+    torch's. `keep_logits` keeps a digest of the logits behind each token.
+    """
+
+    kv_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    on_pressure: str = "offload"
+    page_size: int = 16
+    chunk_tokens: int = 256
+    threads: int | None = None
+    exact: bool = True
+    device: str = "cpu"
+    max_running: int = 64
+    keep_logits: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment's counts and the totals so far."""
+
+    running: int
+    waiting: int
+    retracted: int
+    done: int
+    failed: int
+    prompt_tokens: int
+    new_tokens: int
+    retractions: int
+    resumes: int
+    recomputed_tokens: int
+    offloaded_bytes: int
+    restored_bytes: int
+    offload_seconds: float
+    restore_seconds: float
+    pool_tokens: int
+    pool_tokens_used: int
+    peak_pool_tokens: int
+    host_limit_bytes: int
+    host_bytes: int
+    peak_host_bytes: int
+
+
+@final
+class Engine:
+    """Requests in (`add`), finished requests out (`step`). Not thread-safe."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        source: OpenModel,
+        tide: Tide,
+        pages: PageAllocator,
+        options: EngineOptions,
+    ) -> None:
+        """For `build`, which makes the parts fit together."""
+        self._model = model
+        self._tokenizer = source.tokenizer.backend_tokenizer
+        self._eos_ids = source.eos_ids
+        text_config = source.model.config.get_text_config(decoder=True)
+        self._context_limit: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.tide = tide
+        self._options = options
+        self.pages = pages
+        self.scheduler = Scheduler(
+            tide,
+            self.pages,
+            SchedulerOptions(
+                chunk_tokens=options.chunk_tokens,
+                max_running=options.max_running,
+                offload=options.on_pressure == "offload",
+                replay=options.exact,
+            ),
+        )
+        self._live: dict[str, _Live] = {}
+        self._refused: list[Request] = []
+        self._done = self._failed = self._prompt_tokens = self._new_tokens = 0
+        self._peak_pages = 0
+
+    @classmethod
+    def build(
+        cls, source: OpenModel, options: EngineOptions, requests: Sequence[Request] = ()
+    ) -> Engine:
+        """An engine with its pool, arena and checked model.
+
+        Raises UsageError for a model that can't be served, an unknown device, a pool smaller
+        than one page or, in exact mode, a machine on which no row count is safe.
+        """
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        dtype = str(source.model.dtype).removeprefix("torch.")
+        geometry = geometry_of(source.model.config, dtype, options.page_size)
+        device = open_device(options.device)
+        page_count = _page_count(geometry, options, requests)
+        _check_memory(page_count * geometry.page_bytes, options.host_memory_bytes)
+        pool = Pool.create(geometry, device, page_count=page_count)
+        rows = _safe_rows(source) if options.exact else None
+        model = PagedModel(source.model, pool, exact=options.exact, rows=rows)
+        block_bytes = chunk_tokens_for(geometry) * geometry.token_bytes
+        limit_bytes = options.host_memory_bytes
+        if limit_bytes is None:
+            limit_bytes = _free_memory_bytes() // 4
+        arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+        pages = PageAllocator(page_count)
+        return cls(model, source, Tide(pool, arena, pages), pages, options)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is left that `step` has not given back."""
+        return bool(self._live or self._refused)
+
+    def add(self, request: Request) -> None:
+        """Takes a request. One that can never fit comes back from the next step, with `error`.
+
+        Raises UsageError for an id that is at work already, or a prompt without tokens.
+        """
+        if request.id in self._live:
+            raise UsageError(f"request id {request.id!r} is at work already; choose another")
+        if not request.prompt_ids:
+            raise UsageError(f"request {request.id!r}: its prompt has no tokens")
+        error = self._reason_to_refuse(request)
+        if error is not None:
+            request.finish_reason, request.error = "error", error
+            self._refused.append(request)
+            return
+        self._live[request.id] = _Live(request, Sampler(request.params), self._text_of(request))
+        self._prompt_tokens += len(request.prompt_ids)
+        self.scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """Runs one step; the requests that finished in it, by whatever reason."""
+        finished, self._refused = self._refused, []
+        self._failed += len(finished)
+        if not self._live:
+            return finished
+        steps = self.scheduler.plan()
+        assert steps, "with requests at work there is always a step"
+        self._peak_pages = max(self._peak_pages, self.pages.held_count)
+        ready = [request for request, count in steps if _is_ready(request, count)]
+        logits = self._model.forward(self._pack(steps))
+        for request, count in steps:
+            request.stored += count
+        for request, row in zip(ready, logits, strict=True):
+            if self._advance(self._live[request.id], row):
+                self._end(request)
+                finished.append(request)
+        return finished
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in whatever state it is and frees all that it held; unknown ids pass."""
+        self._refused = [other for other in self._refused if other.id != request_id]
+        live = self._live.get(request_id)
+        if live is not None:
+            live.request.finish_reason = "abort"
+            self._end(live.request)
+
+    def close(self) -> None:
+        """Aborts what is left, gives the model back and stops the device's threads."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+        self.tide.close()
+        self._model.release()
+        self.tide.pool.device.close()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The counts of this moment."""
+        pool, arena, moved = self.tide.pool, self.tide.arena, self.tide.stats
+        books, size = self.scheduler, pool.page_size
+        return EngineStats(
+            running=len(books.running),
+            waiting=books.waiting_count,
+            retracted=books.retracted_count,
+            done=self._done,
+            failed=self._failed,
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._new_tokens,
+            retractions=books.stats.retractions,
+            resumes=books.stats.resumes,
+            recomputed_tokens=books.stats.recomputed_tokens,
+            offloaded_bytes=moved.offloaded_bytes,
+            restored_bytes=moved.restored_bytes,
+            offload_seconds=books.stats.offload_seconds,
+            restore_seconds=books.stats.restore_seconds,
+            pool_tokens=pool.page_count * size,
+            pool_tokens_used=self.pages.held_count * size,
+            peak_pool_tokens=self._peak_pages * size,
+            host_limit_bytes=arena.limit_bytes,
+            host_bytes=arena.used_bytes,
+            peak_host_bytes=arena.peak_bytes,
+        )
+
+    def _reason_to_refuse(self, request: Request) -> str | None:
+        capacity = self.tide.pool.page_count * self.tide.pool.page_size
+        need = (
+            f"needs room for {request.longest} tokens ({len(request.prompt_ids)} of prompt, "
+            f"{request.params.max_new_tokens} new)"
+        )
+        if request.longest > capacity:
+            return (
+                f"{need}, the pool holds {capacity}; "
+                "give it more KV memory or ask for fewer new tokens"
+            )
+        if self._context_limit is not None and request.longest > self._context_limit:
+            return (
+                f"{need}, the model knows {self._context_limit} positions; "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        return None
+
+    def _text_of(self, request: Request) -> TextStream:
+        return TextStream(self._tokenizer, request.params.stop)
+
+    def _pack(self, steps: Sequence[tuple[Request, int]]) -> PackedBatch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        segments: list[Segment] = []
+        out_slots: list[torch.Tensor] = []
+        logit_rows: list[int] = []
+        for request, count in steps:
+            first, stored = len(token_ids), request.stored
+            token_ids += request.tokens(stored, count)
+            positions += range(stored, stored + count)
+            slots = self._live[request.id].slots(self.tide)[: stored + count]
+            segments.append(Segment(first, count, slots))
+            out_slots.append(slots[stored:])
+            if _is_ready(request, count):
+                logit_rows.append(first + count - 1)
+        return PackedBatch(
+            torch.tensor(token_ids),
+            torch.tensor(positions),
+            torch.cat(out_slots),
+            tuple(segments),
+            torch.tensor(logit_rows, dtype=torch.int64),
+        )
+
+    def _advance(self, live: _Live, logits: torch.Tensor) -> bool:
+        """Takes one token from `logits` [vocab]; True if it ends the request."""
+        request = live.request
+        token = live.sampler.choose(logits)
+        request.output_ids.append(token)
+        self._new_tokens += 1
+        if self._options.keep_logits:
+            data = logits.contiguous().view(torch.uint8).cpu().numpy().data
+            request.logit_digests.append(xxhash.xxh3_128_intdigest(data))
+        stopped = live.text.push(token)
+        if token in self._eos_ids or stopped:
+            request.finish_reason = "stop"
+        elif len(request.output_ids) >= request.params.max_new_tokens:
+            request.finish_reason = "length"
+        if request.finish_reason is not None and not stopped:
+            live.text.finish()
+        request.text = live.text.text
+        return request.finish_reason is not None
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        del self._live[request.id]
+        self._done += 1
+
+
+@final
+class _Live:
+    """What the engine keeps of a request while it is at work."""
+
+    def __init__(self, request: Request, sampler: Sampler, text: TextStream) -> None:
+        self.request = request
+        self.sampler = sampler
+        self.text = text
+        self._pages: list[int] = []
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    def slots(self, tide: Tide) -> torch.Tensor:
+        """The slots of the request's pages, int64; made anew only when its pages change."""
+        if self._pages != self.request.pages:
+            self._pages = list(self.request.pages)
+            self._slots = torch.from_numpy(tide.slots_of(self._pages))
+        return self._slots
+
+
+def _is_ready(request: Request, count: int) -> bool:
+    """Whether after `count` more tokens the next one is to be chosen."""
+    return request.stored + count == request.token_count
+
+
+def _page_count(geometry: Geometry, options: EngineOptions, requests: Sequence[Request]) -> int:
+    if options.kv_memory_bytes is None:
+        return max(1, sum(-(-request.longest // geometry.page_size) for request in requests))
+    count = options.kv_memory_bytes // geometry.page_bytes
+    if count < 1:
+        raise UsageError(
+            f"KV memory (--kv-memory) of {options.kv_memory_bytes} bytes holds no page: one takes "
+            f"{geometry.page_bytes} bytes ({geometry.page_size} tokens of {geometry.token_bytes})"
+        )
+    return count
+
+
+def _check_memory(pool_bytes: int, host_bytes: int | None) -> None:
+    """Refuses at the start what the system would kill the process for later."""
+    free_bytes = _free_memory_bytes()
+    if pool_bytes + (host_bytes or 0) > free_bytes:
+        raise UsageError(
+            f"the KV pool takes {pool_bytes} bytes and its host memory up to {host_bytes or 0}, "
+            f"but only {free_bytes} are free; set --kv-memory or --host-memory lower, "
+            "or ask for fewer new tokens"
+        )
+
+
+def _safe_rows(source: OpenModel) -> RowRange:
+    check = find_rows(source.model)
+    if check.rows is None:
+        raise UsageError(f"exact mode can't be had here: {check.detail}; use fast mode instead")
+    return check.rows
+
+
+def _free_memory_bytes() -> int:
+    """What the system can give without swapping: caches count as free."""
+    with contextlib.suppress(OSError, StopIteration), Path("/proc/meminfo").open() as lines:
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,289 @@
+"""From a model's name to its weights and tokenizer, as transformers loads them.
+
+Weights are read from safetensors and GGUF files alone: nothing is unpickled, and no code that
+comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from kvtide.errors import UsageError
+from kvtide.serve.fetch import SMOLLM2, Progress, kept_model
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""The dtypes that weights and KV can have, by name."""
+
+TINY_RANDOM = "tiny-random"
+
+_WAYS_TO_NAME = (
+    f"{SMOLLM2.name}, {TINY_RANDOM}, a Hugging Face folder, a .gguf file, "
+    "or a hub id such as org/name"
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A causal language model in evaluation mode, with its tokenizer.
+
+    `name` is what the model was asked for by; any of `eos_ids` ends an answer.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    eos_ids: frozenset[int]
+
+
+def open_model(
+    name: str, *, dtype: str = "bfloat16", progress: Progress | None = None
+) -> OpenModel:
+    """Loads the model that `name` stands for, with weights of `dtype`, onto the CPU.
+
+    `name` is `smollm2` (fetched and converted by the first call, which takes a minute),
+    `tiny-random`, a Hugging Face folder, a `.gguf` file, or a hub id; `dtype` is one of `DTYPES`.
+    `progress` hears of whatever takes long. Raises `UsageError`, in one line, if there is no such
+    model or it can't be loaded whole.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"there is no dtype {dtype!r} for a model: choose {' or '.join(DTYPES)}")
+    report = progress or _say_nothing
+    if name == TINY_RANDOM:
+        model, tokenizer = _tiny_random(DTYPES[dtype])
+    elif name == SMOLLM2.name:
+        folder = kept_model(SMOLLM2, _convert_gguf, report)
+        model, tokenizer = _load_folder(folder, DTYPES[dtype])
+    else:
+        model, tokenizer = _load_named(name, DTYPES[dtype], report)
+    model.requires_grad_(False)
+    model.eval()
+    return OpenModel(model, tokenizer, name, _eos_ids(model, tokenizer))
+
+
+def _load_named(
+    name: str, dtype: torch.dtype, report: Progress
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return _load_folder(path, dtype)
+    if path.is_file():
+        report(f"reading {name}", 0, None)
+        return _load_gguf(path, dtype)
+    # A path that has an extra slash or a suffix of ours is a file that isn't there.
+    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+        return _load_folder(_fetch_from_hub(name, report), dtype)
+    raise UsageError(f"there is no model {name!r}: name {_WAYS_TO_NAME}")
+
+
+def _load_folder(
+    folder: Path, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} is not a model's folder: it has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        pickled = next((path.name for mask in _PICKLED for path in folder.glob(mask)), None)
+        raise UsageError(
+            f"the weights in {folder} are pickled ({pickled}), and to unpickle can run anything: "
+            "convert them to safetensors"
+            if pickled
+            else f"{folder} has no weights: there is no .safetensors file in it"
+        )
+    with _one_line(f"the model in {folder}"), _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        tokenizer = _load_tokenizer(folder)
+    # transformers fills what is missing with random numbers and goes on.
+    if missing := sorted(info["missing_keys"]):
+        raise UsageError(
+            f"the model in {folder} is incomplete: {len(missing)} of its weights are missing, "
+            f"{missing[0]} first; get it again"
+        )
+    return model, tokenizer
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with path.open("rb") as file:
+        if (magic := file.read(4)) != b"GGUF":
+            raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+    # The reader of GGUF files draws a progress bar that has no switch.
+    with _one_line(f"the GGUF file {path}"), _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            dtype=dtype,
+            quantization_config=GgufConfig(dequantize=True),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        tokenizer = _load_tokenizer(path.parent, gguf_file=path.name)
+    if missing := sorted(info["missing_keys"]):
+        raise UsageError(
+            f"the GGUF file {path} is incomplete: {len(missing)} of the model's weights are "
+            f"missing, {missing[0]} first"
+        )
+    return model, tokenizer
+
+
+def _load_tokenizer(folder: Path, **where: str) -> PreTrainedTokenizerBase:
+    with _one_line(f"the tokenizer in {folder / where.get('gguf_file', '')}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, **where
+        )
+    return tokenizer
+
+
+def _convert_gguf(path: Path, folder: Path) -> None:
+    """Writes a GGUF file as a Hugging Face folder of bfloat16 safetensors."""
+    model, tokenizer = _load_gguf(path, torch.bfloat16)
+    with _one_line(f"the converted model in {folder}"), _quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _fetch_from_hub(name: str, report: Progress) -> Path:
+    report(f"fetching {name} from the hub", 0, None)
+    try:
+        with _quiet():
+            # Only what lies at the top: folders hold the same weights in other formats.
+            folder = huggingface_hub.snapshot_download(
+                name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
+            )
+    # The hub passes on its HTTP client's errors, and changes the client between releases.
+    except Exception as error:
+        raise UsageError(
+            f"the model {name} can't be fetched: there is no such folder here, and the hub "
+            f"gives none: {_first_line(error)}; name {_WAYS_TO_NAME}"
+        ) from error
+    return Path(folder)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All ids that any of the model's three files calls an end; chat models need the union."""
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ids.update([found] if isinstance(found, int) else found or [])
+    return frozenset(ids)
+
+
+def _tiny_random(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A Llama of 4 layers that says gibberish, the same each time; needs no network."""
+    tokenizer = _byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # Our own numbers, in the order of their names: transformers' initialisation may change.
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad():
+        for key, weight in sorted(model.named_parameters()):
+            if not key.endswith("norm.weight"):
+                # Large enough that bfloat16 logits differ and that attention looks about.
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    return model, tokenizer
+
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token a byte, after four special ones: 260 in all."""
+    special = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(alphabet)}, merges=[]))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = _CHAT_TEMPLATE
+    return wrapped
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers from printing; what was set before is set again afterwards."""
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turns what the readers of `what` may raise over a bad file into one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    # Half a dozen libraries read these files, and each has its own idea of what to raise.
+    except Exception as error:
+        raise UsageError(f"{what} can't be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    head = lines[0] if lines else type(error).__name__
+    if head.endswith(":") and len(lines) > 1:
+        head = f"{head} {lines[1]}"
+    if isinstance(error, LookupError):  # its text is a bare key
+        head = f"{type(error).__name__} {head}"
+    return head.rstrip(".")[:300]
+
+
+def _say_nothing(what: str, done: int, total: int | None) -> None:
+    pass

@@ -1,0 +1,84 @@
+"""Request: one prompt, its answer so far, and where its KV is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from kvtide.snapshot import Snapshot
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen, and when to stop.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 leave all tokens. `seed` starts the
+    request's own random generator. An answer ends before the first of the `stop` strings, at
+    an end-of-text token, or after `max_new_tokens` tokens.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@final
+@dataclass(eq=False)
+class Request:
+    """One prompt and its answer; the engine fills in all but the first three fields."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams = SamplingParams()
+
+    output_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    """`stop`, `length`, `error` or `abort`; None while there is work to do."""
+    error: str | None = None
+    retractions: int = 0
+    exact: bool = True
+    """False once KV was computed anew in other steps than before, which `--fast` may do."""
+    logit_digests: list[int] = field(default_factory=list)
+    """XXH3 128 of the logits behind each output token, if the engine keeps them."""
+
+    arrival: int = 0
+    """Its number in the order of arrival; the newest is retracted first."""
+    pages: list[int] = field(default_factory=list)
+    """The pages it holds, in the order of its tokens."""
+    stored: int = 0
+    """Its first tokens, whose KV is in its pages or its snapshot."""
+    snapshot: Snapshot | None = None
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of prompt and answer; the last one has no KV yet."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens whose KV it will ever hold: the last token's is never needed."""
+        return len(self.prompt_ids) + self.params.max_new_tokens - 1
+
+    def tokens(self, first: int, count: int) -> list[int]:
+        """The ids of `count` tokens from the `first` on."""
+        split = len(self.prompt_ids)
+        if first >= split:
+            return self.output_ids[first - split : first - split + count]
+        return (self.prompt_ids[first:] + self.output_ids)[:count]
+
+    def next_count(self, chunk_tokens: int, *, replay: bool) -> int:
+        """How many tokens its next step computes.
+
+        With `replay` that depends on the request alone: prompt chunks end at multiples of
+        `chunk_tokens`, and answer tokens go one by one, also when they are already known
+        because their KV was lost. Then the same numbers come out as the first time.
+        """
+        end = len(self.prompt_ids) if replay else self.token_count
+        if self.stored >= end:
+            return 1
+        return min(end - self.stored, chunk_tokens - self.stored % chunk_tokens)

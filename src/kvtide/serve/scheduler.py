@@ -1,0 +1,212 @@
+"""Scheduler: which requests run, which wait, and which must give up their KV for now.
+
+Requests run in the order of their arrival. When pages run out the newest running request is
+retracted; retracted ones come back, oldest first, before any new one is admitted.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+from typing import final
+
+from kvtide.errors import ArenaFull, SnapshotDamaged
+from kvtide.pool import PageAllocator
+from kvtide.serve.request import Request
+from kvtide.tide import Tide
+
+
+@final
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start; seconds are wall time in which the engine waited for a move."""
+
+    retractions: int = 0
+    resumes: int = 0
+    recomputed_tokens: int = 0
+    arena_full: int = 0
+    damaged: int = 0
+    offload_seconds: float = 0.0
+    restore_seconds: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """`chunk_tokens` bounds one request's share of a step, and all prompt tokens of a step."""
+
+    chunk_tokens: int
+    max_running: int
+    offload: bool
+    replay: bool
+
+
+@final
+class Scheduler:
+    """Keeps the books of requests and pages; `tide` moves the bytes."""
+
+    def __init__(self, tide: Tide, pages: PageAllocator, options: SchedulerOptions) -> None:
+        self._tide = tide
+        self._pages = pages
+        self._page_size = tide.pool.page_size
+        self._options = options
+        self._waiting: deque[Request] = deque()
+        self._retracted: list[Request] = []
+        self._running: list[Request] = []
+        self._arrivals = 0
+        self.stats = SchedulerStats()
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that have not run yet."""
+        return len(self._waiting)
+
+    @property
+    def retracted_count(self) -> int:
+        """Requests that gave up their pages and wait to come back."""
+        return len(self._retracted)
+
+    def add(self, request: Request) -> None:
+        """Takes a request; the caller has seen to it that it fits into the pool alone."""
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._waiting.append(request)
+
+    def plan(self) -> list[tuple[Request, int]]:
+        """The next step: requests and how many tokens each computes, with pages for them.
+
+        Empty only when no request is left. Retracts and resumes on the way.
+        """
+        self._resume()
+        if not self._retracted:
+            self._admit()
+        budget = self._options.chunk_tokens
+        steps: list[tuple[Request, int]] = []
+        for request in list(self._running):
+            if request not in self._running:
+                continue  # retracted for an older one, just now
+            count = self._next_count(request)
+            # A chunk that doesn't fit waits whole: where it is cut must not depend on others.
+            if count > 1 and count > budget:
+                continue
+            if not self._make_room(request, count):
+                continue
+            if count > 1:
+                budget -= count
+            steps.append((request, count))
+        return steps
+
+    def remove(self, request: Request) -> None:
+        """Forgets a request in any state, and gives back its pages and its snapshot."""
+        for group in (self._waiting, self._retracted, self._running):
+            if request in group:
+                group.remove(request)
+        self._pages.release(request.pages)
+        request.pages = []
+        if request.snapshot is not None:
+            self._tide.discard(request.snapshot)
+            request.snapshot = None
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The requests that hold pages, oldest first."""
+        return tuple(self._running)
+
+    # ---- taking pages away -----------------------------------------------------------
+
+    def retract(self, request: Request) -> None:
+        """Takes a running request's pages away; it comes back by itself when there is room."""
+        self._running.remove(request)
+        insort(self._retracted, request, key=lambda other: other.arrival)
+        request.retractions += 1
+        self.stats.retractions += 1
+        if self._options.offload and request.stored:
+            self._offload(request)
+        if request.snapshot is None:
+            self._forget(request)
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Gets the pages for `count` more tokens, or retracts the request itself: False."""
+        needed = self._pages_for(request.stored + count) - len(request.pages)
+        while (pages := self._pages.acquire(max(0, needed))) is None:
+            victim = self._running[-1]
+            self.retract(victim)
+            if victim is request:
+                return False
+        request.pages += pages
+        return True
+
+    def _offload(self, request: Request) -> None:
+        started = time.perf_counter()
+        try:
+            request.snapshot = self._tide.retract(request.pages, request.stored, key=request.id)
+            request.pages = []
+        except ArenaFull:
+            self.stats.arena_full += 1
+        self.stats.offload_seconds += time.perf_counter() - started
+
+    def _forget(self, request: Request) -> None:
+        """Drops a request's KV: it will be computed again."""
+        self._pages.release(request.pages)
+        request.pages = []
+        self.stats.recomputed_tokens += request.stored
+        if request.stored and not self._options.replay:
+            request.exact = False
+        request.stored = 0
+
+    # ---- giving pages back -----------------------------------------------------------
+
+    def _resume(self) -> None:
+        while self._retracted and self._may_start(self._retracted[0]):
+            request = self._retracted[0]
+            if request.snapshot is not None and not self._restore(request):
+                continue  # its KV was damaged: now it needs other room
+            self._retracted.pop(0)
+            insort(self._running, request, key=lambda other: other.arrival)
+
+    def _restore(self, request: Request) -> bool:
+        assert request.snapshot is not None, "only a snapshot can be restored"
+        started = time.perf_counter()
+        page_count = self._pages_for(request.stored)
+        try:
+            pages = self._tide.resume(request.snapshot, page_count, key=request.id)
+        except SnapshotDamaged:
+            self.stats.damaged += 1
+            self._tide.discard(request.snapshot)
+            request.snapshot = None
+            self._forget(request)
+            return False
+        assert pages is not None, "_may_start has counted the free pages"
+        request.pages, request.snapshot = pages, None
+        self.stats.resumes += 1
+        self.stats.restore_seconds += time.perf_counter() - started
+        return True
+
+    def _admit(self) -> None:
+        while self._waiting and self._may_start(self._waiting[0]):
+            self._running.append(self._waiting.popleft())
+
+    def _may_start(self, request: Request) -> bool:
+        """Whether there is room for its known tokens beside those of the requests that run.
+
+        How long the answers get isn't known, so nothing is kept for them: to retract is cheap,
+        and an idle page is not. But a request that comes back finds a spare page for each that
+        runs, or the next few steps would take its pages again. Alone, any request may start.
+        """
+        if not self._running:
+            return True
+        if len(self._running) >= self._options.max_running:
+            return False
+        coming = sum(
+            max(0, self._pages_for(other.token_count) - len(other.pages)) for other in self._running
+        )
+        spare = len(self._running) if request.retractions else 0
+        return self._pages_for(request.token_count) + coming + spare <= self._pages.free_count
+
+    def _next_count(self, request: Request) -> int:
+        return request.next_count(self._options.chunk_tokens, replay=self._options.replay)
+
+    def _pages_for(self, token_count: int) -> int:
+        return -(-token_count // self._page_size)

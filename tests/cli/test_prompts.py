@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.cli.prompts import KEYS, Prompt, parse_prompt, read_prompts
+from kvtide.errors import UsageError
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def _write(folder: Path, *lines: str | bytes) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else x.encode() for x in lines))
+    return str(path)
+
+
+def test_prompt_becomes_one_message_of_the_user(tmp_path: Path) -> None:
+    """A plain prompt is a conversation of one turn, with no settings of its own."""
+    path = _write(tmp_path, '{"id": "a", "prompt": "Hi"}')
+    where = f"{path}, line 1"
+    assert [Prompt(where, "a", (USER,), False, None, None, None)] == read_prompts(path)
+
+
+def test_messages_and_own_settings_are_kept(tmp_path: Path) -> None:
+    """A line's settings come with it, whole numbers of temperature too."""
+    system = {"role": "system", "content": "Be brief."}
+    line = {"id": "b", "messages": [system, USER], "max_new_tokens": 3, "temperature": 1, "seed": 0}
+    path = _write(tmp_path, json.dumps(line))
+    expected = Prompt(f"{path}, line 1", "b", (system, USER), True, 3, 1.0, 0)
+    assert [expected] == read_prompts(path)
+
+
+def test_null_settings_are_as_if_absent(tmp_path: Path) -> None:
+    """Programs write null for what isn't set."""
+    line = '{"id":"a","prompt":"p","max_new_tokens":null,"temperature":null,"seed":null}'
+    (prompt,) = read_prompts(_write(tmp_path, line))
+    assert (None, None, None) == (prompt.max_new_tokens, prompt.temperature, prompt.seed)
+
+
+def test_order_is_kept_and_blank_lines_count_but_are_skipped(tmp_path: Path) -> None:
+    """Also with a byte order mark and carriage returns, as editors on Windows write them."""
+    path = _write(
+        tmp_path,
+        b'\xef\xbb\xbf{"id": "z", "prompt": "1"}\r',
+        "",
+        "  ",
+        '{"id":"a","prompt":"2"}',
+        "",
+    )
+    assert [("z", f"{path}, line 1"), ("a", f"{path}, line 4")] == [
+        (prompt.id, prompt.where) for prompt in read_prompts(path)
+    ]
+
+
+def test_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` is standard input, and errors call it that."""
+    raw = b'{"id": "a", "prompt": "Hi"}\n'
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(raw)))
+    assert ["standard input, line 1"] == [prompt.where for prompt in read_prompts("-")]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("hello", "is not JSON"),
+        ('{"id": "a", "prompt": "Hi"', "is not JSON"),
+        ('{"id": "a", "prompt": "Hi"} {}', "is not JSON"),
+        (b'{"id": "a", "prompt": "\xff"}', "is not UTF-8 (byte 24: 0xff)"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"id": "a", "prompt": "x", "seed": ' + "9" * 5000 + "}", ""),
+        ('["a"]', "is a list, not a JSON object"),
+        ('"a"', "is a string, not a JSON object"),
+        ("null", "is null, not a JSON object"),
+        ("{}", "lacks an 'id'"),
+        ('{"prompt": "Hi"}', "lacks an 'id'"),
+        ('{"id": "a"}', "lacks a 'prompt' or 'messages'"),
+        ('{"id": "a", "prompt": "x", "messages": []}', "both 'prompt' and 'messages'"),
+        ('{"id": "a", "prompt": "x", "prompt": "y"}', 'key "prompt" appears twice'),
+        ('{"id": "a", "prompt": "x", "max_tokens": 3}', 'unknown key "max_tokens"'),
+        ('{"id": 1, "prompt": "x"}', "'id' is a number (1), not a string"),
+        ('{"id": "", "prompt": "x"}', "'id' is empty"),
+        ('{"id": "a", "prompt": null}', "'prompt' is null, not a string"),
+        ('{"id": "a", "prompt": ["x"]}', "'prompt' is a list, not a string"),
+        ('{"id": "a", "prompt": ""}', "'prompt' is empty"),
+        ('{"id": "a", "prompt": "\\ud800"}', "'prompt' has half a surrogate pair at character 1"),
+        ('{"id": "a", "messages": "x"}', "'messages' is a string, not a list"),
+        ('{"id": "a", "messages": []}', "'messages' is empty"),
+        ('{"id": "a", "messages": ["x"]}', "messages[0] is a string, not an object"),
+        ('{"id": "a", "messages": [{"role": "user"}]}', "messages[0] lacks a 'content'"),
+        ('{"id": "a", "messages": [{"content": "x"}]}', "messages[0] lacks a 'role'"),
+        (
+            '{"id": "a", "messages": [{"role": "tool", "content": "x"}]}',
+            'messages[0].role is "tool"; known are system, user, assistant',
+        ),
+        (
+            '{"id": "a", "messages": [{"role": "user", "content": [1]}]}',
+            "'messages[0].content' is a list, not a string",
+        ),
+        (
+            '{"id": "a", "messages": [{"role": "user", "content": "x", "name": "y"}]}',
+            'unknown key "name"',
+        ),
+        ('{"id": "a", "prompt": "x", "max_new_tokens": -1}', "'max_new_tokens' is -1"),
+        ('{"id": "a", "prompt": "x", "max_new_tokens": 0}', "'max_new_tokens' is 0"),
+        ('{"id": "a", "prompt": "x", "max_new_tokens": 1.5}', "not a whole number"),
+        ('{"id": "a", "prompt": "x", "max_new_tokens": true}', "is true or false"),
+        ('{"id": "a", "prompt": "x", "max_new_tokens": "3"}', "is a string, not a whole"),
+        ('{"id": "a", "prompt": "x", "max_new_tokens": 1' + "0" * 30 + "}", "must be from 1 to"),
+        ('{"id": "a", "prompt": "x", "temperature": NaN}', "NaN is not a JSON number"),
+        ('{"id": "a", "prompt": "x", "temperature": Infinity}', "Infinity is not a JSON number"),
+        ('{"id": "a", "prompt": "x", "temperature": 1e999}', "'temperature' is inf"),
+        ('{"id": "a", "prompt": "x", "temperature": 1' + "0" * 400 + "}", "'temperature' is inf"),
+        ('{"id": "a", "prompt": "x", "temperature": -0.5}', "'temperature' is -0.5"),
+        ('{"id": "a", "prompt": "x", "temperature": 1e-9}', "'temperature' is 1e-09"),
+        ('{"id": "a", "prompt": "x", "temperature": "hot"}', "is a string, not a number"),
+        ('{"id": "a", "prompt": "x", "seed": -1}', "'seed' is -1"),
+        ('{"id": "a", "prompt": "x", "seed": 9223372036854775808}', "must be from 0 to"),
+        ('{"id": "first", "prompt": "x"}', 'id "first" was used in line 1'),
+    ],
+)
+def test_bad_line_is_refused_with_its_number(
+    tmp_path: Path, line: str | bytes, complaint: str
+) -> None:
+    """Whatever is wrong with line 3, the one-line error names file, line and what is wrong."""
+    path = _write(tmp_path, '{"id": "first", "prompt": "x"}', "", line, "not reached")
+    with pytest.raises(UsageError) as error:
+        read_prompts(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}, line 3: ")
+    assert complaint in message
+    assert "\n" not in message
+    assert len(message) < len(path) + 250
+
+
+@pytest.mark.parametrize("raw", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])
+def test_file_without_prompts_is_refused(tmp_path: Path, raw: bytes) -> None:
+    """An empty file is a mistake, not a run of nothing."""
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(UsageError, match=r"empty\.jsonl has no prompts"):
+        read_prompts(str(path))
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """A missing file and a folder are named with the system's reason."""
+    with pytest.raises(UsageError, match=r"cannot read prompts from .*nowhere: No such file"):
+        read_prompts(str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match=r"cannot read prompts from .*: Is a directory"):
+        read_prompts(str(tmp_path))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(
+    st.binary()
+    | st.dictionaries(st.sampled_from(KEYS) | st.text(), json_values).map(
+        lambda fields: json.dumps(fields).encode()
+    )
+)
+def test_any_bytes_give_a_prompt_or_a_usage_error(raw: bytes) -> None:
+    """No line, however odd, ends in a traceback."""
+    try:
+        prompt = parse_prompt(raw, where="f, line 1")
+    except UsageError as error:
+        assert str(error).startswith("f, line 1: ")  # noqa: PT017 - either outcome is right
+    else:
+        assert prompt.id
+        assert prompt.messages

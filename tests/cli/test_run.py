@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide.cli.main import main
+from kvtide.errors import KvtideError, UsageError
+from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Four prompts: the second never fits, the third is retracted, the last has own settings."""
+    path = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"id": "first", "prompt": "Hi"},
+        {"id": "large", "prompt": "A long one"},
+        {"id": "moved", "messages": [{"role": "user", "content": "Hello"}]},
+        {"id": "last", "prompt": "x", "max_new_tokens": 2, "temperature": 0.5, "seed": 9},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def _at_step(step: int, act: Callable[[], None]) -> Callable[[], None]:
+    """For `before_step`: acts before the step of that number, counted from 1, alone."""
+    calls = iter(range(1, 1000))
+    return lambda: act() if next(calls) == step else None
+
+
+def test_run_answers_all_but_the_one_that_never_fits(prompts: str, tmp_path: Path) -> None:
+    """One request fails alone; the others are answered, in input order, and all is reported."""
+    out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
+    options = ["--kv-memory", "24MiB", "--max-new-tokens", "3"]
+    files = ["--out", str(out), "--report", str(report)]
+    assert main(["run", prompts, *options, *files], serving=FakeServing()) == 0
+    rows = _read_rows(out)
+    assert ["first", "large", "moved", "last"] == [row["id"] for row in rows]
+    assert [3, 0, 3, 2] == [row["new_tokens"] for row in rows]
+    assert [0, 0, 1, 0] == [row["retractions"] for row in rows]
+    assert "needs 99 tokens of KV, the pool holds 64" == rows[1]["error"]
+    found = _read_report(report)
+    assert (4, 1, 8, 1) == tuple(
+        found[key] for key in ("requests", "failed", "new_tokens", "retractions")
+    )
+    assert (True, None) == (found["exact"], found["verified"])
+
+
+def test_options_reach_the_engine_and_the_requests(prompts: str) -> None:
+    """Every option arrives, and what a line sets for itself wins."""
+    serving = FakeServing()
+    options = (
+        "--model tiny-random --kv-memory 24MiB --host-memory 1.5GiB --on-pressure recompute "
+        "--max-new-tokens 5 --temperature 0.7 --top-k 40 --top-p 0.9 --seed 3 --dtype float32 "
+        "--page-size 8 --chunk-tokens 32 --threads 2 --fast"
+    )
+    assert main(["run", prompts, *options.split()], serving=serving) == 0
+    (engine,) = serving.engines
+    assert [("tiny-random", "float32")] == serving.opened
+    made = engine.options
+    assert (25_165_824, 1_610_612_736) == (made.kv_memory_bytes, made.host_memory_bytes)
+    assert ("recompute", 8, 32, 2) == (
+        made.on_pressure,
+        made.page_size,
+        made.chunk_tokens,
+        made.threads,
+    )
+    assert (False, "cpu", False) == (made.exact, made.device, made.keep_logits)
+    first, last = engine.requests[0].params, engine.requests[3].params
+    assert (5, 0.7, 40, 0.9, 3) == (
+        first.max_new_tokens,
+        first.temperature,
+        first.top_k,
+        first.top_p,
+        first.seed,
+    )
+    assert (2, 0.5, 40, 0.9, 9) == (
+        last.max_new_tokens,
+        last.temperature,
+        last.top_k,
+        last.top_p,
+        last.seed,
+    )
+
+
+def test_fast_is_reported_as_not_exact(prompts: str, tmp_path: Path) -> None:
+    """Whoever gives exactness up finds it in the report."""
+    report = tmp_path / "r.json"
+    assert main(["run", prompts, "--fast", "--report", str(report)], serving=FakeServing()) == 0
+    assert _read_report(report)["exact"] is False
+
+
+def test_recomputed_request_is_reported_as_not_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request that the engine calls inexact makes the run so, and the table says how many."""
+    prompts, report = tmp_path / "p.jsonl", tmp_path / "r.json"
+    prompts.write_text('{"id": "recomputed", "prompt": "x"}', encoding="utf-8")
+    assert main(["run", str(prompts), "--report", str(report)], serving=FakeServing()) == 0
+    assert _read_report(report)["exact"] is False
+    assert "exact: false (1 request recomputed, " in capsys.readouterr().out
+
+
+def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second pool isn't limited; both engines keep digests and both are closed."""
+    serving, report = FakeServing(), tmp_path / "r.json"
+    options = ["--kv-memory", "24MiB", "--verify", "--report", str(report)]
+    assert main(["run", prompts, *options], serving=serving) == 0
+    first, second = serving.engines
+    assert (25_165_824, None) == (first.options.kv_memory_bytes, second.options.kv_memory_bytes)
+    assert first.options.keep_logits
+    assert second.options.keep_logits
+    assert ["first", "moved", "last"] == [request.id for request in second.requests]
+    assert first.is_closed
+    assert second.is_closed
+    assert _read_report(report)["verified"] is True
+    assert capsys.readouterr().out.splitlines()[-1].startswith("verified: true (3 requests: ")
+
+
+def test_verify_that_differs_exits_3_and_says_where(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One step's logits that differ are enough, although every token is right."""
+
+    def spoil_second(engine: FakeEngine, number: int) -> None:
+        if number == 1:
+            engine.digest_of = lambda request: (
+                len(request.output_ids) * 31 + (request.id == "moved" and len(request.text) == 4)
+            )
+
+    report = tmp_path / "r.json"
+    options = ["--kv-memory", "24MiB", "--verify", "--report", str(report)]
+    assert main(["run", prompts, *options], serving=FakeServing(spoil_second)) == 3
+    assert _read_report(report)["verified"] is False
+    expected = "verified: false (request 'moved', step 1: the right token 1, but from other logits)"
+    assert expected == capsys.readouterr().out.splitlines()[-1]
+
+
+def test_ctrl_c_keeps_the_answers_that_are_done(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step is finished, the rest aborted, the engine closed; exit code 130, no traceback."""
+
+    def interrupt_at_step_3(engine: FakeEngine, _number: int) -> None:
+        engine.before_step = _at_step(3, press_ctrl_c)
+
+    serving, out = FakeServing(interrupt_at_step_3), tmp_path / "out.jsonl"
+    before = signal.getsignal(signal.SIGINT)
+    options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
+    assert main(["run", prompts, *options], serving=serving) == 130
+    assert ["first", "large"] == [row["id"] for row in _read_rows(out)]
+    (engine,) = serving.engines
+    assert ["moved", "last"] == engine.aborted
+    assert engine.is_closed
+    assert signal.getsignal(signal.SIGINT) is before
+    captured = capsys.readouterr()
+    assert f"interrupted: 2 of 4 requests are answered, kept in {out}" in captured.err
+    assert captured.out == ""
+
+
+def test_second_ctrl_c_does_not_wait_for_the_step(prompts: str, tmp_path: Path) -> None:
+    """Whoever presses twice gets out at once, still with what is done and without a traceback."""
+
+    def press_twice(engine: FakeEngine, _number: int) -> None:
+        def press() -> None:
+            press_ctrl_c()
+            press_ctrl_c()
+
+        engine.before_step = _at_step(4, press)
+
+    serving, out = FakeServing(press_twice), tmp_path / "out.jsonl"
+    options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
+    assert main(["run", prompts, *options], serving=serving) == 130
+    assert ["first", "large"] == [row["id"] for row in _read_rows(out)]
+    assert serving.engines[0].is_closed
+
+
+def test_ctrl_c_while_verifying_keeps_all_answers(prompts: str, tmp_path: Path) -> None:
+    """The answers are written before they are verified."""
+
+    def interrupt_second(engine: FakeEngine, number: int) -> None:
+        if number == 1:
+            engine.before_step = press_ctrl_c
+
+    serving, out = FakeServing(interrupt_second), tmp_path / "out.jsonl"
+    assert main(["run", prompts, "--verify", "--out", str(out)], serving=serving) == 130
+    assert len(_read_rows(out)) == 4
+    assert serving.engines[1].is_closed
+
+
+def test_failure_of_the_engine_keeps_the_answers_that_are_done(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of kvtide's own is one line and exit code 1; the engine is closed."""
+
+    def fail_at_step_4(engine: FakeEngine, _number: int) -> None:
+        def fail() -> None:
+            raise KvtideError("the device is gone")
+
+        engine.before_step = _at_step(4, fail)
+
+    serving, out = FakeServing(fail_at_step_4), tmp_path / "out.jsonl"
+    options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
+    assert main(["run", prompts, *options], serving=serving) == 1
+    assert ["first", "large"] == [row["id"] for row in _read_rows(out)]
+    assert serving.engines[0].is_closed
+    assert capsys.readouterr().err.endswith("kvtide: the device is gone\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("run", "Missing argument 'PROMPTS'"),
+        ("rum PROMPTS", "No such command 'rum'"),
+        ("run PROMPTS --colour", "No such option"),
+        ("run PROMPTS extra", "unexpected extra argument"),
+        ("run PROMPTS --dtype int8", "'--dtype'"),
+        ("run PROMPTS --on-pressure drop", "'--on-pressure'"),
+        ("run PROMPTS --device abacus", "there is no device 'abacus'"),
+        ("run PROMPTS --kv-memory 12parsecs", "--kv-memory: '12parsecs' is not a size"),
+        ("run PROMPTS --kv-memory 0", "--kv-memory: 0 holds nothing"),
+        ("run PROMPTS --host-memory lots", "--host-memory: 'lots' is not a size"),
+        ("run PROMPTS --max-new-tokens 0", "'--max-new-tokens'"),
+        ("run PROMPTS --temperature nan", "--temperature is nan"),
+        ("run PROMPTS --temperature -1", "--temperature is -1.0"),
+        ("run PROMPTS --top-p 0", "--top-p is 0.0"),
+        ("run PROMPTS --top-p nan", "--top-p is nan"),
+        ("run PROMPTS --top-k -1", "'--top-k'"),
+        ("run PROMPTS --seed 9223372036854775808", "--seed is 9223372036854775808"),
+        ("run PROMPTS --page-size 0", "'--page-size'"),
+        ("run PROMPTS --chunk-tokens 0", "'--chunk-tokens'"),
+        ("run PROMPTS --threads 0", "'--threads'"),
+        ("run PROMPTS --out PROMPTS", "is also PROMPTS"),
+        ("run PROMPTS --out FOLDER", "--out: "),
+        ("run PROMPTS --out FOLDER/r --report FOLDER/r", "is also --out"),
+        ("run FOLDER/nowhere", "cannot read prompts from "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, complaint: str
+) -> None:
+    """Before the model is opened, and with nothing on standard output."""
+    serving = FakeServing()
+    words = [
+        word.replace("FOLDER", str(tmp_path)) if word != "PROMPTS" else prompts
+        for word in arguments.split()
+    ]
+    assert main(words, serving=serving) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("kvtide: ")
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert [] == serving.opened
+
+
+def test_pool_that_cannot_be_leaves_the_old_answers_alone(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What only the model tells, such as the bytes of a page, is bad input like any other."""
+    error = UsageError("--kv-memory: 1 byte is less than a page\nof 360 KiB")
+    serving, out = FakeServing(build_error=error), tmp_path / "out.jsonl"
+    out.write_text("old", encoding="utf-8")
+    assert main(["run", prompts, "--kv-memory", "1", "--out", str(out)], serving=serving) == 2
+    assert capsys.readouterr().err.endswith("less than a page of 360 KiB\n")
+    assert "old" == out.read_text(encoding="utf-8")
+
+
+def test_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` needs no file."""
+    path, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    path.write_text('{"id": "a", "prompt": "Hi"}', encoding="utf-8")
+    with path.open(encoding="utf-8") as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert main(["run", "-", "--out", str(out)], serving=FakeServing()) == 0
+    assert ["a"] == [row["id"] for row in _read_rows(out)]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["bench", "--help"]])
+def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Help needs no library, no options and no terminal."""
+    assert main(arguments) == 0
+    assert "Usage: kvtide" in capsys.readouterr().out
+
+
+def test_help_says_what_memory_is_taken_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets in a help text are markup and would vanish."""
+    assert main(["run", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for default in ("(room for all)", "(a quarter of what is free)", "(torch's)"):
+        assert default in words
+
+
+def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints what the package says of itself."""
+    from kvtide import __version__
+
+    assert main(["--version"]) == 0
+    assert f"kvtide {__version__}\n" == capsys.readouterr().out
+
+
+def test_input_errors_do_not_import_torch() -> None:
+    """torch takes seconds to import; a misspelt size must not."""
+    code = (
+        "import sys; from kvtide.cli.main import main; "
+        "code = main(['run', 'x', '--kv-memory', 'lots']); "
+        "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "2 False False\n" == done.stdout

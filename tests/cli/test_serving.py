@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvtide.cli.prompts import Prompt, parse_prompt
+from kvtide.cli.serving import LibraryServing, encode_prompt
+from kvtide.errors import UsageError
+from kvtide.serve.models import OpenModel, open_model
+from kvtide.serve.request import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tiny() -> OpenModel:
+    """The model that tests are made for: one token a byte."""
+    return open_model("tiny-random")
+
+
+@pytest.fixture
+def untaught(tiny: OpenModel) -> OpenModel:
+    """The same without a chat template, as base models are."""
+    tokenizer = open_model("tiny-random").tokenizer
+    tokenizer.chat_template = None
+    return replace(tiny, tokenizer=tokenizer)
+
+
+def _prompt(**fields: object) -> Prompt:
+    return parse_prompt(json.dumps({"id": "a", **fields}).encode(), where="f, line 7")
+
+
+def test_prompt_is_put_into_the_chat_template(tiny: OpenModel) -> None:
+    """The model reads a turn of the user's, and an answer of its own begun."""
+    ids = encode_prompt(tiny, _prompt(prompt="Hé"))
+    expected = "<|im_start|>user\nHé<|im_end|>\n<|im_start|>assistant\n"
+    assert expected == tiny.tokenizer.decode(ids)
+
+
+def test_messages_keep_their_roles_and_order(tiny: OpenModel) -> None:
+    """A conversation of several turns is one prompt."""
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
+    text = tiny.tokenizer.decode(encode_prompt(tiny, _prompt(messages=messages)))
+    expected = "".join(f"<|im_start|>{role}\n{n}<|im_end|>\n" for n, role in enumerate(roles))
+    assert f"{expected}<|im_start|>assistant\n" == text
+
+
+def test_model_without_template_takes_plain_prompts_only(untaught: OpenModel) -> None:
+    """A base model continues the text; messages are refused with the line and the remedy."""
+    ids = encode_prompt(untaught, _prompt(prompt="Once"))
+    assert "Once" == untaught.tokenizer.decode(ids)
+    chat = _prompt(messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(UsageError, match="f, line 7: the model tiny-random has no chat template"):
+        encode_prompt(untaught, chat)
+
+
+def test_what_the_template_refuses_is_bad_input(untaught: OpenModel) -> None:
+    """Templates raise errors of their own, such as for roles that don't alternate."""
+    untaught.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UsageError, match=r"f, line 7: .*tiny-random refuses .*must alternate"):
+        encode_prompt(untaught, _prompt(prompt="x"))
+
+
+def test_prompt_without_tokens_is_bad_input(untaught: OpenModel) -> None:
+    """A template can leave nothing of a prompt; there is nothing to answer then."""
+    untaught.tokenizer.chat_template = "{{ '' }}"
+    with pytest.raises(UsageError, match="f, line 7: the prompt has no tokens"):
+        encode_prompt(untaught, _prompt(prompt="x"))
+
+
+def test_request_carries_id_tokens_and_params(tiny: OpenModel) -> None:
+    """What the engine gets is what the line said."""
+    params = SamplingParams(max_new_tokens=3)
+    request = LibraryServing().make_request(tiny, _prompt(prompt="x"), params)
+    assert ("a", params) == (request.id, request.params)
+    assert encode_prompt(tiny, _prompt(prompt="x")) == request.prompt_ids
+
+
+def test_unknown_device_is_refused_by_name() -> None:
+    """Before any model is opened."""
+    LibraryServing().check_device("cpu")
+    with pytest.raises(UsageError, match=r"'abacus'.*cpu"):
+        LibraryServing().check_device("abacus")

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.cli.sizes import format_size, parse_size
+from kvtide.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1000000", 1_000_000),
+        ("0", 0),
+        ("7B", 7),
+        ("512KB", 512_000),
+        ("512KiB", 524_288),
+        ("24MiB", 25_165_824),
+        ("1.5GiB", 1_610_612_736),
+        ("0.1GB", 100_000_000),
+        ("2TiB", 2_199_023_255_552),
+        (" 24 mib ", 25_165_824),
+        ("9223372036854775807", 2**63 - 1),
+    ],
+)
+def test_sizes_parse_to_bytes(text: str, size_bytes: int) -> None:
+    """Units of 1000 and of 1024, decimals and letter case come out exactly."""
+    assert size_bytes == parse_size(text, name="--kv-memory")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "MiB", "-1", "+1", "1e9", "nan", "inf", "12 parsecs", "1,5GiB", "0x10", ".5GiB", "5.GiB",
+     "1 2", "24M", "٣MiB", "9223372036854775808", "9" * 5000, "1MiB; rm"],
+)  # fmt: skip
+def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+    """The error names the option, begins with the value and says what would do, in one line."""
+    with pytest.raises(UsageError) as error:
+        parse_size(text, name="--kv-memory")
+    message = str(error.value)
+    assert message.startswith(f"--kv-memory: {text[:10]!r}"[:-1])
+    assert "\n" not in message
+    assert len(message) < 300
+
+
+def test_error_lists_the_units() -> None:
+    """Somebody who wrote 24M learns of MiB and MB."""
+    with pytest.raises(UsageError, match=r"MB.*MiB.*such as 24MiB"):
+        parse_size("24M", name="--kv-memory")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (23_592_960, "22.5 MiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (2**30 - 1, "1.0 GiB"),
+        (2**45, "32.0 TiB"),
+    ],
+)
+def test_sizes_format_in_the_unit_that_fits(size_bytes: int, text: str) -> None:
+    """Values just below a unit are rounded into it, not to 1024 of the one before."""
+    assert text == format_size(size_bytes)
+
+
+@given(st.integers(min_value=0, max_value=2**62))
+def test_what_is_formatted_parses_to_nearly_the_same(size_bytes: int) -> None:
+    """Formatting keeps two digits or more, whatever the size."""
+    parsed = parse_size(format_size(size_bytes), name="x")
+    assert abs(parsed - size_bytes) <= 0.05 * max(size_bytes, 1)

@@ -1,0 +1,106 @@
+"""What the tests of the engine share: one model, requests, and an engine that hides nothing."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.models import OpenModel, open_model
+from kvtide.serve.request import Request, SamplingParams
+
+
+@functools.cache
+def tiny(dtype: str = "float32") -> OpenModel:
+    """The small random model; loaded once, since no test changes it."""
+    return open_model("tiny-random", dtype=dtype)
+
+
+def token_bytes(source: OpenModel) -> int:
+    """Bytes of KV that a token of this model takes."""
+    config = source.model.config
+    rows = int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
+    return 2 * rows * int(source.model.dtype.itemsize)
+
+
+def make_requests(
+    seed: int, *, count: int = 6, longest_prompt: int = 60, longest_answer: int = 24
+) -> list[Request]:
+    """Random prompts; every other request samples with a generator of its own."""
+    numbers = random.Random(seed)
+    return [
+        Request(
+            f"r{number}",
+            [numbers.randrange(4, 260) for _ in range(numbers.randint(1, longest_prompt))],
+            SamplingParams(
+                max_new_tokens=numbers.randint(1, longest_answer),
+                temperature=0.9 * (number % 2),
+                top_k=40 * (number % 2),
+                seed=number,
+            ),
+        )
+        for number in range(count)
+    ]
+
+
+def poison_released(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills every slot with NaN as soon as its page is released: whoever reads it shows it."""
+    release = engine.pages.release
+
+    def release_and_poison(pages: Iterable[int]) -> None:
+        pages = list(pages)
+        release(pages)
+        poison(engine, pages)
+
+    monkeypatch.setattr(engine.pages, "release", release_and_poison)
+    poison(engine, range(engine.pages.page_count))
+
+
+def poison(engine: Engine, pages: Sequence[int]) -> None:
+    """Fills the slots of `pages` with NaN in all planes and layers."""
+    pool = engine.tide.pool
+    slots = torch.from_numpy(engine.tide.slots_of(pages))
+    for plane in pool.geometry.planes:
+        for layer in range(plane.layer_count):
+            pool.plane(plane.name, layer)[slots] = float("nan")
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """Free plus held equals the total, and nothing is held."""
+    assert engine.pages.free_count + engine.pages.held_count == engine.pages.page_count
+    assert engine.pages.held_count == 0
+    assert engine.tide.arena.used_bytes == 0
+
+
+def run_all(engine: Engine, requests: Sequence[Request]) -> list[Request]:
+    """Answers all requests; those that are done, in the order in which they finished."""
+    finished: list[Request] = []
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        finished += engine.step()
+    assert_nothing_held(engine)
+    return finished
+
+
+def answers(requests: Sequence[Request]) -> list[tuple[object, ...]]:
+    """Tokens, text, end and the logits of every step, to be compared with another run's."""
+    return [(r.id, r.output_ids, r.text, r.finish_reason, r.logit_digests) for r in requests]
+
+
+@functools.cache
+def expected_answers(
+    seed: int, dtype: str, page_size: int, chunk_tokens: int
+) -> list[tuple[object, ...]]:
+    """The answers to `make_requests(seed)` in a pool that holds everything."""
+    requests = make_requests(seed)
+    options = EngineOptions(page_size=page_size, chunk_tokens=chunk_tokens, keep_logits=True)
+    engine = Engine.build(tiny(dtype), options, requests)
+    run_all(engine, requests)
+    assert engine.stats.retractions == 0
+    engine.close()
+    return answers(requests)

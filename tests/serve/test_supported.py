@@ -1,0 +1,86 @@
+"""Which configurations are served, and that the others are refused with their reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers as tf
+
+from kvtide.errors import UsageError
+from kvtide.serve.supported import geometry_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def test_geometry_has_the_models_own_sizes() -> None:
+    """Two planes of head x head_dim, for each layer, at the page size asked for."""
+    config = tf.LlamaConfig(**{**SMALL, "head_dim": 24})
+    geometry = geometry_of(config, "bfloat16", 8)
+    assert {"layer": 2, "token": 8, "head": 2, "head_dim": 24, "v_head_dim": 24} == dict(
+        geometry.sizes
+    )
+    assert geometry.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tf.LlamaConfig(**SMALL),
+        tf.Qwen2Config(**SMALL, sliding_window=64, use_sliding_window=False),
+        tf.Qwen3Config(**SMALL),
+        tf.MistralConfig(**SMALL, sliding_window=None),
+        tf.MistralConfig(**SMALL, sliding_window=256),
+    ],
+    ids=lambda config: f"{config.model_type}-{getattr(config, 'sliding_window', None)}",
+)
+def test_full_attention_decoders_are_served(config: Any) -> None:
+    """Grouped and full heads; a window that no context can outgrow changes nothing."""
+    geometry_of(config, "float32", 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (tf.MistralConfig(**SMALL, sliding_window=64), "sliding window (64 of 256 positions)"),
+        (
+            tf.Qwen2Config(
+                **SMALL,
+                sliding_window=64,
+                use_sliding_window=True,
+                layer_types=["full_attention", "sliding_attention"],
+            ),
+            "sliding window",
+        ),
+        (tf.DeepseekV3Config(num_hidden_layers=2), "kv_lora_rank=512"),
+        (tf.Qwen3NextConfig(num_hidden_layers=4), "linear_attention"),
+        (tf.T5Config(), "encoder"),
+        (tf.FalconConfig(alibi=True, num_hidden_layers=2), "ALiBi"),
+        (tf.LlamaConfig(**SMALL, rope_parameters=LONG_ROPE), "longrope"),
+        (tf.LlamaConfig(**SMALL, is_causal=False), "isn't causal"),
+        (tf.MambaConfig(), "number of attention heads"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.model_type,
+)
+def test_what_attends_otherwise_is_refused_by_name(config: Any, reason: str) -> None:
+    """The error names the model type and what about it isn't served."""
+    with pytest.raises(UsageError, match="isn't served") as caught:
+        geometry_of(config, "float32", 16)
+    assert reason in str(caught.value)
+    assert repr(config.model_type) in str(caught.value) or config.model_type in str(caught.value)

@@ -1,0 +1,313 @@
+"""What keeps the tree readable, checked: who imports whom, how long things are, what is said.
+
+Each check is a function from a parsed file to the problems in it, so that the tests at the end
+can hand it a bad snippet and see that it objects.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LONGEST_FUNCTION = 70
+LONGEST_MODULE = 400
+
+# The way of a request's KV, downwards: a part imports only what stands before it.
+ORDER = (
+    ("errors",),
+    ("layout",),
+    ("device",),
+    ("pool",),
+    ("transfer",),
+    ("arena",),
+    ("snapshot",),
+    ("tier",),
+    ("tide",),
+    ("conformance", "plugin", "serve"),
+    ("cli",),
+)
+RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+TOP_RANK = RANK["tide"]
+
+CORE_NEEDS = {"torch", "numpy", "xxhash", "kvtide"}
+PURE = ("layout/", "pool/slots.py", "transfer/plan.py")
+INPUT_OUTPUT = {"asyncio", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess"}
+TRANSFORMERS_USERS = {"serve/adapter.py", "serve/models.py", "serve/sampling.py"}
+DEVICE_MODULES = {"cuda", "npu", "xpu", "mps"}
+UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+
+
+@functools.cache
+def parse(text: str) -> ast.Module:
+    """Parses a file once for all checks, none of which changes the tree."""
+    return ast.parse(text)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed file; `path` is relative to the package, with slashes."""
+
+    path: str
+    text: str
+
+    @property
+    def tree(self) -> ast.Module:
+        """The file's syntax tree."""
+        return parse(self.text)
+
+    @property
+    def part(self) -> str:
+        """The first step of the path: `pool` for pool/slots.py, `tide` for tide.py."""
+        return self.path.split("/")[0].removesuffix(".py")
+
+
+def imports(source: Source) -> Iterator[tuple[int, str]]:
+    """Every import anywhere in the file, for types only and lazy ones too: line and full name."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function in a tree, nested ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def check_order(source: Source) -> list[str]:
+    """Imports run downwards only, and each part knows its rank."""
+    if source.part == "__init__":
+        rank = TOP_RANK + 1
+    elif source.part in RANK:
+        rank = RANK[source.part]
+    else:
+        return [f"{source.path}: {source.part} has no place in ORDER"]
+    problems = []
+    for line, name in imports(source):
+        steps = name.split(".")
+        if name.startswith("."):
+            problems.append(f"{source.path}:{line}: {name}: imports are written in full")
+        elif steps[0] == "kvtide" and steps[1] in RANK and steps[1] != source.part:
+            if RANK[steps[1]] >= rank:
+                problems.append(f"{source.path}:{line}: {source.part} stands below {steps[1]}")
+        elif steps[0] == "kvtide" and steps[1] not in RANK and source.part != "cli":
+            problems.append(f"{source.path}:{line}: {name}: import it from where it is defined")
+    return problems
+
+
+def check_dependencies(source: Source) -> list[str]:
+    """The core needs three packages, its pure parts none, and few files see transformers."""
+    is_core = source.part not in {"serve", "cli", "plugin", "conformance"}
+    is_pure = source.path.startswith(PURE)
+    problems = []
+    for line, name in imports(source):
+        package = name.split(".")[0]
+        is_standard = package in sys.stdlib_module_names
+        if is_core and not is_standard and package not in CORE_NEEDS:
+            problems.append(f"{source.path}:{line}: the core doesn't need {package}")
+        if is_pure and package in {"torch", *INPUT_OUTPUT}:
+            problems.append(f"{source.path}:{line}: a pure module imports {package}")
+        if package == "transformers" and source.path not in TRANSFORMERS_USERS:
+            problems.append(f"{source.path}:{line}: {name} is not for this file")
+    return problems
+
+
+def check_devices(source: Source) -> list[str]:
+    """Only the device package knows the names of accelerators' modules."""
+    if source.part == "device":
+        return []
+    names = [(line, name) for line, name in imports(source)]
+    names += [
+        (node.lineno, f"torch.{node.attr}")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    found = {f"torch.{module}" for module in DEVICE_MODULES} | {"torch_npu"}
+    return [
+        f"{source.path}:{line}: {name} belongs into device/"
+        for line, name in names
+        if name in found or any(name.startswith(f"{module}.") for module in found)
+    ]
+
+
+def check_pickles(source: Source) -> list[str]:
+    """Nothing is pickled or unpickled."""
+    problems = [
+        f"{source.path}:{line}: {name} unpickles"
+        for line, name in imports(source)
+        if name.split(".")[0] in UNPICKLERS or name in {"torch.load", "torch.save"}
+    ]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "torch.save"}:
+            problems.append(f"{source.path}:{node.lineno}: {ast.unparse(node)} unpickles")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            problems.append(f"{source.path}:{node.value.lineno}: allow_pickle")
+    return problems
+
+
+def check_lengths(source: Source) -> list[str]:
+    """Functions and modules fit in a reader's head."""
+    problems = [
+        f"{source.path}:{node.lineno}: {node.name} has {length} lines, not {LONGEST_FUNCTION}"
+        for node in functions(source.tree)
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST_FUNCTION
+    ]
+    if (count := len(source.text.splitlines())) > LONGEST_MODULE:
+        problems.append(f"{source.path}: {count} lines, not {LONGEST_MODULE}")
+    return problems
+
+
+def documented_methods(sources: list[Source]) -> dict[str, set[str]]:
+    """Maps each class's name to its documented methods, those of its bases among them."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                own[node.name] = {f.name for f in functions(node) if ast.get_docstring(f)}
+                bases[node.name] = [ast.unparse(base).split(".")[-1] for base in node.bases]
+
+    def inherited(name: str) -> set[str]:
+        return own.get(name, set()).union(*(inherited(base) for base in bases.get(name, [])))
+
+    return {name: inherited(name) for name in own}
+
+
+def check_docstrings(source: Source, documented: dict[str, set[str]]) -> list[str]:
+    """Every public module, class, function and method says what it is, or inherits that."""
+    tree = source.tree
+    problems = [] if ast.get_docstring(tree) else [f"{source.path}: no docstring"]
+
+    def visit(owner: ast.Module | ast.ClassDef) -> None:
+        known = documented.get(owner.name, set()) if isinstance(owner, ast.ClassDef) else set()
+        for node in owner.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node) and node.name not in known:
+                problems.append(f"{source.path}:{node.lineno}: {node.name} has no docstring")
+            if isinstance(node, ast.ClassDef):
+                visit(node)
+
+    visit(tree)
+    return problems
+
+
+@functools.cache
+def read_package() -> list[Source]:
+    """All files of the package."""
+    package = ROOT / "src" / "kvtide"
+    return [
+        Source(path.relative_to(package).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
+    ]
+
+
+@functools.cache
+def documented_in_package() -> dict[str, set[str]]:
+    """Maps the package's classes to their documented methods."""
+    return documented_methods(read_package())
+
+
+Check = Callable[[Source], list[str]]
+CHECKS: list[Check] = [
+    check_order,
+    check_dependencies,
+    check_devices,
+    check_pickles,
+    check_lengths,
+    lambda source: check_docstrings(source, documented_in_package()),
+]
+NAMES = ["order", "dependencies", "devices", "pickles", "lengths", "docstrings"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=NAMES)
+def test_package_is_tidy(check: Check) -> None:
+    """No file of the package breaks the rule."""
+    assert [] == [problem for source in read_package() for problem in check(source)]
+
+
+def test_tests_have_short_functions() -> None:
+    """A test is read more often than anything else."""
+    texts = [Source(p.name, p.read_text(encoding="utf-8")) for p in (ROOT / "tests").rglob("*.py")]
+    problems = [problem for source in texts for problem in check_lengths(source)]
+    assert [] == [problem for problem in problems if " has " in problem]
+
+
+BAD = [
+    ("order", "pool/pool.py", "from kvtide.transfer import Mover"),
+    ("order", "tide.py", "def f():\n    import kvtide.serve.engine"),
+    ("order", "serve/engine.py", "from kvtide.cli.sizes import parse_size"),
+    ("order", "layout/spec.py", "from .gqa import GQA"),
+    ("order", "__init__.py", "from kvtide.serve.engine import Engine"),
+    ("order", "pool/pool.py", "from kvtide import Tide"),
+    ("order", "helpers.py", ""),
+    ("dependencies", "snapshot.py", "import rich"),
+    ("dependencies", "layout/spec.py", "import torch"),
+    ("dependencies", "transfer/plan.py", "from pathlib import Path"),
+    ("dependencies", "pool/slots.py", "import torch.nn"),
+    ("dependencies", "serve/engine.py", "from transformers.cache_utils import Cache"),
+    ("devices", "transfer/mover.py", "import torch\ntorch.cuda.synchronize()"),
+    ("devices", "arena/host.py", "from torch import npu"),
+    ("devices", "arena/host.py", "import torch.cuda.nvtx"),
+    ("devices", "serve/engine.py", "import torch_npu"),
+    ("pickles", "snapshot.py", "import pickle"),
+    ("pickles", "snapshot.py", "import torch\nx = torch.load('x')"),
+    ("pickles", "snapshot.py", "from torch import save"),
+    ("pickles", "snapshot.py", "import numpy\nx = numpy.load('x', allow_pickle=True)"),
+    ("lengths", "tide.py", "def f():\n" + "    x = 1\n" * LONGEST_FUNCTION),
+    ("lengths", "tide.py", "x = 1\n" * (LONGEST_MODULE + 1)),
+    ("docstrings", "tide.py", "x = 1"),
+    ("docstrings", "tide.py", '"""Doc."""\ndef f(): pass'),
+    ("docstrings", "tide.py", '"""Doc."""\nclass C:\n    """Doc."""\n    def f(self): pass'),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "text"), BAD)
+def test_check_objects(name: str, path: str, text: str) -> None:
+    """Each check finds exactly one problem in a snippet that has one."""
+    assert 1 == len(CHECKS[NAMES.index(name)](Source(path, text)))
+
+
+GOOD = [
+    ("order", "cli/run.py", "from kvtide.serve.engine import Engine"),
+    ("order", "pool/pool.py", "from kvtide.pool.slots import PageAllocator"),
+    ("order", "errors.py", "import sys"),
+    ("dependencies", "snapshot.py", "import xxhash, json"),
+    ("dependencies", "serve/adapter.py", "import transformers"),
+    ("devices", "device/accelerator.py", "import torch\ntorch.cuda.synchronize()"),
+    ("devices", "arena/host.py", "import torch\ntorch.cat"),
+    ("pickles", "snapshot.py", "import json\njson.load"),
+    ("lengths", "tide.py", "def f():\n" + "    x = 1\n" * (LONGEST_FUNCTION - 1)),
+    ("docstrings", "tide.py", '"""Doc."""\ndef _f(): pass'),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "text"), GOOD)
+def test_check_accepts(name: str, path: str, text: str) -> None:
+    """And none in a snippet that has none."""
+    assert [] == CHECKS[NAMES.index(name)](Source(path, text))
+
+
+def test_override_inherits_its_docstring() -> None:
+    """A method that its base documents needs no second docstring."""
+    base = Source(
+        "a.py", '"""Doc."""\nclass A:\n    """Doc."""\n    def f(self):\n        """Doc."""'
+    )
+    child = Source("b.py", '"""Doc."""\nclass B(A):\n    """Doc."""\n    def f(self): pass')
+    assert [] == check_docstrings(child, documented_methods([base, child]))
+    assert 1 == len(check_docstrings(child, documented_methods([child])))
