@@ -146,7 +146,7 @@ def test_submitting_returns_before_the_work_is_done(device: CPUDevice) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3, 7])
-@pytest.mark.parametrize("error_type", [IndexError, ValueError, KeyboardInterrupt, StopIteration])
+@pytest.mark.parametrize("error_type", [IndexError, ValueError, StopIteration])
 def test_an_error_of_an_item_is_raised_at_each_wait(
     device: CPUDevice, at: int, error_type: type[BaseException]
 ) -> None:
@@ -159,6 +159,48 @@ def test_an_error_of_an_item_is_raised_at_each_wait(
             job.wait()
     assert job.done()
     assert [5] == device.submit([lambda: 5]).wait(), "the queue goes on"
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_an_interrupt_ends_the_wait_and_not_the_move(
+    monkeypatch: pytest.MonkeyPatch, lanes: int
+) -> None:
+    """Ctrl-C reaches the thread that waits, which may be at work itself: others go on."""
+    device = CPUDevice(lanes=lanes)
+    interrupts = [KeyboardInterrupt()]
+    ran: list[int] = []
+
+    def interrupted() -> int:
+        if threading.current_thread() is threading.main_thread() and interrupts:
+            raise interrupts.pop()
+        return 7
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device._queue, "submit", lambda _: None)  # so that this thread runs it
+        job = device.submit([interrupted], [noting(1, ran), noting(2, ran)])
+    with pytest.raises(KeyboardInterrupt):
+        job.wait()
+    job.wait()
+    assert {1, 2} == set(ran)
+    assert not interrupts
+    device.close()
+
+
+def test_submitting_does_not_wait_for_the_job_at_work(device: CPUDevice) -> None:
+    """A move is queued behind another one at once; what it needs may still be written."""
+    gate, started = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        started.set()
+        return gate.wait(PATIENCE_S)
+
+    first = device.submit([hold])
+    assert started.wait(PATIENCE_S)
+    second = device.submit([lambda: True])
+    assert not second.done()
+    gate.set()
+    assert [True] == second.wait()
+    assert first.done()
 
 
 def test_after_an_error_no_later_phase_begins(device: CPUDevice) -> None:

@@ -1,9 +1,9 @@
 """`kvtide bench copy`: how fast KV moves off and back, as ratios to a plain copy of as many bytes.
 
 All is measured in one run and in turns, so that a machine that slows down does so for all, and
-each figure is the median of its rounds. The yardstick, `memcpy`, is torch's `Tensor.copy_` from one
-contiguous buffer to another with the same number of threads. A ratio of 0.9 means nine tenths of
-its bandwidth.
+each figure is the median of its rounds, of an operation that has just been run once. The
+yardstick, `memcpy`, is torch's `Tensor.copy_` from one contiguous buffer to another with the same
+number of threads. A ratio of 0.9 means nine tenths of its bandwidth.
 """
 
 from __future__ import annotations
@@ -48,9 +48,6 @@ _PAGE_BYTES = _PAGE_SIZE * _TOKEN_BYTES
 _POOL_SHARE = 4
 # Slots that SGLang's pools index at once: cpu_offloading_chunk_size.
 _ENGINE_CHUNK = 8192
-# OpenMP's threads spin for milliseconds after torch's own parallel loops, on cores that the next
-# operation needs; it must not pay for the one before.
-_SETTLE_S = 0.01
 
 bench = typer.Typer(help="Measure this machine.")
 
@@ -200,20 +197,23 @@ def make_operations(
 def time_in_turns(
     operations: Mapping[tuple[str, str], Operation], rounds: int
 ) -> dict[tuple[str, str], Timing]:
-    """Calls each operation once a round, in order, and gives the medians after a warm-up round."""
+    """Each operation twice in its turn, the second time measured; medians over the rounds.
+
+    What is measured is the steady state: threads awake, and nothing to pay for the operation
+    before, whose OpenMP threads go on spinning for milliseconds on a core that the next one needs.
+    """
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in operations}
     cpu_seconds: dict[tuple[str, str], list[float]] = {key: [] for key in operations}
-    for turn in range(rounds + 1):
+    for _ in range(rounds):
         for key, call in operations.items():
-            time.sleep(_SETTLE_S)
+            call()
             cpu_start, start = time.process_time(), time.perf_counter()
             result = call()
             end, cpu_end = time.perf_counter(), time.process_time()
             # What the engine's copy allocated is freed outside of what is timed.
             del result
-            if turn > 0:
-                seconds[key].append(end - start)
-                cpu_seconds[key].append(cpu_end - cpu_start)
+            seconds[key].append(end - start)
+            cpu_seconds[key].append(cpu_end - cpu_start)
     return {
         key: Timing(statistics.median(seconds[key]), statistics.median(cpu_seconds[key]))
         for key in operations

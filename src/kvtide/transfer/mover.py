@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from typing import final
@@ -70,57 +70,111 @@ class Mover:
         return self._pool.device.submit(checking, scattering)
 
     def _chunks(self, slots: Slots, blocks: Sequence[Block], chunk_tokens: int) -> list[_Chunk]:
-        """Everything that the lanes need, so that all they do is copy.
-
-        Each call from Python that a lane makes beside another one is a wait for the
-        interpreter's lock, so tensors are cut up here, in as few calls as will do.
-        """
+        """What the lanes need. A call from Python in one lane is a wait for the interpreter's
+        lock in the other, so all that can be done once for all chunks is done here."""
         token_bytes = self._pool.geometry.token_bytes
         chunks: list[_Chunk] = []
         for part in plan_moves(self._pool.buffer_rows, slots, chunk_tokens, _MOVE_BYTES):
-            first = len(chunks)
-            size_bytes = min(chunk_tokens, slots.size - first * chunk_tokens) * token_bytes
-            here = blocks[first : first + len(part[0].units)]
-            columns = [self._copies(moves, here) for moves in part]
-            data = [block.bytes_view(size_bytes) for block in here]
-            chunks += map(_Chunk, data, zip(*columns, strict=True))
+            size_bytes = min(chunk_tokens, slots.size - len(chunks) * chunk_tokens) * token_bytes
+            stop = len(chunks) + len(part[0].units)
+            for run in _runs_of(blocks[len(chunks) : stop]):
+                first = len(chunks) - stop + len(part[0].units)
+                copies = [self._copies(moves, run, first) for moves in part]
+                views = run.bytes_views(size_bytes)
+                chunks += [_Chunk(view, number, copies) for number, view in enumerate(views)]
         assert len(chunks) == len(blocks), "one block a chunk"
         return chunks
 
-    def _copies(self, moves: Moves, blocks: Sequence[Block]) -> Iterator[_Copy]:
-        """One copy for each chunk."""
+    def _copies(self, moves: Moves, run: _Run, first: int) -> _Copies:
+        """The copies of the chunks in `run`, the first of which is number `first` of `moves`."""
         row_bytes = self._pool.buffer_rows[moves.buffer].row_bytes
         unit_bytes = moves.unit_rows * row_bytes
         buffer = self._pool.buffers[moves.buffer][moves.skip_rows * row_bytes :]
         buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes]
-        offsets = [block.offset + moves.block_offset for block in blocks]
-        slabs = {id(block.slab): block.slab for block in blocks}
-        dtype = _widest(unit_bytes, offsets, buffer, *slabs.values())
-        wide = {number: slab.view(dtype) for number, slab in slabs.items()}
+        sizes = [unit_bytes, moves.block_offset, run.first, run.step]
+        dtype = _widest(sizes, buffer, run.slab)
         width = unit_bytes // dtype.itemsize
-        units = buffer.view(dtype).view(-1, width)
-        shape, strides = (moves.units.shape[1], width), (width, 1)
-        indices = torch.from_numpy(moves.units).unbind(0)
-        for index, block, offset in zip(indices, blocks, offsets, strict=True):
-            part = wide[id(block.slab)].as_strided(shape, strides, offset // dtype.itemsize)
-            yield units, index, part
+        return (
+            buffer.view(dtype).view(-1, width),
+            torch.from_numpy(moves.units)[first : first + run.count],
+            run.parts(moves.block_offset, dtype, (moves.units.shape[1], width)),
+        )
 
 
-_Copy = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The buffer as units, the index of those that move, their bytes in the block."""
+_Copies = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The buffer as units [unit, element]; of each chunk in a run the index of the units that move
+[chunk, unit], and their place in its block [chunk, unit, element]."""
 
 
 @final
 class _Chunk:
-    def __init__(self, data: memoryview, copies: Sequence[_Copy]) -> None:
+    """One chunk: its bytes in the block, and its number in the run that `copies` are of."""
+
+    def __init__(self, data: memoryview, number: int, copies: Sequence[_Copies]) -> None:
         self.data = data
-        self.copies = copies
+        self._number = number
+        self._copies = copies
+
+    def gather(self) -> None:
+        """Units of the buffers to the block."""
+        for units, index, parts in self._copies:
+            torch.index_select(units, 0, index[self._number], out=parts[self._number])
+
+    def scatter(self) -> None:
+        """The block to units of the buffers."""
+        for units, index, parts in self._copies:
+            units.index_copy_(0, index[self._number], parts[self._number])
+
+
+@final
+class _Run:
+    """Blocks of one slab at equal distances: `count` of them, `step` bytes apart.
+
+    Most leases are one run, and a run is cut up in one call where blocks would take one each.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self.slab = block.slab
+        self.first = block.offset
+        self.step = 0
+        self.count = 1
+
+    def join(self, block: Block) -> bool:
+        """Takes the block into the run, if it is the next one."""
+        step = block.offset - self.first if self.count == 1 else self.step
+        if block.slab is not self.slab or step <= 0:
+            return False
+        if block.offset != self.first + self.count * step:
+            return False
+        self.step = step
+        self.count += 1
+        return True
+
+    def bytes_views(self, size_bytes: int) -> list[memoryview]:
+        """The first bytes of each block."""
+        memory = self.slab.numpy().data
+        starts = [self.first + number * self.step for number in range(self.count)]
+        return [memory[start : start + size_bytes] for start in starts]
+
+    def parts(self, block_offset: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
+        """What lies at `block_offset` bytes of each block, as `dtype` [block, *shape]."""
+        size = dtype.itemsize
+        strides = (self.step // size, shape[1], 1)
+        start = (self.first + block_offset) // size
+        return self.slab.view(dtype).as_strided((self.count, *shape), strides, start)
+
+
+def _runs_of(blocks: Sequence[Block]) -> list[_Run]:
+    runs: list[_Run] = []
+    for block in blocks:
+        if not runs or not runs[-1].join(block):
+            runs.append(_Run(block))
+    return runs
 
 
 def _gathering(chunk: _Chunk, seal: bool) -> Callable[[], int]:
     def gather() -> int:
-        for units, index, part in chunk.copies:
-            torch.index_select(units, 0, index, out=part)
+        chunk.gather()
         return _checksum(chunk.data) if seal else 0
 
     return gather
@@ -128,16 +182,15 @@ def _gathering(chunk: _Chunk, seal: bool) -> Callable[[], int]:
 
 def _scattering(chunk: _Chunk) -> Callable[[], int]:
     def scatter() -> int:
-        for units, index, part in chunk.copies:
-            units.index_copy_(0, index, part)
+        chunk.scatter()
         return 0
 
     return scatter
 
 
-def _widest(unit_bytes: int, offsets: Sequence[int], *tensors: torch.Tensor) -> torch.dtype:
-    """The widest element in which these bytes can be moved: 16, 8 or 1 bytes."""
-    places = [unit_bytes, *offsets]
+def _widest(numbers: Sequence[int], *tensors: torch.Tensor) -> torch.dtype:
+    """The widest element, of 16, 8 or 1 bytes, that fits these sizes and places in bytes."""
+    places = [*numbers]
     for tensor in tensors:
         places += [tensor.data_ptr(), int(tensor.storage_offset()), tensor.numel()]
     together = reduce(or_, places)

@@ -116,15 +116,13 @@ def _plan_part(buffers: Sequence[BufferRows], chunks: Slots, longest_bytes: int)
 def _grouping(chunks: Slots) -> tuple[int, int]:
     """(group, skip): each chunk's slots are runs of `group` consecutive ones, and every run
     begins `skip` after a multiple of `group`; the longest such power of two."""
-    consecutive = np.diff(chunks, axis=1) == 1
     group = _LONGEST_GROUP
     while group > 1:
         if chunks.shape[1] % group == 0:
-            skips = chunks[:, ::group] % group
-            # Column i of `consecutive` joins tokens i and i + 1: runs end at group - 1, ...
-            joined = [consecutive[:, i::group].all() for i in range(group - 1)]
-            if all(joined) and (skips == skips[0, 0]).all():
-                return group, int(skips[0, 0])
+            runs = chunks.reshape(-1, group)
+            skips = runs[:, 0] % group
+            if (np.diff(runs, axis=1) == 1).all() and (skips == skips[0]).all():
+                return group, int(skips[0])
         group //= 2
     return 1, 0
 
