@@ -1,58 +1,60 @@
-"""The one place that touches transformers: its models run unpatched over kvtide's pools.
+"""The one place that touches transformers: nothing else in kvtide imports it.
 
-Two hooks that transformers offers are used and nothing else: a `Cache`, to which the model
-hands each layer's new keys and values, and an attention function, registered by name. Both get
-the pass at hand through the model's keyword arguments. Everything of transformers that moves
-between its releases is in this file; `transformers>=5.24,<5.25` is what it is tested with.
+`HookedModel` runs a transformers model, unpatched, over a pool. Two hooks that transformers
+offers are used and nothing else: a `Cache`, to which the model hands each layer's new keys and
+values, and an attention function, registered by name. Both get the pass at hand through the
+model's keyword arguments. Below it are the thin functions that load and save weights and
+tokenizers, make the tiny model and narrow a distribution before a token is drawn.
 
-Exact mode
-----------
-A request's logits are the same bits whoever else is in the step, because no operation that
-computes them sees a shape that depends on others:
-
-1. Attention is each request's own (`kvtide.serve.attention`).
-2. Matrix products choose their kernels, and with them the order of additions, by the number of
-   rows. `kvtide.serve.selfcheck` measures a range of row counts that agree, and a step is run
-   as several passes: segments that fit into that range share passes of a row count within it,
-   padded up to it where needed; a longer segment is a pass of its own, of exactly its rows.
-   A mere minimum wouldn't do: with AMX in bfloat16, passes of 1 to 32 rows agree, and 33, 37,
-   192 and 256 rows each begin another order of additions.
-3. Chunk boundaries are the scheduler's: exact mode relies on the segments of a request, its
-   positions and counts, being a function of the request alone, never of what room is left.
-4. Experts run token by token (`batched_mm`), not grouped by expert over the batch.
+Transformers moves fast. What moves between its releases is in this file;
+`transformers>=5.24,<5.25` is what it is tested with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import io
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from kvtide.errors import UsageError
 from kvtide.pool import Pool
-from kvtide.serve.attention import (
-    AttentionPlan,
-    Workspace,
-    attend,
-    padded_length,
-    plan_attention,
-)
-from kvtide.serve.batch import PackedBatch, RowRange, Segment
-from kvtide.serve.supported import geometry_of
+from kvtide.serve.attention import AttentionPlan, Workspace, attend
 
 __all__ = [
-    "PackedBatch",
-    "PagedModel",
+    "HookedModel",
     "PreTrainedModel",
-    "RowRange",
-    "Segment",
-    "geometry_of",
+    "PreTrainedTokenizerBase",
+    "eos_ids_of",
+    "load_tokenizer",
+    "load_weights",
+    "quiet",
+    "random_llama",
+    "save",
+    "warper",
+    "wrap_tokenizer",
 ]
 
 _ATTENTION_NAME = "kvtide_paged"
@@ -80,30 +82,6 @@ class _Pass:
     plan: AttentionPlan
     workspace: Workspace
     trial: _Trial | None = None
-
-
-@dataclass(frozen=True)
-class _PassRows:
-    """Which rows of a packed batch one pass runs."""
-
-    segments: tuple[Segment, ...]
-    """With ``first`` counted in the pass."""
-    sources: list[int]
-    """The packed row of each of the pass's rows, without the padding."""
-    row_count: int
-    """With the padding."""
-    shared: bool
-    """Whether requests share it in exact mode, so that only its row count may matter."""
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], least: int, *, shared: bool) -> _PassRows:
-        """The pass of these segments in this order, padded to at least ``least`` rows."""
-        placed: list[Segment] = []
-        sources: list[int] = []
-        for one in segments:
-            placed.append(Segment(len(sources), one.count, one.slots))
-            sources += range(one.first, one.first + one.count)
-        return cls(tuple(placed), sources, max(len(sources), least), shared)
 
 
 class _PagedCache(Cache):  # type: ignore[misc] # the type checker doesn't follow transformers
@@ -177,36 +155,25 @@ def _paged_attention(
 AttentionInterface.register(_ATTENTION_NAME, _paged_attention)
 
 
-class PagedModel:
-    """A transformers model whose keys and values live in a pool.
+class HookedModel:
+    """A transformers model whose layers write to a pool and attend to what it holds.
 
     Takes the model over: its attention is replaced by name, so its own ``generate`` doesn't
-    work until `release`. In exact mode (see the module's text) ``rows`` is the range that the
-    self-check found; fast mode needs none and runs each step as one pass.
+    work until `release`. With ``experts_by_token`` experts run token by token, not grouped by
+    expert over the pass.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, pool: Pool, *, exact: bool, rows: RowRange | None = None
-    ) -> None:
-        """Raises UsageError for a model that isn't served or doesn't fit the pool."""
-        if exact and rows is None:
-            raise UsageError("exact mode needs the row range that the self-check found")
-        dtype = str(model.dtype).removeprefix("torch.")
-        expected = geometry_of(model.config, dtype, pool.page_size)
-        if expected.fingerprint != pool.geometry.fingerprint:
-            raise UsageError(
-                f"the pool holds {pool.geometry.planes}, the model needs {expected.planes}"
-            )
+    def __init__(self, model: PreTrainedModel, pool: Pool, *, experts_by_token: bool) -> None:
+        """Raises UsageError, and releases the model, if it doesn't use both hooks as it must."""
         self._model = model
         self._pool = pool
-        self._rows = rows if exact else None
         self._cache = _PagedCache()
         self._workspace = Workspace()
         self._own_attention = model.config._attn_implementation
         self._own_experts = model.config._experts_implementation
         model.eval()
         model.set_attn_implementation(_ATTENTION_NAME)
-        if exact:
+        if experts_by_token:
             model.set_experts_implementation("batched_mm")
         try:
             self._refuse_untrue()
@@ -219,66 +186,22 @@ class PagedModel:
         self._model.set_attn_implementation(self._own_attention)
         self._model.set_experts_implementation(self._own_experts)
 
-    @torch.inference_mode()
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """Logits [n, vocab] of ``batch.logit_rows``, in their order.
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        out_slots: Tensor,
+        plan: AttentionPlan,
+        keep: Tensor | int,
+    ) -> Tensor:
+        """One pass over int64 ``token_ids`` and ``positions`` [row]: logits [n, vocab].
 
-        Writes the keys and values of all rows to ``batch.out_slots`` and touches no other
-        slot. The slots of a segment must hold what earlier steps wrote to them. In exact mode
-        ask for logits by each request's own state alone (say, its last row when its prompt is
-        done): in a pass of its own, their number is a row count, too.
+        ``out_slots`` takes the keys and values of as many rows as it is long, from the first;
+        the rest are padding. ``keep`` is the rows whose logits are wanted, int64 [n], or 0 for
+        all. To be called in inference mode.
         """
-        wanted = {row: place for place, row in enumerate(batch.logit_rows.tolist())}
-        logits: list[Tensor] = []
-        found_at = [0] * len(wanted)
-        total = 0
-        for one in self._passes(batch.segments):
-            keep = [at for at, row in enumerate(one.sources) if row in wanted]
-            heads = one.row_count if one.shared else len(keep)
-            for number, at in enumerate(keep):
-                found_at[wanted[one.sources[at]]] = total + (at if one.shared else number)
-            logits.append(self._run(one, batch, keep))
-            total += heads
-        if found_at == list(range(total)):
-            return logits[0] if len(logits) == 1 else torch.cat(logits)
-        return torch.cat(logits)[torch.tensor(found_at, dtype=torch.int64, device=logits[0].device)]
-
-    def _passes(self, segments: Sequence[Segment]) -> Iterator[_PassRows]:
-        """Which segments run in one pass: those of one query first, by length."""
-        singles = [one for one in segments if one.count == 1]
-        singles.sort(key=lambda one: padded_length(len(one.slots)))
-        chunks = [one for one in segments if one.count > 1]
-        if self._rows is None:
-            yield _PassRows.of(singles + chunks, 0, shared=False)
-            return
-        group: list[Segment] = []
-        for one in singles + chunks:
-            if one.count > self._rows.most:
-                yield _PassRows.of([one], 0, shared=False)
-                continue
-            if sum(other.count for other in group) + one.count > self._rows.most:
-                yield _PassRows.of(group, self._rows.least, shared=True)
-                group = []
-            group.append(one)
-        if group:
-            yield _PassRows.of(group, self._rows.least, shared=True)
-
-    def _run(self, rows: _PassRows, batch: PackedBatch, keep: list[int]) -> Tensor:
-        """The logits of the pass's rows ``keep``, or of all its rows where it is shared."""
-        device = batch.token_ids.device
-        sources = torch.tensor(rows.sources, device=device)
-        padding = (0, rows.row_count - len(rows.sources))
-        plan = plan_attention(
-            rows.segments, rows.row_count, self._model.dtype, mix_lengths=self._rows is None
-        )
-        current = _Pass(self._pool, batch.out_slots[sources], plan, self._workspace)
-        return self._call(
-            current,
-            pad(batch.token_ids[sources], padding),
-            pad(batch.positions[sources], padding),
-            # The head is a matrix product as well: in a shared pass it sees every row.
-            0 if rows.shared else torch.tensor(keep, dtype=torch.int64, device=device),
-        )
+        current = _Pass(self._pool, out_slots, plan, self._workspace)
+        return self._call(current, token_ids, positions, keep)
 
     def _call(
         self, current: _Pass, token_ids: Tensor, positions: Tensor, keep: Tensor | int
@@ -313,3 +236,130 @@ class PagedModel:
                 f"{type(self._model).__name__} isn't served: asked for the logits of 1 row, "
                 f"it gave those of {len(logits)}"
             )
+
+
+@contextlib.contextmanager
+def quiet(*, is_gguf: bool = False) -> Iterator[None]:
+    """Keeps transformers and the hub from printing; what was set before is set again afterwards."""
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # The reader of GGUF files draws a progress bar that has no switch.
+    hidden = contextlib.redirect_stderr(io.StringIO()) if is_gguf else contextlib.nullcontext()
+    try:
+        with hidden:
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def load_weights(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """The model in a folder of safetensors or a GGUF file, and the weights that are missing there.
+
+    Nothing is unpickled, no code is run that lies in the folder, nothing is fetched.
+    Transformers fills what is missing with random numbers and goes on, so look at the names.
+    Raises what the readers of the files raise, which can be anything.
+    """
+    is_gguf = path.is_file()
+    options: dict[str, Any] = (
+        {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+        if is_gguf
+        else {"use_safetensors": True}
+    )
+    with quiet(is_gguf=is_gguf):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path.parent if is_gguf else path,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    return model, sorted(info["missing_keys"])
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder or GGUF file, under the rules of `load_weights`."""
+    is_gguf = path.is_file()
+    options = {"gguf_file": path.name} if is_gguf else {}
+    with quiet(is_gguf=is_gguf):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path.parent if is_gguf else path,
+            trust_remote_code=False,
+            local_files_only=True,
+            **options,
+        )
+    return tokenizer
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes both to a folder, as `load_weights` and `load_tokenizer` read it."""
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All ids that any of the model's three files calls an end; chat models need the union."""
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ids.update([found] if isinstance(found, int) else found or [])
+    return frozenset(ids)
+
+
+def wrap_tokenizer(
+    tokenizer: Tokenizer, *, bos: str, eos: str, pad: str, chat_template: str
+) -> PreTrainedTokenizerBase:
+    """A tokenizer of the tokenizers library, as transformers hands them out."""
+    wrapped: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+def random_llama(
+    tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, **sizes: int
+) -> PreTrainedModel:
+    """A Llama of these configured sizes, in numbers that may change with a release.
+
+    Leaves torch's random numbers as they were.
+    """
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes,
+    )
+    with quiet(), torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def warper(temperature: float, top_k: int, top_p: float) -> Callable[[Tensor], Tensor]:
+    """What turns scores [request, vocab] into those to draw from, excluded ones minus infinity.
+
+    ``temperature`` is above 0; ``top_k`` 0 and ``top_p`` 1 exclude nothing.
+    """
+    processors = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(TopPLogitsWarper(float(top_p)))
+    # None of these looks at the tokens so far.
+    no_tokens = torch.empty(1, 0, dtype=torch.int64)
+
+    def warp(scores: Tensor) -> Tensor:
+        warped: Tensor = processors(no_tokens, scores)
+        return warped
+
+    return warp

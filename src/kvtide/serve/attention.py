@@ -76,7 +76,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan the attention of one pass; ``segments`` have their rows relative to the pass.
 
-    Segments of one query must be ordered by `padded_length`, as `decode_order` does. With
+    Segments of one query must be ordered by `padded_length`, as `PagedModel` does. With
     ``mix_lengths`` all of them share the longest one's bucket: faster, but a request's numbers
     then depend on its neighbours.
     """

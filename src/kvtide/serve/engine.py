@@ -22,9 +22,9 @@ from kvtide.device import open_device
 from kvtide.errors import UsageError
 from kvtide.layout import Geometry
 from kvtide.pool import PageAllocator, Pool
-from kvtide.serve.adapter import PagedModel
 from kvtide.serve.batch import PackedBatch, RowRange, Segment
 from kvtide.serve.models import OpenModel
+from kvtide.serve.paged import PagedModel
 from kvtide.serve.request import Request
 from kvtide.serve.sampling import Sampler
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions

@@ -1,4 +1,4 @@
-"""From a model's name to its weights and tokenizer, as transformers loads them.
+"""From a model's name to its weights and tokenizer, or to the line that says why not.
 
 Weights are read from safetensors and GGUF files alone: nothing is unpickled, and no code that
 comes with a model is run.
@@ -7,7 +7,6 @@ comes with a model is run.
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,18 +15,19 @@ from pathlib import Path
 import huggingface_hub
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging
 
 from kvtide.errors import UsageError
+from kvtide.serve.adapter import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    eos_ids_of,
+    load_tokenizer,
+    load_weights,
+    quiet,
+    random_llama,
+    save,
+    wrap_tokenizer,
+)
 from kvtide.serve.fetch import SMOLLM2, Progress, kept_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -79,7 +79,7 @@ def open_model(
         model, tokenizer = _load_named(name, DTYPES[dtype], report)
     model.requires_grad_(False)
     model.eval()
-    return OpenModel(model, tokenizer, name, _eos_ids(model, tokenizer))
+    return OpenModel(model, tokenizer, name, eos_ids_of(model, tokenizer))
 
 
 def _load_named(
@@ -110,18 +110,10 @@ def _load_folder(
             if pickled
             else f"{folder} has no weights: there is no .safetensors file in it"
         )
-    with _one_line(f"the model in {folder}"), _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        tokenizer = _load_tokenizer(folder)
-    # transformers fills what is missing with random numbers and goes on.
-    if missing := sorted(info["missing_keys"]):
+    with _one_line(f"the model in {folder}"):
+        model, missing = load_weights(folder, dtype)
+    tokenizer = _load_tokenizer(folder)
+    if missing:
         raise UsageError(
             f"the model in {folder} is incomplete: {len(missing)} of its weights are missing, "
             f"{missing[0]} first; get it again"
@@ -133,18 +125,10 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     with path.open("rb") as file:
         if (magic := file.read(4)) != b"GGUF":
             raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
-    # The reader of GGUF files draws a progress bar that has no switch.
-    with _one_line(f"the GGUF file {path}"), _quiet(), contextlib.redirect_stderr(io.StringIO()):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            dtype=dtype,
-            quantization_config=GgufConfig(dequantize=True),
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        tokenizer = _load_tokenizer(path.parent, gguf_file=path.name)
-    if missing := sorted(info["missing_keys"]):
+    with _one_line(f"the GGUF file {path}"):
+        model, missing = load_weights(path, dtype)
+    tokenizer = _load_tokenizer(path)
+    if missing:
         raise UsageError(
             f"the GGUF file {path} is incomplete: {len(missing)} of the model's weights are "
             f"missing, {missing[0]} first"
@@ -152,26 +136,22 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     return model, tokenizer
 
 
-def _load_tokenizer(folder: Path, **where: str) -> PreTrainedTokenizerBase:
-    with _one_line(f"the tokenizer in {folder / where.get('gguf_file', '')}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True, **where
-        )
-    return tokenizer
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    with _one_line(f"the tokenizer in {path}"):
+        return load_tokenizer(path)
 
 
 def _convert_gguf(path: Path, folder: Path) -> None:
     """Writes a GGUF file as a Hugging Face folder of bfloat16 safetensors."""
     model, tokenizer = _load_gguf(path, torch.bfloat16)
-    with _one_line(f"the converted model in {folder}"), _quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    with _one_line(f"the converted model in {folder}"):
+        save(model, tokenizer, folder)
 
 
 def _fetch_from_hub(name: str, report: Progress) -> Path:
     report(f"fetching {name} from the hub", 0, None)
     try:
-        with _quiet():
+        with quiet():
             # Only what lies at the top: folders hold the same weights in other formats.
             folder = huggingface_hub.snapshot_download(
                 name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
@@ -185,33 +165,19 @@ def _fetch_from_hub(name: str, report: Progress) -> Path:
     return Path(folder)
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All ids that any of the model's three files calls an end; chat models need the union."""
-    ids: set[int] = set()
-    for source in (model.generation_config, model.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        ids.update([found] if isinstance(found, int) else found or [])
-    return frozenset(ids)
-
-
 def _tiny_random(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Llama of 4 layers that says gibberish, the same each time; needs no network."""
     tokenizer = _byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    model = random_llama(
+        tokenizer,
+        dtype,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    with _quiet(), torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     # Our own numbers, in the order of their names: transformers' initialisation may change.
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
@@ -238,29 +204,13 @@ def _byte_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False,
+    return wrap_tokenizer(
+        tokenizer,
+        bos="<|endoftext|>",
+        eos="<|im_end|>",
+        pad="<|pad|>",
+        chat_template=_CHAT_TEMPLATE,
     )
-    wrapped.chat_template = _CHAT_TEMPLATE
-    return wrapped
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps transformers from printing; what was set before is set again afterwards."""
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -30,8 +30,9 @@ from torch.nn.functional import linear
 
 from kvtide.device import open_device
 from kvtide.pool import Pool
-from kvtide.serve.adapter import PagedModel, PreTrainedModel
+from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.batch import PackedBatch, RowRange, Segment
+from kvtide.serve.paged import PagedModel
 from kvtide.serve.supported import geometry_of
 
 # A weight of more numbers than this (a vocabulary) is measured at a few counts of a range only.

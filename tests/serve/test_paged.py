@@ -1,0 +1,243 @@
+"""Packed steps over a pool: the right tokens, the same bits in any company, refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtide.errors import UsageError
+from kvtide.pool import Pool
+from kvtide.serve import paged as paged_module
+from kvtide.serve.attention import plan_attention
+from kvtide.serve.batch import PackedBatch, RowRange, Segment
+from kvtide.serve.paged import PagedModel
+from kvtide.serve.selfcheck import find_rows
+from serve.small_models import NEW_TOKENS, generated, model_of, pool_of
+
+CHUNK = 40
+LENGTHS = (1, 2, 17, 40, 41, 63, 64, 65, 130)
+
+
+@functools.cache
+def safe_rows(family: str, dtype: torch.dtype, threads: int) -> RowRange:
+    """What the self-check finds here; without a safe row count there is no exact mode to test."""
+    assert torch.get_num_threads() == threads
+    rows = find_rows(model_of(family, dtype)).rows
+    assert rows is not None
+    return rows
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Torch's thread count, set back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Answer:
+    """A request under way in a test."""
+
+    tokens: list[int]
+    slots: Tensor
+    done: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+    def next_count(self) -> int:
+        """Chunk boundaries that depend on this request alone."""
+        return min(len(self.tokens) - self.done, CHUNK - self.done % CHUNK)
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    """Random prompts around the borders of chunks and of padded lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 199, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def answers_to(
+    paged: PagedModel, pool: Pool, asked: Sequence[list[int]], *, seed: int = 0, most: int = 99
+) -> list[Answer]:
+    """Greedy answers in random slots, at most ``most`` requests to a step."""
+    slots = torch.randperm(pool.slot_count, generator=torch.Generator().manual_seed(seed))
+    each = slots.view(-1, pool.slot_count // 20).unbind()
+    requests = [Answer(list(p), s) for p, s in zip(asked, each, strict=False)]
+    left = list(requests)
+    while left:
+        step(paged, left[:most])
+        left = [request for request in left if len(request.logits) < NEW_TOKENS]
+    return requests
+
+
+def pack(requests: Sequence[Answer]) -> tuple[PackedBatch, list[Answer]]:
+    """One step of these requests, and those among them whose logits it asks for."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    out_slots: list[Tensor] = []
+    segments: list[Segment] = []
+    logit_rows: list[int] = []
+    ready: list[Answer] = []
+    for request in requests:
+        count, done = request.next_count(), request.done
+        segments.append(Segment(len(token_ids), count, request.slots[: done + count]))
+        token_ids += request.tokens[done : done + count]
+        positions += range(done, done + count)
+        out_slots.append(request.slots[done : done + count])
+        request.done += count
+        if request.done == len(request.tokens):
+            logit_rows.append(len(token_ids) - 1)
+            ready.append(request)
+    batch = PackedBatch(
+        torch.tensor(token_ids),
+        torch.tensor(positions),
+        torch.cat(out_slots),
+        tuple(segments),
+        torch.tensor(logit_rows, dtype=torch.int64),
+    )
+    return batch, ready
+
+
+def step(paged: PagedModel, requests: Sequence[Answer]) -> None:
+    """Runs one step and gives each request that is ready its next token."""
+    batch, ready = pack(requests)
+    for request, logits in zip(ready, paged.forward(batch), strict=True):
+        request.tokens.append(int(logits.argmax()))
+        request.logits.append(logits.clone())
+
+
+def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
+    """Tokens, and the logits of every step, bit for bit."""
+    for one, other in zip(expected, actual, strict=True):
+        assert one.tokens == other.tokens
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3Moe"])
+def test_tokens_are_those_of_generate(family: str, exact: bool) -> None:
+    """In float32, many requests in chunks answer what the model itself answers to each alone."""
+    model, asked = model_of(family), prompts()
+    expected = [generated(model, prompt) for prompt in asked]
+    pool = pool_of(model)
+    paged = PagedModel(model, pool, exact=exact, rows=RowRange(16, 24))
+    actual = [answer.tokens for answer in answers_to(paged, pool, asked)]
+    paged.release()
+    assert expected == actual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_exact_logits_do_not_depend_on_company_or_slots(
+    family: str, dtype: torch.dtype, threads: int
+) -> None:
+    """Alone, all at once, or three at a time in reverse and in other slots: the same bits."""
+    model, asked = model_of(family, dtype), prompts()
+    pool = pool_of(model)
+    rows = safe_rows(family, dtype, threads)
+    paged = PagedModel(model, pool, exact=True, rows=rows)
+    together = answers_to(paged, pool, asked)
+    turned = answers_to(paged, pool, asked[::-1], seed=1, most=3)[::-1]
+    alone = [answers_to(paged, pool, [prompt], seed=2)[0] for prompt in asked]
+    paged.release()
+    assert_same(alone, together)
+    assert_same(alone, turned)
+
+
+def test_a_request_moved_to_other_slots_goes_on_with_the_same_bits() -> None:
+    """Its KV copied elsewhere and its old slots overwritten, as after a retraction."""
+    model = model_of()
+    pool = pool_of(model)
+    paged = PagedModel(model, pool, exact=True, rows=RowRange(16, 32))
+    (expected,) = answers_to(paged, pool, [prompts()[5]])
+    moved = Answer(list(prompts()[5]), torch.arange(160))
+    while len(moved.logits) < NEW_TOKENS:
+        step(paged, [moved])
+        target = moved.slots + 160 if moved.done % 2 else torch.arange(160)
+        for name in ("k", "v"):
+            for layer in range(2):
+                plane = pool.plane(name, layer)
+                plane[target] = plane[moved.slots].clone()
+                if not torch.equal(target, moved.slots):
+                    plane[moved.slots] = float("nan")
+        moved.slots = target
+    paged.release()
+    assert_same([expected], [moved])
+
+
+def test_exact_passes_keep_to_the_row_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments that fit share passes of 4 to 8 rows, a longer one is a pass of its own."""
+    model = model_of()
+    pool = pool_of(model)
+    paged = PagedModel(model, pool, exact=True, rows=RowRange(4, 8))
+    passes: list[tuple[list[int], int]] = []
+
+    def spy(segments: Sequence[Segment], row_count: int, *rest: Any, **named: Any) -> Any:
+        assert named == {"mix_lengths": False}
+        passes.append(([one.count for one in segments], row_count))
+        return plan_attention(segments, row_count, *rest, **named)
+
+    monkeypatch.setattr(paged_module, "plan_attention", spy)
+    counts = (3, 9, 1, 1, 1, 8, 1, 1, 1, 2)
+    slots = torch.arange(200).view(-1, 10).unbind()
+    step(paged, [Answer([7] * n, s) for n, s in zip(counts, slots, strict=False)])
+    paged.release()
+    expected = [([1] * 6, 6), ([2], 4), ([3], 4), ([8], 8), ([9], 9)]
+    assert expected == sorted(passes)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_step_writes_to_its_own_slots_only(exact: bool) -> None:
+    """Padding rows included: every byte of every other slot stays as it was."""
+    model = model_of()
+    pool = pool_of(model)
+    paged = PagedModel(model, pool, exact=exact, rows=RowRange(16, 32))
+    before = [buffer.clone() for buffer in pool.buffers]
+    requests = [Answer([5, 6, 7], torch.tensor([40, 2, 77])), Answer([9], torch.tensor([0]))]
+    step(paged, requests)
+    paged.release()
+    written = [40, 2, 77, 0]
+    for buffer, old in zip(pool.buffers, before, strict=True):
+        changed = buffer.view(2, pool.slot_count, -1) != old.view(2, pool.slot_count, -1)
+        assert set(written) == set(changed.any(-1).any(0).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_logits_come_in_the_order_asked_for(exact: bool) -> None:
+    """Prompts and decoding rows of unlike lengths in one step, some without logits."""
+    model, asked = model_of(), prompts()
+    pool = pool_of(model)
+    paged = PagedModel(model, pool, exact=exact, rows=RowRange(4, 8))
+    alone = answers_to(paged, pool, asked)
+    slots = torch.randperm(pool.slot_count).view(-1, pool.slot_count // 20).unbind()
+    mixed = [Answer(list(p), s) for p, s in zip(asked, slots, strict=False)]
+    for number, request in enumerate(mixed):
+        for _ in range(number % 4):
+            step(paged, [request])
+    before = [len(request.logits) for request in mixed]
+    step(paged, mixed)
+    paged.release()
+    assert any(len(request.logits) == had for request, had in zip(mixed, before, strict=True))
+    for request, full in zip(mixed, alone, strict=True):
+        for found, expected in zip(request.logits, full.logits, strict=False):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_exact_mode_asks_for_the_measured_rows() -> None:
+    """There is no default row count that would be safe."""
+    model = model_of()
+    with pytest.raises(UsageError, match="row range"):
+        PagedModel(model, pool_of(model), exact=True)
+
+
+def test_a_pool_of_another_shape_is_refused() -> None:
+    """A pool of another dtype would take wrong bytes without a word."""
+    model = model_of()
+    with pytest.raises(UsageError, match="the pool holds"):
+        PagedModel(model, pool_of(model_of("Llama", torch.bfloat16)), exact=False)
