@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, SnapshotDamaged
+from kvtide.snapshot import Ticket
 from support.lazy_device import LazyDevice
 from support.pools import (
     image_of,
@@ -156,4 +158,38 @@ def test_moves_that_have_ended_are_forgotten(device: CPUDevice) -> None:
     assert len(tide._pending) <= 1
     tide.close()
     assert [] == tide._pending
+    tide.discard(snapshot)
+
+
+def interrupt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next wait for a ticket is broken off, as by Ctrl-C."""
+    wait = Ticket.wait
+
+    def broken_off(ticket: Ticket[Any]) -> Any:
+        monkeypatch.setattr(Ticket, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ticket, "wait", broken_off)
+
+
+def test_an_interrupted_offload_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody will ever fetch its snapshot, so nobody could discard it."""
+    tide = make_tide(LazyDevice())
+    interrupt_once(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        tide.offload(range(6))
+    assert 0 == tide.arena.used_bytes
+
+
+def test_an_interrupted_restore_returns_when_nothing_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slots' next holder must not be written over."""
+    device = LazyDevice()
+    tide = make_tide(device)
+    snapshot = tide.offload(range(6))
+    interrupt_once(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        tide.restore(snapshot, range(6, 12))
+    assert 0 == device.queued_count
     tide.discard(snapshot)

@@ -69,7 +69,14 @@ class Tide:
         Blocks until that is done; the slots may then be reused. Raises SlotError for slots
         that can't be meant, ArenaFull when the arena has no room: nothing was taken then.
         """
-        return self.start_offload(slots, key=key).wait()
+        ticket = self.start_offload(slots, key=key)
+        try:
+            return ticket.wait()
+        except KeyboardInterrupt:
+            # It ended the wait alone: the move goes on, and nobody else will fetch its result.
+            ticket.settle()
+            self.discard(ticket.wait())
+            raise
 
     def start_offload(self, slots: Any, *, key: str = "") -> Ticket[Snapshot]:
         """Like `offload`, without waiting; the slots must not be written before it is done."""
@@ -96,9 +103,14 @@ class Tide:
 
         Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it
         is of another geometry, key or length, or was discarded; SnapshotDamaged if a byte
-        has changed. After an error no byte of the pool has changed.
+        has changed. After an error no byte of the pool has changed; after Ctrl-C all have.
         """
-        self.start_restore(snapshot, slots, key=key).wait()
+        ticket = self.start_restore(snapshot, slots, key=key)
+        try:
+            ticket.wait()
+        except KeyboardInterrupt:
+            ticket.settle()  # nothing may still be writing when this returns
+            raise
 
     def start_restore(self, snapshot: Snapshot, slots: Any, *, key: str = "") -> Ticket[None]:
         """Like `restore`, without waiting; the slots must not be read before it is done.

@@ -50,6 +50,14 @@ def test_an_argument_that_changes_attention_is_refused_at_the_start(build: Any, 
     assert before == model.config._attn_implementation
 
 
+@pytest.mark.parametrize("family", ["Nemotron", "GPTNeoX", "StableLm", "Helium"])
+def test_an_architecture_that_cannot_run_paged_is_refused(family: str) -> None:
+    """Each fails in its own way; a person reads one line that names it."""
+    model = model_of(family)
+    with pytest.raises(UsageError, match=rf"{family}ForCausalLM isn't served: it can't run"):
+        HookedModel(model, pool_of(model), experts_by_token=False)
+
+
 def test_a_model_with_attention_of_its_own_is_refused() -> None:
     """Layers that never call the replaceable attention would attend to this step only."""
     model = model_of()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtide.errors import UsageError
+from kvtide.serve.batch import PackedBatch
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.snapshot import Snapshot
@@ -266,6 +269,68 @@ def test_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(UsageError, match="no tokens"):
         engine.add(Request("r", []))
     engine.close()
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_token_of_another_vocabulary_is_refused(token: int) -> None:
+    """When it arrives, and not by a crash of the step that it shares with others."""
+    engine = build(96)
+    with pytest.raises(UsageError, match=f"token {token} isn't one of the model's 260"):
+        engine.add(Request("r", [5, token]))
+    assert not engine.has_work
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_their_request_alone(
+    monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """A NaN is no token; the others go on to the same answers."""
+    expected = {answer[0]: answer for answer in expected_answers(4, "float32", 16, 256)}
+    bad = Request("bad", [9] * 5, SamplingParams(5, temperature=temperature))
+    requests = make_requests(4)
+    engine = build(400)
+    forward = engine._model.forward
+
+    def forward_and_spoil(batch: PackedBatch) -> torch.Tensor:
+        logits = forward(batch).clone()
+        logits[0] = float("nan")
+        return logits
+
+    engine.add(bad)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "forward", forward_and_spoil)
+        assert [bad] == engine.step()
+    assert bad.finish_reason == "error"
+    assert "NaN" in str(bad.error)
+    run_all(engine, requests)
+    engine.close()
+    assert [expected[request.id] for request in requests] == answers(requests)
+
+
+def test_stop_string_and_end_token_end_an_answer() -> None:
+    """The stop string is cut off; the end token is a token of the answer, and no text."""
+    free = Request("free", [5] * 20, SamplingParams(12))
+    engine = build(400)
+    run_all(engine, [free])
+    stop = free.text[4:6]
+    stopped = Request("stopped", [5] * 20, SamplingParams(12, stop=(stop,)))
+    run_all(engine, [stopped])
+    engine._eos_ids = frozenset({free.output_ids[3]})
+    ended = Request("ended", [5] * 20, SamplingParams(12))
+    run_all(engine, [ended])
+    engine.close()
+    assert free.finish_reason == "length"
+    assert ("stop", free.text[: free.text.index(stop)]) == (stopped.finish_reason, stopped.text)
+    first = free.output_ids.index(free.output_ids[3])
+    assert ("stop", free.output_ids[: first + 1]) == (ended.finish_reason, ended.output_ids)
+
+
+def test_tokenizer_without_a_fast_form_is_refused() -> None:
+    """Text is made from tokens by the tokenizers library."""
+    source = dataclasses.replace(tiny(), tokenizer=object())
+    with pytest.raises(UsageError, match="no fast form"):
+        Engine.build(source, EngineOptions(kv_memory_bytes=1 << 20))
 
 
 def test_id_at_work_is_refused() -> None:

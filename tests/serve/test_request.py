@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvtide.errors import UsageError
 from kvtide.serve.request import Request, SamplingParams
 
 
@@ -36,3 +39,23 @@ def test_without_replay_known_tokens_go_in_chunks() -> None:
 def test_longest_leaves_out_the_last_token() -> None:
     """Nothing comes after it, so nobody reads its KV."""
     assert Request("r", [1] * 10, SamplingParams(max_new_tokens=1)).longest == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(name: str, value: float) -> None:
+    """By name, and before any request could meet them in a step."""
+    with pytest.raises(UsageError, match=f"{name} is .*; it must be"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]

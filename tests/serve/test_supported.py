@@ -84,3 +84,14 @@ def test_what_attends_otherwise_is_refused_by_name(config: Any, reason: str) -> 
         geometry_of(config, "float32", 16)
     assert reason in str(caught.value)
     assert repr(config.model_type) in str(caught.value) or config.model_type in str(caught.value)
+
+
+def test_positions_that_follow_the_step_are_found_in_each_layer_type() -> None:
+    """Parameters of positions may be given once, or for each type of layer."""
+    config = tf.LlamaConfig(**SMALL)
+    config.rope_parameters = {
+        "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    with pytest.raises(UsageError, match="dynamic RoPE"):
+        geometry_of(config, "float32", 16)

@@ -203,3 +203,18 @@ def test_tensors_of_inference_mode_move() -> None:
     mover.scatter(blocks, np.array([3]), chunk_tokens=1, checksums=checksums).wait()
     assert same_image(with_rows(before, [3], before, [1]), image_of(pool))
     device.close()
+
+
+@pytest.mark.parametrize("skip", [1, 8, 16])
+def test_a_slab_may_be_a_slice_of_something_larger(skip: int) -> None:
+    """Aligned or pinned memory often is: a block's place counts from the slab's beginning."""
+    case = filled()
+    before = image_of(case.pool)
+    whole = torch.full((skip + 2 * 4 * 36,), GUARD, dtype=torch.uint8)
+    blocks = [Block(whole[skip:], 0), Block(whole[skip:], 4 * 36)]
+    mover = Mover(case.pool)
+    checksums = mover.gather(np.arange(7), blocks, chunk_tokens=4).wait()
+    assert chunk_bytes(before, range(4)) == bytes(blocks[0].bytes_view(4 * 36))
+    assert (whole[:skip] == GUARD).all()
+    mover.scatter(blocks, np.arange(7, 14), chunk_tokens=4, checksums=checksums).wait()
+    assert same_image(with_rows(before, range(7, 14), before, range(7)), image_of(case.pool))

@@ -8,14 +8,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar, final
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar, final
 
 import torch
 
 T = TypeVar("T")
-
-_Phases = Sequence[Sequence[Callable[[], T]]]
 
 
 @final
@@ -23,7 +21,8 @@ class CPUDevice:
     """Copies in `lanes` threads (default: torch's thread count), jobs in the order submitted.
 
     Lanes, and not torch's own parallel loops, because a lane hashes a chunk while its core
-    still has it in cache; a hash over memory costs twice as much.
+    still has it in cache; a hash over memory costs twice as much. The calling thread only
+    waits: an interrupt (Ctrl-C) reaches it alone, so it ends a wait and never a move.
     """
 
     name = "cpu"
@@ -32,9 +31,7 @@ class CPUDevice:
     def __init__(self, *, lanes: int | None = None) -> None:
         self.lanes = lanes or torch.get_num_threads()
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="kvtide-queue")
-        self._helpers = ThreadPoolExecutor(max(1, self.lanes - 1), thread_name_prefix="kvtide-lane")
-        self._waiting: deque[_Job[Any]] = deque()
-        self._turn = threading.Lock()
+        self._lanes = ThreadPoolExecutor(max(1, self.lanes - 1), thread_name_prefix="kvtide-lane")
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """See Device."""
@@ -44,101 +41,81 @@ class CPUDevice:
         """See Device."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def submit(self, *phases: Sequence[Callable[[], T]]) -> _Job[T]:
+    def submit(self, *phases: Sequence[Callable[[], T]]) -> _Job[list[T]]:
         """See Device."""
-        job: _Job[T] = _Job(self, phases)
-        self._waiting.append(job)
-        try:
-            self._queue.submit(self._advance)
-        except RuntimeError:
-            self._waiting.remove(job)  # the device is closed
-            raise
+        job = _Job(lambda: self._run(phases))
+        self._queue.submit(job.run)
         return job
 
     def close(self) -> None:
         """See Device."""
         self._queue.shutdown()
-        self._helpers.shutdown()
+        self._lanes.shutdown()
 
-    def _advance(self, *, caller_waits: bool = False) -> None:
-        """Runs the oldest job, in this thread and the helpers; one job at a time.
+    def _run(self, phases: Sequence[Sequence[Callable[[], T]]]) -> list[T]:
+        results: list[T] = []
+        for phase in phases:
+            results = self._run_phase(phase)
+        return results
 
-        Whoever waits for a job calls this as well, so that it works instead of sleeping until
-        another thread is awake. An interrupt then ends the wait, not the move: the queue's
-        thread begins the job again, which is safe because items write the same each time.
-        """
-        with self._turn:
-            if not self._waiting:
-                return
-            job = self._waiting.popleft()
-            try:
-                job.run(self._helpers, self.lanes)
-            except BaseException as interrupt:
-                if not caller_waits:
-                    job.end(interrupt)
-                    return
-                self._waiting.appendleft(job)
-                self._queue.submit(self._advance)
-                raise
+    def _run_phase(self, phase: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs the items in this thread and the other lanes; none is running when it returns."""
+        # A deque, because its popleft is atomic: no lock for the lanes to meet at.
+        items = deque(enumerate(phase))
+        results: dict[int, T] = {}
+        others: list[Future[None]] = []
+        try:
+            for _ in range(min(self.lanes, len(phase)) - 1):
+                others.append(self._lanes.submit(_drain, items, results))
+            _drain(items, results)
+        except BaseException:
+            # Also when the system has no thread to give: what was submitted finds nothing.
+            items.clear()
+            raise
+        finally:
+            errors = [other.exception() for other in others]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [results[number] for number in range(len(phase))]
 
 
 @final
 class _Job(Generic[T]):
-    """See device.base.Job."""
+    """See device.base.Job. One thread waits, another one runs it.
 
-    def __init__(self, device: CPUDevice, phases: _Phases[T]) -> None:
-        self._device = device
-        self._phases = phases
+    Not a Future: an interrupt within its condition's lock can come out as another error, which
+    would be taken for the job's own. A bare lock is acquired or it isn't.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._ended = False
+        self._done = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
 
     def done(self) -> bool:
-        return self._ended
+        return self._done
 
-    def wait(self) -> list[T]:
-        while not self._ended:
-            self._device._advance(caller_waits=True)
+    def wait(self) -> T:
+        if not self._done:
+            self._gate.acquire()
+            self._gate.release()  # for the next one who waits
         if self._error is not None:
             raise self._error
-        return self._results
+        return self._results[0]
 
-    def run(self, helpers: ThreadPoolExecutor, lanes: int) -> None:
-        """Runs all phases to their end or an error; raises only what isn't an Exception."""
-        results: list[T] = []
+    def run(self) -> None:
+        """Does the work in the thread that calls, and lets go whoever waits."""
         try:
-            for phase in self._phases:
-                results = _run_phase(phase, helpers, lanes)
-        except Exception as error:
-            self.end(error)
-        else:
-            self._results = results
-            self.end(None)
-
-    def end(self, error: BaseException | None) -> None:
-        """The outcome is known: an error, or the results."""
-        self._phases = ()
-        self._error = error
-        self._ended = True
-
-
-def _run_phase(
-    phase: Sequence[Callable[[], T]], helpers: ThreadPoolExecutor, lanes: int
-) -> list[T]:
-    # A deque, because its popleft is atomic: no lock for the lanes to meet at.
-    items = deque(enumerate(phase))
-    results: dict[int, T] = {}
-    helper_count = min(lanes, len(phase)) - 1
-    helping = [helpers.submit(_drain, items, results) for _ in range(helper_count)]
-    try:
-        _drain(items, results)
-    finally:
-        # Also after an error: nothing may still be copying when the job has ended.
-        errors = [helper.exception() for helper in helping]
-    for error in errors:
-        if error is not None:
-            raise error
-    return [results[number] for number in range(len(phase))]
+            self._results.append(self._work())
+        except BaseException as error:
+            self._error = error
+        del self._work  # and with it the memory that it holds
+        self._done = True
+        self._gate.release()
 
 
 def _drain(items: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:

@@ -223,7 +223,16 @@ class HookedModel:
         trial = _Trial()
         nothing = torch.zeros(2, dtype=torch.int64, device=self._model.device)
         current = _Pass(self._pool, nothing[:0], AttentionPlan(2, (), 0), self._workspace, trial)
-        logits = self._call(current, nothing, nothing, nothing[:1])
+        try:
+            logits = self._call(current, nothing, nothing, nothing[:1])
+        except UsageError:
+            raise
+        # Each architecture fails in its own way over a cache or an argument it doesn't pass on.
+        except Exception as error:
+            raise UsageError(
+                f"{type(self._model).__name__} isn't served: it can't run over a paged cache "
+                f"({type(error).__name__}: {error}); choose a decoder such as Llama or Qwen"
+            ) from error
         layers = list(range(self._model.config.get_text_config(decoder=True).num_hidden_layers))
         if trial.cached != layers or trial.attended != layers:
             raise UsageError(

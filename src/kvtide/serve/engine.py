@@ -7,11 +7,8 @@ gets its next one.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 import torch
@@ -20,8 +17,7 @@ import xxhash
 from kvtide.arena import HostArena
 from kvtide.device import open_device
 from kvtide.errors import UsageError
-from kvtide.layout import Geometry
-from kvtide.pool import PageAllocator, Pool
+from kvtide.pool import PageAllocator
 from kvtide.serve.batch import PackedBatch, RowRange, Segment
 from kvtide.serve.models import OpenModel
 from kvtide.serve.paged import PagedModel
@@ -29,6 +25,7 @@ from kvtide.serve.request import Request
 from kvtide.serve.sampling import Sampler
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.serve.selfcheck import find_rows
+from kvtide.serve.sizing import check_memory, count_pages, create_pool, default_host_bytes
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
@@ -100,6 +97,7 @@ class Engine:
         self._model = model
         self._tokenizer = source.tokenizer.backend_tokenizer
         self._eos_ids = source.eos_ids
+        self._vocab_size = int(source.model.get_input_embeddings().num_embeddings)
         text_config = source.model.config.get_text_config(decoder=True)
         self._context_limit: int | None = getattr(text_config, "max_position_embeddings", None)
         self.tide = tide
@@ -129,20 +127,24 @@ class Engine:
         Raises UsageError for a model that can't be served, an unknown device, a pool smaller
         than one page or, in exact mode, a machine on which no row count is safe.
         """
+        if getattr(source.tokenizer, "backend_tokenizer", None) is None:
+            raise UsageError(
+                f"the tokenizer of {source.name} has no fast form (tokenizer.json); convert it"
+            )
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         dtype = str(source.model.dtype).removeprefix("torch.")
         geometry = geometry_of(source.model.config, dtype, options.page_size)
         device = open_device(options.device)
-        page_count = _page_count(geometry, options, requests)
-        _check_memory(page_count * geometry.page_bytes, options.host_memory_bytes)
-        pool = Pool.create(geometry, device, page_count=page_count)
+        page_count = count_pages(geometry, options.kv_memory_bytes, requests)
+        check_memory(page_count * geometry.page_bytes, options.host_memory_bytes)
+        pool = create_pool(geometry, device, page_count)
         rows = _safe_rows(source) if options.exact else None
         model = PagedModel(source.model, pool, exact=options.exact, rows=rows)
         block_bytes = chunk_tokens_for(geometry) * geometry.token_bytes
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
-            limit_bytes = _free_memory_bytes() // 4
+            limit_bytes = default_host_bytes(pool.size_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         pages = PageAllocator(page_count)
         return cls(model, source, Tide(pool, arena, pages), pages, options)
@@ -161,6 +163,12 @@ class Engine:
             raise UsageError(f"request id {request.id!r} is at work already; choose another")
         if not request.prompt_ids:
             raise UsageError(f"request {request.id!r}: its prompt has no tokens")
+        foreign = [token for token in request.prompt_ids if not 0 <= token < self._vocab_size]
+        if foreign:
+            raise UsageError(
+                f"request {request.id!r}: token {foreign[0]} isn't one of the model's "
+                f"{self._vocab_size}; is the tokenizer another model's?"
+            )
         error = self._reason_to_refuse(request)
         if error is not None:
             request.finish_reason, request.error = "error", error
@@ -280,7 +288,11 @@ class Engine:
     def _advance(self, live: _Live, logits: torch.Tensor) -> bool:
         """Takes one token from `logits` [vocab]; True if it ends the request."""
         request = live.request
-        token = live.sampler.choose(logits)
+        try:
+            token = live.sampler.choose(logits)
+        except ArithmeticError as error:
+            request.finish_reason, request.error = "error", str(error)
+            return True
         request.output_ids.append(token)
         self._new_tokens += 1
         if self._options.keep_logits:
@@ -299,7 +311,10 @@ class Engine:
     def _end(self, request: Request) -> None:
         self.scheduler.remove(request)
         del self._live[request.id]
-        self._done += 1
+        if request.error is None:
+            self._done += 1
+        else:
+            self._failed += 1
 
 
 @final
@@ -326,39 +341,8 @@ def _is_ready(request: Request, count: int) -> bool:
     return request.stored + count == request.token_count
 
 
-def _page_count(geometry: Geometry, options: EngineOptions, requests: Sequence[Request]) -> int:
-    if options.kv_memory_bytes is None:
-        return max(1, sum(-(-request.longest // geometry.page_size) for request in requests))
-    count = options.kv_memory_bytes // geometry.page_bytes
-    if count < 1:
-        raise UsageError(
-            f"KV memory (--kv-memory) of {options.kv_memory_bytes} bytes holds no page: one takes "
-            f"{geometry.page_bytes} bytes ({geometry.page_size} tokens of {geometry.token_bytes})"
-        )
-    return count
-
-
-def _check_memory(pool_bytes: int, host_bytes: int | None) -> None:
-    """Refuses at the start what the system would kill the process for later."""
-    free_bytes = _free_memory_bytes()
-    if pool_bytes + (host_bytes or 0) > free_bytes:
-        raise UsageError(
-            f"the KV pool takes {pool_bytes} bytes and its host memory up to {host_bytes or 0}, "
-            f"but only {free_bytes} are free; set --kv-memory or --host-memory lower, "
-            "or ask for fewer new tokens"
-        )
-
-
 def _safe_rows(source: OpenModel) -> RowRange:
     check = find_rows(source.model)
     if check.rows is None:
         raise UsageError(f"exact mode can't be had here: {check.detail}; use fast mode instead")
     return check.rows
-
-
-def _free_memory_bytes() -> int:
-    """What the system can give without swapping: caches count as free."""
-    with contextlib.suppress(OSError, StopIteration), Path("/proc/meminfo").open() as lines:
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import final
 
+from kvtide.errors import UsageError
 from kvtide.snapshot import Snapshot
 
 
@@ -24,6 +26,18 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a value that means nothing."""
+        for name, value, holds, range_text in (
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, 0 <= self.temperature < inf, "0 or more"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+        ):
+            if not holds:
+                raise UsageError(f"{name} is {value}; it must be {range_text}")
 
 
 @final

@@ -23,10 +23,19 @@ class Sampler:
         self._warp = None if is_greedy else warper(params.temperature, params.top_k, params.top_p)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token for `logits` [vocab], of any float dtype, on any device."""
+        """The next token for `logits` [vocab], of any float dtype, on any device.
+
+        Raises ArithmeticError for logits of which none is the largest, or no share is a number.
+        """
         if self._warp is None:
-            return int(logits.argmax())
+            token = int(logits.argmax())
+            # torch takes a NaN for the largest of all.
+            if logits[token].isnan():
+                raise ArithmeticError("the model's logits are not numbers (NaN)")
+            return token
         # One request at a time, and in float32: the shape must not depend on the batch.
         scores = logits.detach().to("cpu", torch.float32)[None]
         weights = torch.softmax(self._warp(scores), dim=-1)
+        if not weights.isfinite().all():
+            raise ArithmeticError("the model's logits give no probabilities (NaN or infinite)")
         return int(torch.multinomial(weights, 1, generator=self._generator))

@@ -80,7 +80,9 @@ def _window_reason(text: Any) -> str | None:
 
 def _rope_reason(text: Any) -> str | None:
     rope = getattr(text, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type in _PER_STEP_ROPE:
-        return f"its positions are scaled by the longest request in the step ({rope_type} RoPE)"
+    # One set of parameters, or one for each type of layer.
+    sets = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for rope_type in [parameters.get("rope_type") for parameters in sets]:
+        if rope_type in _PER_STEP_ROPE:
+            return f"its positions are scaled by the longest request in the step ({rope_type} RoPE)"
     return None

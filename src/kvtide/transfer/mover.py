@@ -161,7 +161,8 @@ class _Run:
         size = dtype.itemsize
         strides = (self.step // size, shape[1], 1)
         start = (self.first + block_offset) // size
-        return self.slab.view(dtype).as_strided((self.count, *shape), strides, start)
+        wide = self.slab.view(dtype)
+        return wide.as_strided((self.count, *shape), strides, wide.storage_offset() + start)
 
 
 def _runs_of(blocks: Sequence[Block]) -> list[_Run]:

@@ -1,0 +1,66 @@
+"""How many bytes an engine may take, on this machine and in a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtide.device import open_device
+from kvtide.errors import UsageError
+from kvtide.layout import GQA
+from kvtide.pool import Pool
+from kvtide.serve import sizing
+from kvtide.serve.request import Request, SamplingParams
+
+GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_dim=5)
+
+
+def test_pages_are_counted_down_to_whole_ones() -> None:
+    """A page is 4 tokens of 10 bytes."""
+    assert [1, 1, 2] == [sizing.count_pages(GEOMETRY, size, ()) for size in (40, 79, 80)]
+    with pytest.raises(UsageError, match="39 bytes holds no page: one takes 40 bytes"):
+        sizing.count_pages(GEOMETRY, 39, ())
+
+
+def test_room_for_all_is_the_sum_of_their_pages() -> None:
+    """Each rounded up; with nobody there, still a page."""
+    requests = [Request("a", [1] * 4, SamplingParams(1)), Request("b", [1] * 4, SamplingParams(2))]
+    assert 1 + 2 == sizing.count_pages(GEOMETRY, None, requests)
+    assert 1 == sizing.count_pages(GEOMETRY, None, ())
+
+
+def test_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool counts as taken, though nobody has written to it yet."""
+    monkeypatch.setattr(sizing, "free_memory_bytes", lambda: 1000)
+    assert 100 == sizing.default_host_bytes(600)
+    assert 0 == sizing.default_host_bytes(1001)
+    sizing.check_memory(600, 400)
+    with pytest.raises(UsageError, match="only 1000 are free"):
+        sizing.check_memory(600, 401)
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The system would kill the process for what lies beyond it."""
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    monkeypatch.setattr(sizing, "_CONTROL_GROUP", tmp_path)
+    assert 3000 == sizing.free_memory_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert sizing.free_memory_bytes() > 3000
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory")])
+def test_a_device_without_memory_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """One line with the size, and what to set."""
+
+    def fail(*_: object, **__: object) -> Pool:
+        raise error
+
+    monkeypatch.setattr(Pool, "create", fail)
+    device = open_device("cpu")
+    with pytest.raises(UsageError, match="has no 120 bytes for the KV pool; set --kv-memory"):
+        sizing.create_pool(GEOMETRY, device, 3)
+    device.close()
