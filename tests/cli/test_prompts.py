@@ -13,6 +13,7 @@ from kvtide.cli.prompts import KEYS, Prompt, parse_prompt, read_prompts
 from kvtide.errors import UsageError
 
 USER = {"role": "user", "content": "Hi"}
+EXAMPLES = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 
 
 def _write(folder: Path, *lines: str | bytes) -> str:
@@ -146,6 +147,15 @@ def test_file_without_prompts_is_refused(tmp_path: Path, raw: bytes) -> None:
     path.write_bytes(raw)
     with pytest.raises(UsageError, match=r"empty\.jsonl has no prompts"):
         read_prompts(str(path))
+
+
+def test_examples_are_24_prompts_of_both_kinds() -> None:
+    """What the demo runs: conversations and settings of their own are among them."""
+    prompts = read_prompts(str(EXAMPLES))
+    assert 24 == len({prompt.id for prompt in prompts}) == len(prompts)
+    assert any(prompt.is_chat for prompt in prompts)
+    assert any(prompt.max_new_tokens is not None for prompt in prompts)
+    assert any(prompt.temperature is not None for prompt in prompts)
 
 
 def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

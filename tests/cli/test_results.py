@@ -68,6 +68,19 @@ def test_link_stays_a_link(tmp_path: Path) -> None:
     assert "{}\n" == target.read_text(encoding="utf-8")
 
 
+def test_planted_draft_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write to the folder, and guesses the draft's name, can't have it overwrite."""
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
+    write_report(tmp_path / "r.json", {})
+    victim, planted = tmp_path / "victim", tmp_path / ".kvtide-0000000000000000.part"
+    victim.write_text("precious", encoding="utf-8")
+    planted.symlink_to(victim)
+    with pytest.raises(KvtideError, match="cannot write"):
+        write_report(tmp_path / "r.json", {"requests": 1})
+    assert "precious" == victim.read_text(encoding="utf-8")
+    assert planted.is_symlink()
+
+
 def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     """Who reads a named pipe gets the lines."""
     path = tmp_path / "pipe"

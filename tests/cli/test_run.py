@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from kvtide.cli.main import main
+from kvtide.cli.results import write_answers
 from kvtide.errors import KvtideError, UsageError
+from kvtide.serve.request import Request
 from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
 
 
@@ -172,11 +175,13 @@ def test_ctrl_c_keeps_the_answers_that_are_done(
     assert engine.is_closed
     assert signal.getsignal(signal.SIGINT) is before
     captured = capsys.readouterr()
-    assert f"interrupted: 2 of 4 requests are answered, kept in {out}" in captured.err
+    assert f"2 of 4 requests are answered, kept in {out}\nkvtide: interrupted\n" in captured.err
     assert captured.out == ""
 
 
-def test_second_ctrl_c_does_not_wait_for_the_step(prompts: str, tmp_path: Path) -> None:
+def test_second_ctrl_c_does_not_wait_for_the_step(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whoever presses twice gets out at once, still with what is done and without a traceback."""
 
     def press_twice(engine: FakeEngine, _number: int) -> None:
@@ -191,19 +196,77 @@ def test_second_ctrl_c_does_not_wait_for_the_step(prompts: str, tmp_path: Path) 
     assert main(["run", prompts, *options], serving=serving) == 130
     assert ["first", "large"] == [row["id"] for row in _read_rows(out)]
     assert serving.engines[0].is_closed
+    assert capsys.readouterr().err.endswith("\nkvtide: interrupted\n")
 
 
-def test_ctrl_c_while_verifying_keeps_all_answers(prompts: str, tmp_path: Path) -> None:
-    """The answers are written before they are verified."""
+def test_ctrl_c_while_loading_is_one_line(
+    prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before there is anything to keep."""
+    serving = FakeServing()
+    monkeypatch.setattr(serving, "open_model", lambda *args, **options: press_ctrl_c())
+    assert main(["run", prompts], serving=serving) == 130
+    assert capsys.readouterr().err.endswith("\nkvtide: interrupted\n")
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_ctrl_c_while_answers_are_written_waits_for_them(
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int
+) -> None:
+    """Also while the engine closes before that, and however often it is pressed."""
+
+    def press_in_close(engine: FakeEngine, _number: int) -> None:
+        def close() -> None:
+            press_ctrl_c()
+            engine.is_closed = True
+
+        monkeypatch.setattr(engine, "close", close)
+
+    def press_and_write(path: Path, requests: list[Request]) -> int:
+        for _ in range(presses):
+            press_ctrl_c()
+        return write_answers(path, requests)
+
+    monkeypatch.setattr("kvtide.cli.run.write_answers", press_and_write)
+    serving, out = FakeServing(press_in_close), tmp_path / "out.jsonl"
+    assert main(["run", prompts, "--out", str(out)], serving=serving) == 130
+    assert len(_read_rows(out)) == 4
+    assert serving.engines[0].is_closed
+
+
+def test_ctrl_c_while_verifying_keeps_answers_and_report(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are written before they are verified."""
 
     def interrupt_second(engine: FakeEngine, number: int) -> None:
         if number == 1:
             engine.before_step = press_ctrl_c
 
-    serving, out = FakeServing(interrupt_second), tmp_path / "out.jsonl"
-    assert main(["run", prompts, "--verify", "--out", str(out)], serving=serving) == 130
+    serving, out, report = FakeServing(interrupt_second), tmp_path / "o", tmp_path / "r"
+    files = ["--out", str(out), "--report", str(report)]
+    assert main(["run", prompts, "--verify", *files], serving=serving) == 130
     assert len(_read_rows(out)) == 4
+    assert (4, None) == (_read_report(report)["requests"], _read_report(report)["verified"])
     assert serving.engines[1].is_closed
+    assert capsys.readouterr().err.endswith("\nkvtide: interrupted\n")
+
+
+def test_verify_that_gets_no_pool_leaves_answers_and_report(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was done; that nothing is known of it is `verified: null`."""
+
+    def refuse_second(_engine: FakeEngine, number: int) -> None:
+        if number == 1:
+            raise UsageError("the KV pool takes more than is free")
+
+    serving, out, report = FakeServing(refuse_second), tmp_path / "o", tmp_path / "r"
+    files = ["--out", str(out), "--report", str(report)]
+    assert main(["run", prompts, "--verify", *files], serving=serving) == 2
+    assert capsys.readouterr().err.endswith("kvtide: the KV pool takes more than is free\n")
+    assert len(_read_rows(out)) == 4
+    assert _read_report(report)["verified"] is None
 
 
 def test_failure_of_the_engine_keeps_the_answers_that_are_done(
@@ -252,6 +315,9 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
         ("run PROMPTS --out FOLDER", "--out: "),
         ("run PROMPTS --out FOLDER/r --report FOLDER/r", "is also --out"),
         ("run FOLDER/nowhere", "cannot read prompts from "),
+        ("run FOLDER/loop", "cannot read prompts from "),
+        ("run PROMPTS --out FOLDER/loop", "--out: cannot write "),
+        ("run PROMPTS --report FOLDER/loop/r", "--report: cannot write "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -259,6 +325,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     """Before the model is opened, and with nothing on standard output."""
     serving = FakeServing()
+    (tmp_path / "loop").symlink_to("loop")
     words = [
         word.replace("FOLDER", str(tmp_path)) if word != "PROMPTS" else prompts
         for word in arguments.split()
@@ -292,6 +359,67 @@ def test_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr("sys.stdin", file)
         assert main(["run", "-", "--out", str(out)], serving=FakeServing()) == 0
     assert ["a"] == [row["id"] for row in _read_rows(out)]
+
+
+def test_closed_standard_input_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python has None in its place then."""
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["run", "-"], serving=FakeServing()) == 2
+    expected = "kvtide: cannot read prompts from -: standard input is closed; name a file\n"
+    assert expected == capsys.readouterr().err
+
+
+def test_terminal_that_knows_ascii_only_gets_its_lines(tmp_path: Path) -> None:
+    """Names of files and requests that can't be written there don't break a run that is done."""
+    (tmp_path / "p").write_text('{"id": "\u00fc", "prompt": "x"}', encoding="utf-8")
+    code = (
+        "import sys; from kvtide.cli.main import main; "
+        "from support.fake_serving import FakeServing; "
+        "sys.exit(main(['run', sys.argv[1], '--verify', '--out', sys.argv[2]], "
+        "serving=FakeServing(lambda e, n: setattr(e, 'digest_of', lambda r: n))))"
+    )
+    environment = os.environ | {
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONUTF8": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", code, str(tmp_path / "p"), str(tmp_path / "\u00e9")]
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert done.returncode == 3, done.stderr
+    assert f"answers: {tmp_path}/?\n".encode() in done.stdout
+    assert b"verified: false (request '?', step 0: " in done.stdout
+
+
+def test_answers_to_standard_output_do_not_lose_the_table(prompts: str, tmp_path: Path) -> None:
+    """`--out /dev/stdout > file`: the file is the one that standard output goes on writing to."""
+    code = (
+        "import sys; from kvtide.cli.main import main; "
+        "from support.fake_serving import FakeServing; "
+        "sys.exit(main(['run', sys.argv[1], '--out', '/dev/stdout'], serving=FakeServing()))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with (tmp_path / "all").open("wb") as file:
+        command = [sys.executable, "-c", code, prompts]
+        subprocess.run(command, stdout=file, env=environment, check=True)
+    lines = (tmp_path / "all").read_text(encoding="utf-8").splitlines()
+    assert ["first", "large", "moved", "last"] == [json.loads(line)["id"] for line in lines[:4]]
+    assert lines[4].startswith("requests: 4")
+    assert "answers: /dev/stdout" == lines[-1]
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_missing_package_is_one_line_with_the_remedy(package: str) -> None:
+    """The command is installed without the extra that it needs, too."""
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; "
+        "from kvtide.cli import start; sys.exit(start())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    remedy = "the command needs: pip install 'kvtide[serve]'"
+    assert f"kvtide: {package} is not installed; {remedy}\n" == done.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["bench", "--help"]])

@@ -62,6 +62,14 @@ def test_what_the_template_refuses_is_bad_input(untaught: OpenModel) -> None:
         encode_prompt(untaught, _prompt(prompt="x"))
 
 
+@pytest.mark.parametrize("template", ["{{ 1/0 }}", "{{ range(10**9) }}", "{{ 1 + 'a' }}"])
+def test_template_that_fails_is_bad_input(untaught: OpenModel, template: str) -> None:
+    """A template is a program: it may divide by zero."""
+    untaught.tokenizer.chat_template = template
+    with pytest.raises(UsageError, match="f, line 7: the chat template of tiny-random refuses"):
+        encode_prompt(untaught, _prompt(prompt="x"))
+
+
 def test_prompt_without_tokens_is_bad_input(untaught: OpenModel) -> None:
     """A template can leave nothing of a prompt; there is nothing to answer then."""
     untaught.tokenizer.chat_template = "{{ '' }}"

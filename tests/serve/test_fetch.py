@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 import zipfile
 from collections.abc import Callable
@@ -167,7 +168,35 @@ def garble_record(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:40])
 
 
-@pytest.mark.parametrize("damage", [cut, flip, lose, lose_record, garble_record])
+def nest_record(folder: Path) -> None:
+    """Makes the record deeper than Python can go."""
+    (folder / RECORD_NAME).write_text("[" * 100_000, encoding="utf-8")
+
+
+def plant(folder: Path) -> None:
+    """Adds a file that a tokenizer would obey."""
+    (folder / "chat_template.jinja").write_text("Obey me", encoding="utf-8")
+
+
+def make_folder(folder: Path) -> None:
+    """Puts a folder in a file's place."""
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+
+
+def make_file(folder: Path) -> None:
+    """Puts a file in the place of the whole folder."""
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+DAMAGES = [
+    *(cut, flip, lose, lose_record, garble_record),
+    *(nest_record, plant, make_folder, make_file),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_cache_is_built_again(source: WheelModel, damage: Callable[[Path], None]) -> None:
     """Whatever befalls a kept folder, the next call says so and mends it."""
     convert, messages = Converter(), Messages()
@@ -242,6 +271,13 @@ def test_two_at_once_do_the_work_once(source: WheelModel) -> None:
     assert convert.calls == 1
     assert results[0] == results[1]
     assert "waiting for another process" in messages.seen[0][0]
+
+
+def test_cache_of_a_user_who_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt `~name` is bad input."""
+    monkeypatch.setenv("KVTIDE_CACHE", "~nobody-of-that-name/x")
+    with pytest.raises(UsageError, match="KVTIDE_CACHE is '~nobody-of-that-name/x'"):
+        cache_folder()
 
 
 def test_cache_that_is_no_folder_is_named(

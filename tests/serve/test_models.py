@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,48 @@ def test_unknown_name_lists_the_names_there_are(name: str) -> None:
     assert repr(name) in line
     for known in ("smollm2", "tiny-random", "folder", ".gguf", "org/name"):
         assert known in line
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-that-name/x", "a/" + "x" * 5000])
+def test_name_that_no_file_can_have_is_refused(name: str) -> None:
+    """The system or Python objects to the name itself; the line stays short."""
+    line = refusal(name)
+    assert line.startswith(f"there is no model '{name[:20]}")
+    assert len(line) < 400
+
+
+@pytest.mark.parametrize(("method", "name"), [("is_file", "config.json"), ("glob", "tiny")])
+def test_folder_that_may_not_be_read_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, name: str
+) -> None:
+    """The reason is the system's. Simulated: root may read everything."""
+    _forbid(monkeypatch, method, name)
+    assert f"the model in {folder} can't be loaded: " in refusal(folder)
+
+
+def test_gguf_that_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a folder."""
+    path = tmp_path / "secret.gguf"
+    path.touch()
+    _forbid(monkeypatch, "open", "secret.gguf")
+    line = refusal(path)
+    assert f"the GGUF file {path} can't be loaded: " in line
+    assert "Permission denied" in line
+
+
+def _forbid(monkeypatch: pytest.MonkeyPatch, method: str, name: str) -> None:
+    """Makes a method of Path fail as for others than root, for files of that name."""
+    real = getattr(Path, method)
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, method, refuse)
 
 
 def test_unknown_dtype_lists_the_dtypes_there_are() -> None:

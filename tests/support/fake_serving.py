@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import Any, cast
 
 from kvtide.cli.prompts import Prompt
-from kvtide.cli.serving import LoadProgress
 from kvtide.errors import UsageError
 from kvtide.serve.engine import Engine, EngineOptions, EngineStats
+from kvtide.serve.fetch import Progress
 from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
 
@@ -113,7 +113,7 @@ class FakeServing:
         if name != "cpu":
             raise UsageError(f"there is no device {name!r}")
 
-    def open_model(self, name: str, *, dtype: str, progress: LoadProgress) -> OpenModel:
+    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
         """See Serving."""
         progress("loading", 1, 1)
         self.opened.append((name, dtype))

@@ -3,3 +3,30 @@
 Nothing in the library imports this package. Its modules import torch and transformers inside the
 commands, so that help and errors of input are there at once.
 """
+
+from __future__ import annotations
+
+import sys
+
+
+def start() -> int:
+    """The console script: runs the command line and returns the exit code.
+
+    It needs no package itself, so that it can say which one is missing.
+    """
+    try:
+        from kvtide.cli.main import main
+
+        return main()
+    except ModuleNotFoundError as error:
+        package = (error.name or "kvtide").partition(".")[0]
+        if package == "kvtide":
+            raise
+        sys.stderr.write(
+            f"kvtide: {package} is not installed; the command needs: pip install 'kvtide[serve]'\n"
+        )
+        return 2
+    except KeyboardInterrupt:
+        # Pressed while the modules load; `main` answers for what comes after.
+        sys.stderr.write("kvtide: interrupted\n")
+        return 130

@@ -120,7 +120,8 @@ class LiveDisplay(Display):
         if what != self._title or done == total or now - self._shown_at >= _REDRAW_S:
             self._title, self._shown_at = what, now
             size = f"{format_size(done)} of {format_size(total)}" if total else ""
-            row = (what, _bar(done, total), size) if total else (f"{what} …", "", "")
+            name = printable(what if total else f"{what} …", self._console.encoding)
+            row = (name, _bar(done, total), size) if total else (name, "", "")
             self._draw(_grid([row]))
 
     def start(self, title: str, total: int) -> None:
@@ -207,13 +208,14 @@ def print_table(console: Console, rows: Sequence[tuple[str, str]]) -> None:
     """Prints the table at the end: aligned on a terminal, `name: value` lines otherwise."""
     if not console.is_terminal:
         for name, value in rows:
-            console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+            line = printable(f"{name}: {value}", console.encoding)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(printable(value, console.encoding)))
     console.print(table)
 
 

@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None, *, serving: Serving | None = No
     `serving` stands in for the library in tests.
     """
     try:
-        return app(arguments, prog_name="kvtide", obj=serving, standalone_mode=False) or 0
+        code: int = app(arguments, prog_name="kvtide", obj=serving, standalone_mode=False) or 0
+        # typer makes this code of a KeyboardInterrupt, and says nothing.
+        return _complain("interrupted", code) if code == EXIT_INTERRUPTED else code
     except typer.TyperException as error:
         return _complain(error.format_message(), EXIT_USAGE)
     except UsageError as error:
@@ -63,5 +65,6 @@ def main(arguments: Sequence[str] | None = None, *, serving: Serving | None = No
 
 
 def _complain(message: str, code: int) -> int:
-    typer.echo(f"kvtide: {printable(message, sys.stderr.encoding)}", err=True)
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    typer.echo(f"kvtide: {printable(message, encoding)}", err=True)
     return code

@@ -105,6 +105,8 @@ def check_temperature(value: float, *, name: str) -> float:
 
 
 def _read_bytes(source: str) -> bytes:
+    if source == "-" and sys.stdin is None:
+        raise UsageError("cannot read prompts from -: standard input is closed; name a file")
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -63,8 +64,8 @@ def make_report(
 ) -> dict[str, object]:
     """The `--report` object. `seconds` is the wall time of the run, without loading or verifying.
 
-    `exact` says whether the engine kept to exact mode and no request was recomputed; `verified` is
-    None where nobody asked.
+    `exact` says whether exact mode held for every request, also for those whose KV was recomputed;
+    `verified` is None where nobody asked, and until it is known.
     """
     return {
         "requests": len(requests),
@@ -131,6 +132,8 @@ def check_writable(path: Path, *, option: str) -> None:
     """
     folder = path.parent
     try:
+        with suppress(FileNotFoundError):
+            path.stat()  # links in a circle, or a name too long, are for others just not there
         if path.is_dir():
             raise UsageError(f"{option}: {path} is a folder; give the name of a file")
         if not folder.is_dir():
@@ -152,10 +155,15 @@ def _explain_exact(exact: bool, inexact_count: int) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        if _is_special(path):
+        stream = _own_stream(path)
+        if stream is not None:
+            # With a position of its own, what is printed later would overwrite this.
+            with os.fdopen(os.dup(stream), "w", encoding="utf-8") as file:
+                file.write(text)
+        elif _is_special(path):
             path.write_text(text, encoding="utf-8")
         else:
-            _replace(path.resolve(), text)
+            _replace(Path(os.path.realpath(path)), text)
     except OSError as error:
         raise KvtideError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -165,10 +173,22 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
+def _own_stream(path: Path) -> int | None:
+    """The descriptor of our standard output or error, if `path` is where that goes."""
+    for stream in (1, 2):
+        # Neither need be there: a new file, a closed stream.
+        with suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(stream)):
+                return stream
+    return None
+
+
 def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(f".kvtide-{os.getpid()}.part")
+    # A name that nobody can guess, and "x": a link planted there isn't followed.
+    draft = path.with_name(f".kvtide-{secrets.token_hex(8)}.part")
+    file = draft.open("x", encoding="utf-8")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

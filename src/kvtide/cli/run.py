@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
-from kvtide.cli.display import Display, make_display, print_table
+from kvtide.cli.display import Display, make_display, print_table, printable
+from kvtide.cli.interrupt import Interrupt
 from kvtide.cli.prompts import (
     LARGEST_NEW_TOKENS,
     LARGEST_SEED,
@@ -178,31 +177,40 @@ def execute(settings: RunSettings, serving: Serving) -> int:
             display.stop()
             display.say(_describe_interruption(settings, outcome))
             return EXIT_INTERRUPTED
+        if settings.verify:
+            # To verify may fail for want of memory, or be interrupted.
+            _report(settings, outcome, None)
         verdict = session.verify(prompts, outcome) if settings.verify else None
     _conclude(settings, outcome, verdict)
     return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS
 
 
 def run_requests(
-    engine: Engine, requests: list[Request], display: Display, *, echo: bool
+    engine: Engine,
+    requests: list[Request],
+    display: Display,
+    interrupt: Interrupt,
+    *,
+    echo: bool,
 ) -> Outcome:
     """Adds all requests and steps the engine until none has work left, or until Ctrl-C.
 
     The requests are changed in place. After Ctrl-C those that aren't done are aborted. With
-    `echo` each answer is shown as it comes. The engine stays the caller's to close.
+    `echo` each answer is shown as it comes. The engine stays the caller's to close, `interrupt`
+    to leave.
     """
-    with _Interrupt() as interrupt:
-        started = time.perf_counter()
+    started = time.perf_counter()
+    with interrupt.hasty():
         for request in requests:
             engine.add(request)
         while engine.has_work and not interrupt.requested:
             finished = engine.step()
             display.advance(engine.stats, finished, echo=echo)
-        seconds = time.perf_counter() - started
-        stats = engine.stats
-        for request in requests:
-            if request.finish_reason is None:
-                engine.abort(request.id)
+    seconds = time.perf_counter() - started
+    stats = engine.stats
+    for request in requests:
+        if request.finish_reason is None:
+            engine.abort(request.id)
     return Outcome(requests, stats, seconds, interrupt.requested)
 
 
@@ -221,11 +229,14 @@ class _Session:
         """The run that was asked for. The answers are written, also those before an error."""
         requests = [self._make_request(prompt) for prompt in prompts]
         engine = self._build_engine(self._settings.kv_memory_bytes, requests)
-        try:
-            return self._drive(engine, requests, "answering", echo=True)
-        finally:
-            if self._settings.out is not None:
-                write_answers(self._settings.out, requests)
+        # Until the answers are written: a signal before that would lose them.
+        with Interrupt() as interrupt:
+            try:
+                outcome = self._drive(engine, requests, "answering", interrupt, echo=True)
+            finally:
+                if self._settings.out is not None:
+                    write_answers(self._settings.out, requests)
+        return replace(outcome, interrupted=interrupt.requested)
 
     def verify(self, prompts: Sequence[Prompt], outcome: Outcome) -> Verdict:
         """Answers again, in a pool that holds all, what didn't fail; then compares."""
@@ -235,15 +246,25 @@ class _Session:
             if request.error is None
         ]
         others = [other for _, other in pairs]
-        again = self._drive(self._build_engine(None, others), others, "verifying", echo=False)
-        if again.interrupted:
+        engine = self._build_engine(None, others)
+        with Interrupt() as interrupt:
+            again = self._drive(engine, others, "verifying", interrupt, echo=False)
+        if interrupt.requested:
             raise KeyboardInterrupt
         return compare_runs([request for request, _ in pairs], again.requests)
 
-    def _drive(self, engine: Engine, requests: list[Request], title: str, *, echo: bool) -> Outcome:
+    def _drive(
+        self,
+        engine: Engine,
+        requests: list[Request],
+        title: str,
+        interrupt: Interrupt,
+        *,
+        echo: bool,
+    ) -> Outcome:
         try:
             self._display.start(title, len(requests))
-            return run_requests(engine, requests, self._display, echo=echo)
+            return run_requests(engine, requests, self._display, interrupt, echo=echo)
         finally:
             engine.close()
             self._display.stop()
@@ -280,35 +301,21 @@ class _Session:
         return self._serving.make_request(self._model, prompt, params)
 
 
-class _Interrupt:
-    """Turns the first Ctrl-C into a flag, so that no step is torn; the second one acts at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> _Interrupt:
-        # Python lets only the main thread handle signals.
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._request)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._before)
-
-    def _request(self, _number: int, _frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
 def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> None:
     """Writes the report and prints the table."""
+    report = _report(settings, outcome, verdict)
+    rows = summarize(outcome.requests, report)
+    if settings.out is not None:
+        rows.append(("answers", str(settings.out)))
+    console = Console()
+    print_table(console, rows)
+    if verdict is not None:
+        line = printable(f"verified: {verdict}", console.encoding)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _report(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> dict[str, object]:
+    """Makes the report, and writes it where that was asked for."""
     report = make_report(
         outcome.requests,
         outcome.stats,
@@ -318,19 +325,13 @@ def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) 
     )
     if settings.report is not None:
         write_report(settings.report, report)
-    rows = summarize(outcome.requests, report)
-    if settings.out is not None:
-        rows.append(("answers", str(settings.out)))
-    console = Console()
-    print_table(console, rows)
-    if verdict is not None:
-        console.print(f"verified: {verdict}", markup=False, highlight=False, soft_wrap=True)
+    return report
 
 
 def _describe_interruption(settings: RunSettings, outcome: Outcome) -> str:
     answered = sum(is_answered(request) for request in outcome.requests)
     kept = f", kept in {settings.out}" if settings.out is not None else ""
-    return f"interrupted: {answered} of {len(outcome.requests)} requests are answered{kept}"
+    return f"{answered} of {len(outcome.requests)} requests are answered{kept}"
 
 
 def _parse_size(text: str | None, option: str, *, least: int) -> int | None:
@@ -357,12 +358,13 @@ def _check_seed(value: int) -> int:
 def _check_files(settings: RunSettings) -> None:
     """Refuses files that can't be written, or that would overwrite each other."""
     written = {"--out": settings.out, "--report": settings.report}
-    seen = {Path(settings.source).resolve(): "PROMPTS"} if settings.source != "-" else {}
+    # Not Path.resolve, which raises RuntimeError for links in a circle.
+    seen = {os.path.realpath(settings.source): "PROMPTS"} if settings.source != "-" else {}
     for option, path in written.items():
         if path is None:
             continue
         check_writable(path, option=option)
-        other = seen.setdefault(path.resolve(), option)
+        other = seen.setdefault(os.path.realpath(path), option)
         if other != option and (not path.exists() or path.is_file()):
             raise UsageError(f"{option}: {path} is also {other}; give another name")
 

@@ -6,7 +6,7 @@ errors of input are there at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvtide.cli.prompts import Prompt
@@ -14,11 +14,9 @@ from kvtide.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineOptions
+    from kvtide.serve.fetch import Progress
     from kvtide.serve.models import OpenModel
     from kvtide.serve.request import Request, SamplingParams
-
-LoadProgress = Callable[[str, int, "int | None"], None]
-"""Takes what is being loaded, how many bytes of it are there, and of how many if that is known."""
 
 
 class Serving(Protocol):
@@ -27,7 +25,7 @@ class Serving(Protocol):
     def check_device(self, name: str) -> None:
         """Raises `UsageError` if there is no such device."""
 
-    def open_model(self, name: str, *, dtype: str, progress: LoadProgress) -> OpenModel:
+    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
         """Loads weights and tokenizer; raises `UsageError` if there are none of that name."""
 
     def make_request(self, model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
@@ -51,7 +49,7 @@ class LibraryServing:
 
         open_device(name).close()
 
-    def open_model(self, name: str, *, dtype: str, progress: LoadProgress) -> OpenModel:
+    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
         """See Serving."""
         from kvtide.serve.models import open_model
 
@@ -77,8 +75,6 @@ def encode_prompt(model: OpenModel, prompt: Prompt) -> list[int]:
 
     Raises `UsageError` for messages without a template, and for what the template refuses.
     """
-    from jinja2 import TemplateError
-
     tokenizer = model.tokenizer
     messages = [dict(message) for message in prompt.messages]
     if tokenizer.chat_template is None:
@@ -93,7 +89,8 @@ def encode_prompt(model: OpenModel, prompt: Prompt) -> list[int]:
             ids = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=True
             )["input_ids"]
-        except TemplateError as error:
+        # A template is a program, and its errors are of any kind.
+        except Exception as error:
             raise UsageError(
                 f"{prompt.where}: the chat template of {model.name} refuses this: {error}"
             ) from error

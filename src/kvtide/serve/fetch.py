@@ -62,10 +62,18 @@ SMOLLM2 = WheelModel(
 
 
 def cache_folder() -> Path:
-    """Where models are kept: `KVTIDE_CACHE` if that is set, else the user's cache folder."""
+    """Where models are kept: `KVTIDE_CACHE` if that is set, else the user's cache folder.
+
+    Raises `UsageError` for the home of a user who doesn't exist.
+    """
     chosen = os.environ.get("KVTIDE_CACHE")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        try:
+            return Path(chosen).expanduser().absolute()
+        except RuntimeError as error:  # there is no such user as in ~user
+            raise UsageError(
+                f"KVTIDE_CACHE is {chosen!r}, which can't be found ({error}); set it to a folder"
+            ) from error
     return platformdirs.user_cache_path("kvtide")
 
 
@@ -104,6 +112,10 @@ def find_damage(folder: Path) -> str | None:
         record = json.loads((folder / RECORD_NAME).read_bytes())
         if record["format"] != _RECORD_FORMAT:
             return f"{RECORD_NAME} has format {record['format']}, not {_RECORD_FORMAT}"
+        # What isn't in the record would be loaded with the rest: a chat template, say.
+        unknown = {path.name for path in folder.iterdir()} - {RECORD_NAME, *record["files"].keys()}
+        if unknown:
+            return f"{min(unknown)} is not in {RECORD_NAME}"
         for name, expected in record["files"].items():
             found = _describe_file(folder / name)
             if found["bytes"] != expected["bytes"]:
@@ -112,7 +124,9 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has changed since it was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (IsADirectoryError, NotADirectoryError) as error:
+        return f"{Path(error.filename).name} is of another kind"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{RECORD_NAME} isn't readable"
     return None
 
@@ -190,8 +204,10 @@ def _build(
         result.mkdir()
         convert(gguf, result)
         seal_folder(result)
-        if folder.exists():
+        if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
+        else:
+            folder.unlink(missing_ok=True)
         result.replace(folder)
     progress(f"{source.name} is kept in {folder}", 0, None)
 

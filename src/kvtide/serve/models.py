@@ -85,10 +85,18 @@ def open_model(
 def _load_named(
     name: str, dtype: torch.dtype, report: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
+    # RuntimeError: there is no such user as in ~user.
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise UsageError(
+            f"there is no model {_shorten(name)!r} ({reason}): name {_WAYS_TO_NAME}"
+        ) from error
+    if is_folder:
         return _load_folder(path, dtype)
-    if path.is_file():
+    if is_file:
         report(f"reading {name}", 0, None)
         return _load_gguf(path, dtype)
     # A path that has an extra slash or a suffix of ours is a file that isn't there.
@@ -100,17 +108,8 @@ def _load_named(
 def _load_folder(
     folder: Path, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is not a model's folder: it has no config.json")
-    if not any(folder.glob("*.safetensors")):
-        pickled = next((path.name for mask in _PICKLED for path in folder.glob(mask)), None)
-        raise UsageError(
-            f"the weights in {folder} are pickled ({pickled}), and to unpickle can run anything: "
-            "convert them to safetensors"
-            if pickled
-            else f"{folder} has no weights: there is no .safetensors file in it"
-        )
     with _one_line(f"the model in {folder}"):
+        _check_folder(folder)
         model, missing = load_weights(folder, dtype)
     tokenizer = _load_tokenizer(folder)
     if missing:
@@ -121,11 +120,25 @@ def _load_folder(
     return model, tokenizer
 
 
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} is not a model's folder: it has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        pickled = next((path.name for mask in _PICKLED for path in folder.glob(mask)), None)
+        raise UsageError(
+            f"the weights in {folder} are pickled ({pickled}), and to unpickle can run anything: "
+            "convert them to safetensors"
+            if pickled
+            else f"{folder} has no weights: there is no .safetensors file in it"
+        )
+
+
 def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    with path.open("rb") as file:
-        if (magic := file.read(4)) != b"GGUF":
-            raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
     with _one_line(f"the GGUF file {path}"):
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
         model, missing = load_weights(path, dtype)
     tokenizer = _load_tokenizer(path)
     if missing:
@@ -233,6 +246,10 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, LookupError):  # its text is a bare key
         head = f"{type(error).__name__} {head}"
     return head.rstrip(".")[:300]
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _say_nothing(what: str, done: int, total: int | None) -> None:

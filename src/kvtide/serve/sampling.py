@@ -27,15 +27,15 @@ class Sampler:
 
         Raises ArithmeticError for logits of which none is the largest, or no share is a number.
         """
+        # One request at a time, and in float32: the shape must not depend on the batch.
+        scores = logits.detach().to("cpu", torch.float32)
         if self._warp is None:
-            token = int(logits.argmax())
-            # torch takes a NaN for the largest of all.
-            if logits[token].isnan():
+            # Of equals the first. numpy, because torch takes eight times as long in bfloat16.
+            token = int(scores.numpy().argmax())
+            if scores[token].isnan():
                 raise ArithmeticError("the model's logits are not numbers (NaN)")
             return token
-        # One request at a time, and in float32: the shape must not depend on the batch.
-        scores = logits.detach().to("cpu", torch.float32)[None]
-        weights = torch.softmax(self._warp(scores), dim=-1)
+        weights = torch.softmax(self._warp(scores[None]), dim=-1)
         if not weights.isfinite().all():
             raise ArithmeticError("the model's logits give no probabilities (NaN or infinite)")
         return int(torch.multinomial(weights, 1, generator=self._generator))

@@ -1,0 +1,169 @@
+"""`kvtide run` as a person runs it: the real engine, the small random model, nothing faked."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide.cli.main import main
+from kvtide.cli.serving import LibraryServing
+from kvtide.serve.fetch import Progress
+from kvtide.serve.models import OpenModel
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+
+IDS = [f"request-{number}" for number in range(6)]
+MODEL = ["--model", "tiny-random", "--max-new-tokens", "16"]
+# A page of 16 tokens takes 8 KiB; each request needs about 4 of these 8, all of them about 20.
+SMALL = [*MODEL, "--kv-memory", "64KiB"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Six prompts of 10 to 35 bytes, which is as many tokens beside those of the chat template."""
+    return _write(tmp_path, [{"id": name, "prompt": "ab" * (5 + i)} for i, name in enumerate(IDS)])
+
+
+def _write(folder: Path, lines: Sequence[dict[str, Any]]) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def test_small_pool_gives_the_answers_of_one_that_holds_all(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KV was moved off and back, and no bit of any step's logits shows it."""
+    out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
+    files = ["--out", str(out), "--report", str(report)]
+    assert main(["run", prompts, *SMALL, "--verify", *files]) == 0
+    assert "verified: true (6 requests: " in capsys.readouterr().out
+    found = _read_report(report)
+    assert found["retractions"] > 0
+    assert found["resumes"] > 0
+    assert found["offloaded_bytes"] == found["restored_bytes"] > 0
+    assert (True, True, 0) == (found["exact"], found["verified"], found["failed"])
+    rows = _read_rows(out)
+    assert IDS == [row["id"] for row in rows]
+    assert {"length", "stop"} >= {row["finish_reason"] for row in rows}
+
+
+def _retract_and_spoil(
+    tide: Tide, pages: Sequence[int], token_count: int, *, key: str = ""
+) -> Snapshot:
+    """As Tide.retract, but what the pages held is gone: a request may come back into its own."""
+    snapshot = _RETRACT(tide, pages, token_count, key=key)
+    slots = tide.slots_of(pages)
+    for name in ("k", "v"):
+        for layer in range(4):
+            tide.pool.plane(name, layer)[slots] = 1.0
+    return snapshot
+
+
+_RETRACT = Tide.retract
+
+
+def test_spoiled_pages_alone_change_nothing(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a retraction leaves behind isn't needed: the snapshot has it all."""
+    monkeypatch.setattr(Tide, "retract", _retract_and_spoil)
+    assert main(["run", prompts, *SMALL, "--verify"]) == 0
+
+
+def test_restore_that_does_nothing_is_noticed(
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`--verify` can fail: without the restore it names a request and its step, and exits 3."""
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(Tide, "retract", _retract_and_spoil)
+    monkeypatch.setattr(Tide, "restore", lambda *args, **options: None)
+    assert main(["run", prompts, *SMALL, "--verify", "--report", str(report)]) == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("verified: false (request 'request-")
+    assert ", step " in last
+    assert _read_report(report)["verified"] is False
+
+
+def test_pool_of_less_than_a_page_is_bad_input(
+    prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says what a page takes."""
+    assert main(["run", prompts, *MODEL, "--kv-memory", "1"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("kvtide: KV memory (--kv-memory) of 1 bytes holds no page")
+    assert "8192 bytes" in last
+
+
+def test_request_that_never_fits_fails_alone(tmp_path: Path) -> None:
+    """Its error says its need and the pool's size; the run is a success."""
+    lines = [{"id": "large", "prompt": "ab" * 500}, {"id": "small", "prompt": "ab"}]
+    prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
+    assert main(["run", prompts, *SMALL, "--verify", "--out", str(out)]) == 0
+    large, small = _read_rows(out)
+    assert ("error", []) == (large["finish_reason"], large["token_ids"])
+    assert "the pool holds 128" in large["error"]
+    assert ("length", None) == (small["finish_reason"], small["error"])
+
+
+def test_fast_run_does_not_claim_to_be_exact(prompts: str, tmp_path: Path) -> None:
+    """All are answered; the report says what was given up."""
+    report = tmp_path / "report.json"
+    assert main(["run", prompts, *SMALL, "--fast", "--report", str(report)]) == 0
+    found = _read_report(report)
+    assert (False, 6, 0) == (found["exact"], found["requests"], found["failed"])
+
+
+class _AnyTokenEnds(LibraryServing):
+    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
+        model = super().open_model(name, dtype=dtype, progress=progress)
+        return replace(model, eos_ids=frozenset(range(260)))
+
+
+def test_answer_ends_with_the_model_s_own_end(prompts: str, tmp_path: Path) -> None:
+    """A token that ends an answer ends it, long before the limit."""
+    out = tmp_path / "out.jsonl"
+    assert main(["run", prompts, *SMALL, "--out", str(out)], serving=_AnyTokenEnds()) == 0
+    assert [("stop", 1)] * 6 == [(r["finish_reason"], r["new_tokens"]) for r in _read_rows(out)]
+
+
+def test_ctrl_c_ends_the_process_and_keeps_what_is_done(tmp_path: Path) -> None:
+    """A signal from outside, while one request is answered and many are far from it."""
+    lines = [{"id": "done", "prompt": "x", "max_new_tokens": 1}]
+    lines += [{"id": str(i), "prompt": "x" * i, "max_new_tokens": 8000} for i in range(1, 30)]
+    prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
+    code = "import sys; from kvtide.cli import start; sys.exit(start())"
+    command = [sys.executable, "-c", code, "run", prompts, "--model", "tiny-random"]
+    with subprocess.Popen(
+        [*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        seen = ""
+        while "done: 1 token" not in seen and (line := process.stderr.readline()):
+            seen += line
+        process.send_signal(signal.SIGINT)
+        output, rest = process.communicate(timeout=120)
+    assert process.returncode == 130, seen + rest
+    rows = _read_rows(out)  # more than one where the random model came to an end by itself
+    assert "done" == rows[0]["id"]
+    assert f"{len(rows)} of 30 requests are answered, kept in {out}" in seen + rest
+    assert output == ""
+    assert rest.endswith("kvtide: interrupted\n")
