@@ -107,6 +107,7 @@ def test_request_without_kv_leaves_nothing_to_save() -> None:
     scheduler.retract(requests[1])
     assert requests[1].snapshot is None
     assert scheduler.stats.recomputed_tokens == 0
+    assert scheduler.stats.retractions == requests[1].retractions == 0
     assert pages.held_count == len(requests[0].pages)
 
 

@@ -120,10 +120,11 @@ class Scheduler:
         """Takes a running request's pages away; it comes back by itself when there is room."""
         self._running.remove(request)
         insort(self._retracted, request, key=lambda other: other.arrival)
-        request.retractions += 1
-        self.stats.retractions += 1
-        if self._options.offload and request.stored:
-            self._offload(request)
+        if request.stored:  # without KV it only goes back to wait
+            request.retractions += 1
+            self.stats.retractions += 1
+            if self._options.offload:
+                self._offload(request)
         if request.snapshot is None:
             self._forget(request)
 
@@ -159,7 +160,7 @@ class Scheduler:
     # ---- giving pages back -----------------------------------------------------------
 
     def _resume(self) -> None:
-        while self._retracted and self._may_start(self._retracted[0]):
+        while self._retracted and self._may_start(self._retracted[0], len(self._running)):
             request = self._retracted[0]
             if request.snapshot is not None and not self._restore(request):
                 continue  # its KV was damaged: now it needs other room
@@ -185,11 +186,11 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and self._may_start(self._waiting[0]):
+        while self._waiting and self._may_start(self._waiting[0], 0):
             self._running.append(self._waiting.popleft())
 
-    def _may_start(self, request: Request) -> bool:
-        """Whether there is room for its known tokens beside those of the requests that run.
+    def _may_start(self, request: Request, spare: int) -> bool:
+        """Whether there is room for its known tokens beside those that run, and `spare` pages.
 
         How long the answers get isn't known, so nothing is kept for them: to retract is cheap,
         and an idle page is not. But a request that comes back finds a spare page for each that
@@ -202,7 +203,6 @@ class Scheduler:
         coming = sum(
             max(0, self._pages_for(other.token_count) - len(other.pages)) for other in self._running
         )
-        spare = len(self._running) if request.retractions else 0
         return self._pages_for(request.token_count) + coming + spare <= self._pages.free_count
 
     def _next_count(self, request: Request) -> int:
