@@ -1,9 +1,22 @@
-"""Settings of all tests."""
+"""Settings of all tests, and the device that most of them share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from kvtide.device import CPUDevice
 
 # How long an example takes says something about the machine, nothing about the code.
 settings.register_profile("kvtide", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvtide")
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CPUDevice]:
+    """Two lanes."""
+    device = CPUDevice(lanes=2)
+    yield device
+    device.close()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +31,6 @@ from support.pools import (
     with_rows,
 )
 from support.tides import BLOCK_BYTES, TOKEN_BYTES, damage, make_tide
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CPUDevice]:
-    """Two lanes."""
-    device = CPUDevice(lanes=2)
-    yield device
-    device.close()
-
 
 # ---- the first test of everything ----------------------------------------------------
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,6 @@ from support.pools import (
     with_rows,
 )
 from support.tides import BLOCK_BYTES, damage, make_tide
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CPUDevice]:
-    """Two lanes."""
-    device = CPUDevice(lanes=2)
-    yield device
-    device.close()
 
 
 def test_an_offload_takes_its_slots_at_the_call() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +23,6 @@ from support.pools import (
     with_rows,
 )
 from support.tides import BLOCK_BYTES, acquire, books, damage, make_tide
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CPUDevice]:
-    """Two lanes."""
-    device = CPUDevice(lanes=2)
-    yield device
-    device.close()
 
 
 @pytest.mark.parametrize("token_count", [0, 1, 3, 4, 5, 7, 8])

@@ -10,7 +10,6 @@ from kvtide.arena import Lease
 from kvtide.device import Job
 from kvtide.errors import SnapshotMiss
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 

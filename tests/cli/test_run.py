@@ -16,6 +16,7 @@ from kvtide.cli.results import write_answers
 from kvtide.errors import KvtideError, UsageError
 from kvtide.serve.request import Request
 from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
+from support.results import read_report, read_rows
 
 
 @pytest.fixture
@@ -32,15 +33,6 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _read_report(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return report
-
-
 def _at_step(step: int, act: Callable[[], None]) -> Callable[[], None]:
     """For `before_step`: acts before the step of that number, counted from 1, alone."""
     calls = iter(range(1, 1000))
@@ -53,12 +45,12 @@ def test_run_answers_all_but_the_one_that_never_fits(prompts: str, tmp_path: Pat
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3"]
     files = ["--out", str(out), "--report", str(report)]
     assert main(["run", prompts, *options, *files], serving=FakeServing()) == 0
-    rows = _read_rows(out)
+    rows = read_rows(out)
     assert ["first", "large", "moved", "last"] == [row["id"] for row in rows]
     assert [3, 0, 3, 2] == [row["new_tokens"] for row in rows]
     assert [0, 0, 1, 0] == [row["retractions"] for row in rows]
     assert "needs 99 tokens of KV, the pool holds 64" == rows[1]["error"]
-    found = _read_report(report)
+    found = read_report(report)
     assert (4, 1, 8, 1) == tuple(
         found[key] for key in ("requests", "failed", "new_tokens", "retractions")
     )
@@ -106,7 +98,7 @@ def test_fast_is_reported_as_not_exact(prompts: str, tmp_path: Path) -> None:
     """Whoever gives exactness up finds it in the report."""
     report = tmp_path / "r.json"
     assert main(["run", prompts, "--fast", "--report", str(report)], serving=FakeServing()) == 0
-    assert _read_report(report)["exact"] is False
+    assert read_report(report)["exact"] is False
 
 
 def test_recomputed_request_is_reported_as_not_exact(
@@ -116,7 +108,7 @@ def test_recomputed_request_is_reported_as_not_exact(
     prompts, report = tmp_path / "p.jsonl", tmp_path / "r.json"
     prompts.write_text('{"id": "recomputed", "prompt": "x"}', encoding="utf-8")
     assert main(["run", str(prompts), "--report", str(report)], serving=FakeServing()) == 0
-    assert _read_report(report)["exact"] is False
+    assert read_report(report)["exact"] is False
     assert "exact: false (1 request recomputed, " in capsys.readouterr().out
 
 
@@ -134,7 +126,7 @@ def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
     assert ["first", "moved", "last"] == [request.id for request in second.requests]
     assert first.is_closed
     assert second.is_closed
-    assert _read_report(report)["verified"] is True
+    assert read_report(report)["verified"] is True
     assert capsys.readouterr().out.splitlines()[-1].startswith("verified: true (3 requests: ")
 
 
@@ -152,7 +144,7 @@ def test_verify_that_differs_exits_3_and_says_where(
     report = tmp_path / "r.json"
     options = ["--kv-memory", "24MiB", "--verify", "--report", str(report)]
     assert main(["run", prompts, *options], serving=FakeServing(spoil_second)) == 3
-    assert _read_report(report)["verified"] is False
+    assert read_report(report)["verified"] is False
     expected = "verified: false (request 'moved', step 1: the right token 1, but from other logits)"
     assert expected == capsys.readouterr().out.splitlines()[-1]
 
@@ -169,7 +161,7 @@ def test_ctrl_c_keeps_the_answers_that_are_done(
     before = signal.getsignal(signal.SIGINT)
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
     assert main(["run", prompts, *options], serving=serving) == 130
-    assert ["first", "large"] == [row["id"] for row in _read_rows(out)]
+    assert ["first", "large"] == [row["id"] for row in read_rows(out)]
     (engine,) = serving.engines
     assert ["moved", "last"] == engine.aborted
     assert engine.is_closed
@@ -194,7 +186,7 @@ def test_second_ctrl_c_does_not_wait_for_the_step(
     serving, out = FakeServing(press_twice), tmp_path / "out.jsonl"
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
     assert main(["run", prompts, *options], serving=serving) == 130
-    assert ["first", "large"] == [row["id"] for row in _read_rows(out)]
+    assert ["first", "large"] == [row["id"] for row in read_rows(out)]
     assert serving.engines[0].is_closed
     assert capsys.readouterr().err.endswith("\nkvtide: interrupted\n")
 
@@ -230,7 +222,7 @@ def test_ctrl_c_while_answers_are_written_waits_for_them(
     monkeypatch.setattr("kvtide.cli.run.write_answers", press_and_write)
     serving, out = FakeServing(press_in_close), tmp_path / "out.jsonl"
     assert main(["run", prompts, "--out", str(out)], serving=serving) == 130
-    assert len(_read_rows(out)) == 4
+    assert len(read_rows(out)) == 4
     assert serving.engines[0].is_closed
 
 
@@ -246,8 +238,8 @@ def test_ctrl_c_while_verifying_keeps_answers_and_report(
     serving, out, report = FakeServing(interrupt_second), tmp_path / "o", tmp_path / "r"
     files = ["--out", str(out), "--report", str(report)]
     assert main(["run", prompts, "--verify", *files], serving=serving) == 130
-    assert len(_read_rows(out)) == 4
-    assert (4, None) == (_read_report(report)["requests"], _read_report(report)["verified"])
+    assert len(read_rows(out)) == 4
+    assert (4, None) == (read_report(report)["requests"], read_report(report)["verified"])
     assert serving.engines[1].is_closed
     assert capsys.readouterr().err.endswith("\nkvtide: interrupted\n")
 
@@ -265,8 +257,8 @@ def test_verify_that_gets_no_pool_leaves_answers_and_report(
     files = ["--out", str(out), "--report", str(report)]
     assert main(["run", prompts, "--verify", *files], serving=serving) == 2
     assert capsys.readouterr().err.endswith("kvtide: the KV pool takes more than is free\n")
-    assert len(_read_rows(out)) == 4
-    assert _read_report(report)["verified"] is None
+    assert len(read_rows(out)) == 4
+    assert read_report(report)["verified"] is None
 
 
 def test_failure_of_the_engine_keeps_the_answers_that_are_done(
@@ -283,7 +275,7 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
     serving, out = FakeServing(fail_at_step_4), tmp_path / "out.jsonl"
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
     assert main(["run", prompts, *options], serving=serving) == 1
-    assert ["first", "large"] == [row["id"] for row in _read_rows(out)]
+    assert ["first", "large"] == [row["id"] for row in read_rows(out)]
     assert serving.engines[0].is_closed
     assert capsys.readouterr().err.endswith("kvtide: the device is gone\n")
 
@@ -358,7 +350,7 @@ def test_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytest.Mo
     with path.open(encoding="utf-8") as file:
         monkeypatch.setattr("sys.stdin", file)
         assert main(["run", "-", "--out", str(out)], serving=FakeServing()) == 0
-    assert ["a"] == [row["id"] for row in _read_rows(out)]
+    assert ["a"] == [row["id"] for row in read_rows(out)]
 
 
 def test_closed_standard_input_is_bad_input(

@@ -19,6 +19,7 @@ from kvtide.serve.fetch import Progress
 from kvtide.serve.models import OpenModel
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
+from support.results import read_report, read_rows
 
 IDS = [f"request-{number}" for number in range(6)]
 MODEL = ["--model", "tiny-random", "--max-new-tokens", "16"]
@@ -38,15 +39,6 @@ def _write(folder: Path, lines: Sequence[dict[str, Any]]) -> str:
     return str(path)
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _read_report(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return report
-
-
 def test_small_pool_gives_the_answers_of_one_that_holds_all(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,12 +47,12 @@ def test_small_pool_gives_the_answers_of_one_that_holds_all(
     files = ["--out", str(out), "--report", str(report)]
     assert main(["run", prompts, *SMALL, "--verify", *files]) == 0
     assert "verified: true (6 requests: " in capsys.readouterr().out
-    found = _read_report(report)
+    found = read_report(report)
     assert found["retractions"] > 0
     assert found["resumes"] > 0
     assert found["offloaded_bytes"] == found["restored_bytes"] > 0
     assert (True, True, 0) == (found["exact"], found["verified"], found["failed"])
-    rows = _read_rows(out)
+    rows = read_rows(out)
     assert IDS == [row["id"] for row in rows]
     assert {"length", "stop"} >= {row["finish_reason"] for row in rows}
 
@@ -100,7 +92,7 @@ def test_restore_that_does_nothing_is_noticed(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("verified: false (request 'request-")
     assert ", step " in last
-    assert _read_report(report)["verified"] is False
+    assert read_report(report)["verified"] is False
 
 
 def test_pool_of_less_than_a_page_is_bad_input(
@@ -118,7 +110,7 @@ def test_request_that_never_fits_fails_alone(tmp_path: Path) -> None:
     lines = [{"id": "large", "prompt": "ab" * 500}, {"id": "small", "prompt": "ab"}]
     prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
     assert main(["run", prompts, *SMALL, "--verify", "--out", str(out)]) == 0
-    large, small = _read_rows(out)
+    large, small = read_rows(out)
     assert ("error", []) == (large["finish_reason"], large["token_ids"])
     assert "the pool holds 128" in large["error"]
     assert ("length", None) == (small["finish_reason"], small["error"])
@@ -128,7 +120,7 @@ def test_fast_run_does_not_claim_to_be_exact(prompts: str, tmp_path: Path) -> No
     """All are answered; the report says what was given up."""
     report = tmp_path / "report.json"
     assert main(["run", prompts, *SMALL, "--fast", "--report", str(report)]) == 0
-    found = _read_report(report)
+    found = read_report(report)
     assert (False, 6, 0) == (found["exact"], found["requests"], found["failed"])
 
 
@@ -142,7 +134,7 @@ def test_answer_ends_with_the_model_s_own_end(prompts: str, tmp_path: Path) -> N
     """A token that ends an answer ends it, long before the limit."""
     out = tmp_path / "out.jsonl"
     assert main(["run", prompts, *SMALL, "--out", str(out)], serving=_AnyTokenEnds()) == 0
-    assert [("stop", 1)] * 6 == [(r["finish_reason"], r["new_tokens"]) for r in _read_rows(out)]
+    assert [("stop", 1)] * 6 == [(r["finish_reason"], r["new_tokens"]) for r in read_rows(out)]
 
 
 def test_ctrl_c_ends_the_process_and_keeps_what_is_done(tmp_path: Path) -> None:
@@ -162,7 +154,7 @@ def test_ctrl_c_ends_the_process_and_keeps_what_is_done(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         output, rest = process.communicate(timeout=120)
     assert process.returncode == 130, seen + rest
-    rows = _read_rows(out)  # more than one where the random model came to an end by itself
+    rows = read_rows(out)  # more than one where the random model came to an end by itself
     assert "done" == rows[0]["id"]
     assert f"{len(rows)} of 30 requests are answered, kept in {out}" in seen + rest
     assert output == ""

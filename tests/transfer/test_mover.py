@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import ceil
 
 import numpy as np
@@ -31,14 +30,6 @@ from support.pools import (
 )
 
 GUARD = 0x5A
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CPUDevice]:
-    """Two lanes."""
-    device = CPUDevice(lanes=2)
-    yield device
-    device.close()
 
 
 def make_blocks(count: int, size_bytes: int, offset: int, slab_count: int = 1) -> list[Block]:

@@ -188,7 +188,8 @@ def _passes_agree(model: PreTrainedModel, rows: RowRange) -> bool:
     """Whether whole passes give each request the same logits whoever else is in them."""
     geometry = geometry_of(model.config, str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
     slot_count = 2 * (_SHARED_SLOTS + rows.most)
-    pool = Pool.create(geometry, open_device("cpu"), page_count=-(-slot_count // _PAGE_SIZE))
+    device = open_device("cpu")
+    pool = Pool.create(geometry, device, page_count=-(-slot_count // _PAGE_SIZE))
     half = slot_count // 2
     generator = torch.Generator().manual_seed(_SEED)
     for plane in geometry.planes:
@@ -206,6 +207,7 @@ def _passes_agree(model: PreTrainedModel, rows: RowRange) -> bool:
                 return False
     finally:
         paged.release()
+        device.close()
     return True
 
 
