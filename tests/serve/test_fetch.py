@@ -13,11 +13,19 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtide.errors import UsageError
-from kvtide.serve.fetch import RECORD_NAME, WheelModel, cache_folder, find_damage, kept_model
+from kvtide.serve.fetch import (
+    RECORD_NAME,
+    WheelModel,
+    _folder_bytes,
+    cache_folder,
+    find_damage,
+    kept_model,
+)
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 40
 
@@ -289,3 +297,22 @@ def test_cache_that_is_no_folder_is_named(
     with pytest.raises(UsageError, match="set KVTIDE_CACHE") as caught:
         kept_model(source, Converter(), ignore)
     assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_folders_that_vanish_while_they_are_counted_count_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip removes folders of its own while its progress is watched: that is no error."""
+    (tmp_path / "kept").write_bytes(b"12345")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "file").write_bytes(b"1")
+    scandir = os.scandir
+
+    def vanishing(path: str) -> Any:
+        if Path(path).name == "gone":
+            (Path(path) / "file").unlink()
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert 5 == _folder_bytes(tmp_path)

@@ -261,10 +261,13 @@ def _last_error(log: str) -> str:
 
 
 def _folder_bytes(folder: Path) -> int:
+    """What lies in a folder while someone else writes and removes there: what vanishes is 0."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip renames and removes files meanwhile
-            total += path.stat().st_size if path.is_file() else 0
+    # os.walk passes over a folder that is gone when its turn comes; Path.rglob raises.
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(inside, name).stat().st_size
     return total
 
 
