@@ -12,6 +12,7 @@ from kvtide.errors import SnapshotDamaged, SnapshotMiss
 from kvtide.pool import Pool
 from kvtide.snapshot import Seal, Snapshot, Ticket
 from kvtide.tide import Tide
+from support.jobs import submit
 from support.lazy_device import LazyDevice
 from support.pools import (
     fill,
@@ -221,7 +222,7 @@ def test_a_ticket_settles_once() -> None:
         made.append(results)
         return len(made)
 
-    ticket = Ticket(device.submit([lambda: 7]), succeed=succeed)
+    ticket = Ticket(submit(device, [lambda: 7]), succeed=succeed)
     assert (False, False, 1) == (ticket.done(), ticket.settled, device.queued_count)
     assert (1, 1) == (ticket.wait(), ticket.wait())
     assert (True, True, [[7]]) == (ticket.done(), ticket.settled, made)
@@ -236,7 +237,7 @@ def test_a_failed_ticket_gives_back_once_and_raises_each_time() -> None:
         raise ValueError("of the job")
 
     ticket = Ticket(
-        device.submit([fail]), succeed=lambda _: None, fail=lambda: given_back.append(1)
+        submit(device, [fail]), succeed=lambda _: None, fail=lambda: given_back.append(1)
     )
     ticket.settle()
     assert ticket.settled
@@ -249,7 +250,7 @@ def test_a_failed_ticket_gives_back_once_and_raises_each_time() -> None:
 def test_asking_settles_a_ticket_whose_job_has_ended() -> None:
     """Who polls `done` needn't wait afterwards."""
     device = LazyDevice()
-    ticket = Ticket(device.submit([lambda: 7]), succeed=lambda results: results)
+    ticket = Ticket(submit(device, [lambda: 7]), succeed=lambda results: results)
     device.close()
     assert not ticket.settled
     assert ticket.done()

@@ -220,10 +220,10 @@ def test_an_offload_that_could_not_start_gives_its_blocks_back() -> None:
 def test_an_offload_that_failed_gives_its_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its error is the ticket's, each time."""
 
-    def failing(_: memoryview) -> int:
+    def failing(_: object) -> int:
         raise OSError("of the copy")
 
-    monkeypatch.setattr("kvtide.transfer.mover._checksum", failing)
+    monkeypatch.setattr("kvtide.transfer.mover.xxhash.xxh3_64_intdigest", failing)
     tide = make_tide(LazyDevice())
     ticket = tide.start_offload(range(4))
     for _ in range(2):

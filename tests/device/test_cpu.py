@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvtide.device import Block, CPUDevice, Device, open_device
-from kvtide.device.cpu import _drain
+from kvtide.device.threads import drain
 from kvtide.errors import UsageError
+from support.jobs import submit
 from support.lazy_device import LazyDevice
 
 PATIENCE_S = 30
@@ -54,7 +55,7 @@ def test_devices_open_by_name() -> None:
 
 def test_an_unknown_device_is_refused_by_name() -> None:
     """The message names it, and those there are."""
-    with pytest.raises(UsageError, match="'tpu' isn't known; known are: cpu"):
+    with pytest.raises(UsageError, match="'tpu' isn't known here; known are: cpu"):
         open_device("tpu")
 
 
@@ -87,22 +88,22 @@ def test_results_come_in_the_order_of_the_items(device: CPUDevice) -> None:
 
         return run
 
-    assert list(range(40)) == device.submit([item(number) for number in range(40)]).wait()
+    assert list(range(40)) == submit(device, [item(number) for number in range(40)]).wait()
 
 
 def test_results_are_those_of_the_last_phase(device: CPUDevice) -> None:
     """Also where it is shorter than the one before it, or empty."""
     ones, twos = [lambda: 1] * 7, [lambda: 2] * 3
-    assert [2, 2, 2] == device.submit(ones, twos).wait()
-    assert [] == device.submit(ones, []).wait()
-    assert [1] * 7 == device.submit([], ones).wait()
-    assert [] == device.submit().wait()
+    assert [2, 2, 2] == submit(device, ones, twos).wait()
+    assert [] == submit(device, ones, []).wait()
+    assert [1] * 7 == submit(device, [], ones).wait()
+    assert [] == submit(device).wait()
 
 
 def test_every_item_runs_once(device: CPUDevice) -> None:
     """No lane takes another's item."""
     ran: list[int] = []
-    device.submit([noting(number, ran) for number in range(500)]).wait()
+    submit(device, [noting(number, ran) for number in range(500)]).wait()
     assert list(range(500)) == sorted(ran)
 
 
@@ -115,7 +116,7 @@ def test_a_phase_begins_when_the_one_before_has_ended(device: CPUDevice) -> None
         ran.append(0)
         return 0
 
-    assert [12] * 12 == device.submit([slow] * 12, [lambda: len(ran)] * 12).wait()
+    assert [12] * 12 == submit(device, [slow] * 12, [lambda: len(ran)] * 12).wait()
 
 
 def test_jobs_run_in_the_order_submitted(device: CPUDevice) -> None:
@@ -127,8 +128,8 @@ def test_jobs_run_in_the_order_submitted(device: CPUDevice) -> None:
         assert gate.wait(PATIENCE_S)
         ran.append("slow")
 
-    slow_job = device.submit([slow])
-    fast_job = device.submit([lambda: ran.append("fast")])
+    slow_job = submit(device, [slow])
+    fast_job = submit(device, [lambda: ran.append("fast")])
     assert not slow_job.done()
     assert not fast_job.done()
     gate.set()
@@ -140,7 +141,7 @@ def test_jobs_run_in_the_order_submitted(device: CPUDevice) -> None:
 def test_submitting_returns_before_the_work_is_done(device: CPUDevice) -> None:
     """Otherwise this test would wait for itself."""
     gate = threading.Event()
-    job = device.submit([lambda: gate.wait(PATIENCE_S)])
+    job = submit(device, [lambda: gate.wait(PATIENCE_S)])
     assert not job.done()
     gate.set()
     assert [True] == job.wait()
@@ -155,12 +156,12 @@ def test_an_error_of_an_item_is_raised_at_each_wait(
     """Whatever it is, wherever it happens; an IndexError too, which a deque raises as well."""
     items: list[Callable[[], int]] = [lambda: 1] * 8
     items[at] = raising(error_type("of the item"))
-    job = device.submit(items)
+    job = submit(device, items)
     for _ in range(2):
         with pytest.raises(error_type, match="of the item"):
             job.wait()
     assert job.done()
-    assert [5] == device.submit([lambda: 5]).wait(), "the queue goes on"
+    assert [5] == submit(device, [lambda: 5]).wait(), "the queue goes on"
 
 
 def test_an_interrupt_ends_the_wait_and_not_the_move(device: CPUDevice) -> None:
@@ -178,7 +179,7 @@ def test_an_interrupt_ends_the_wait_and_not_the_move(device: CPUDevice) -> None:
     try:
         for number in range(200):
             pause = [lambda: time.sleep(0.0005)]
-            job = device.submit(pause, [noting(number, ran)] * 4, [noting(number, ran)])
+            job = submit(device, pause, [noting(number, ran)] * 4, [noting(number, ran)])
             while not job.done():
                 try:
                     is_waiting = True
@@ -200,22 +201,22 @@ def test_without_threads_to_give_nothing_runs_after_the_end(
     """A job that failed has let go of its memory: no lane may write there later."""
     device = CPUDevice(lanes=3)
     ran: list[int] = []
-    submit = device._lanes.submit
+    start = device._lanes._others.submit
     calls: list[int] = []
 
     def submit_once(*given: Any) -> Any:
         calls.append(1)
         if len(calls) > 1:
             raise RuntimeError("can't start new thread")
-        return submit(*given)
+        return start(*given)
 
-    monkeypatch.setattr(device._lanes, "submit", submit_once)
+    monkeypatch.setattr(device._lanes._others, "submit", submit_once)
 
     def note() -> None:
         time.sleep(0.001)
         ran.append(1)
 
-    job = device.submit([note] * 50)
+    job = submit(device, [note] * 50)
     with pytest.raises(RuntimeError, match="new thread"):
         job.wait()
     count = len(ran)
@@ -232,9 +233,9 @@ def test_submitting_does_not_wait_for_the_job_at_work(device: CPUDevice) -> None
         started.set()
         return gate.wait(PATIENCE_S)
 
-    first = device.submit([hold])
+    first = submit(device, [hold])
     assert started.wait(PATIENCE_S)
-    second = device.submit([lambda: True])
+    second = submit(device, [lambda: True])
     assert not second.done()
     gate.set()
     assert [True] == second.wait()
@@ -245,7 +246,7 @@ def test_after_an_error_no_later_phase_begins(device: CPUDevice) -> None:
     """That is what keeps a damaged snapshot from being written."""
     ran: list[int] = []
     items: list[Callable[[], int]] = [lambda: 0, raising(ValueError()), lambda: 0]
-    job = device.submit(items, [noting(1, ran)])
+    job = submit(device, items, [noting(1, ran)])
     with pytest.raises(ValueError):
         job.wait()
     assert [] == ran
@@ -256,7 +257,7 @@ def test_after_an_error_the_remaining_items_are_dropped() -> None:
     ran: list[int] = []
     items = deque(enumerate([noting(0, ran), raising(ValueError()), noting(2, ran)]))
     with pytest.raises(ValueError):
-        _drain(items, {})
+        drain(items, {})
     assert [] == list(items)
     assert [0] == ran
 
@@ -277,7 +278,7 @@ def test_a_failed_job_ends_when_its_last_lane_does(failing_lane: str) -> None:
         time.sleep(0.05)
         ended.append("the other")
 
-    job = device.submit([item, item])
+    job = submit(device, [item, item])
     with pytest.raises(ValueError, match=failing_lane):
         job.wait()
     assert ["the other"] == ended
@@ -288,7 +289,7 @@ def test_as_many_items_run_side_by_side_as_there_are_lanes() -> None:
     """Each waits for all the others, so fewer lanes would never get through."""
     device = CPUDevice(lanes=4)
     together = threading.Barrier(4)
-    assert 4 == len(set(device.submit([lambda: together.wait(PATIENCE_S)] * 4).wait()))
+    assert 4 == len(set(submit(device, [lambda: together.wait(PATIENCE_S)] * 4).wait()))
     device.close()
 
 
@@ -303,7 +304,7 @@ def test_lanes_write_to_tensors_of_inference_mode(device: CPUDevice) -> None:
     """An engine's pool may have been made in it."""
     with torch.inference_mode():
         tensor = torch.zeros(3)
-    device.submit([lambda: tensor.fill_(7)]).wait()
+    submit(device, [lambda: tensor.fill_(7)]).wait()
     assert [7, 7, 7] == tensor.tolist()
 
 
@@ -315,7 +316,7 @@ def test_closing_waits_for_the_queue(device: CPUDevice) -> None:
         time.sleep(0.005)
         return 0
 
-    jobs = [device.submit([slow], [noting(number, ran)]) for number in range(4)]
+    jobs = [submit(device, [slow], [noting(number, ran)]) for number in range(4)]
     device.close()
     assert [0, 1, 2, 3] == ran
     assert all(job.done() for job in jobs)
@@ -326,7 +327,7 @@ def test_the_lazy_device_does_nothing_by_itself() -> None:
     """The tests of fences depend on it: only `wait` runs jobs, and in their order."""
     device: Device = LazyDevice()
     ran: list[int] = []
-    first, second = (device.submit([noting(n, ran)]) for n in (1, 2))
+    first, second = (submit(device, [noting(n, ran)]) for n in (1, 2))
     assert ([], False, False) == (ran, first.done(), second.done())
     second.wait()
     assert ([1, 2], True, True) == (ran, first.done(), second.done())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
 
 import torch
+
+from kvtide.device import Plan, Step
 
 T = TypeVar("T")
 
@@ -47,12 +49,16 @@ class LazyJob(Generic[T]):
 class LazyDevice:
     """The CPU as a device whose queue runs only when it is waited for: the slowest there is.
 
-    The items of a phase run in an order drawn from `seed`, since they must not depend on
-    each other. `host_sizes` lists what `allocate_host` was asked for.
+    The steps of a phase run in an order drawn from `seed`, since they must not depend on
+    each other, and each is given staging of its own, full of ones. `host_sizes` lists what
+    `allocate_host` was asked for.
     """
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    chunk_bytes = 1 << 20
+    move_bytes = 1 << 19
+    elements = (torch.int64, torch.uint8)
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -73,9 +79,13 @@ class LazyDevice:
         self.host_sizes.append(size_bytes)
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def submit(self, *phases: Sequence[Callable[[], T]]) -> LazyJob[T]:
+    def upload(self, index: torch.Tensor) -> torch.Tensor:
         """See Device."""
-        job = LazyJob(self, lambda: self._run(phases))
+        return index
+
+    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> LazyJob[T]:
+        """See Device."""
+        job = LazyJob(self, lambda: self._run(plan, staging_bytes))
         self._queue.append(job)
         return job
 
@@ -88,10 +98,15 @@ class LazyDevice:
         while self._queue:
             self.run_next()
 
-    def _run(self, phases: Sequence[Sequence[Callable[[], T]]]) -> list[T]:
+    def _run(self, plan: Plan[T], staging_bytes: int) -> list[T]:
         results: dict[int, T] = {}
-        for phase in phases:
+        for phase in plan():
             results = {}
             for number in self._random.sample(range(len(phase)), len(phase)):
-                results[number] = phase[number]()
+                results[number] = self._do(phase[number], staging_bytes)
         return [results[number] for number in range(len(results))]
+
+    def _do(self, step: Step[T], staging_bytes: int) -> T:
+        if step.issue is not None:
+            step.issue(torch.full((staging_bytes,), 255, dtype=torch.uint8))
+        return step.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, final
 
@@ -37,13 +37,30 @@ class Block:
         return self.slab.numpy().data[self.offset : self.offset + size_bytes]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Step(Generic[T]):
+    """A piece of a job: what the device does, and what the host does once that has happened."""
+
+    finish: Callable[[], T]
+    """The host's part. It runs in a thread of the device's, and its value is the result."""
+    issue: Callable[[torch.Tensor | None], None] | None = None
+    """The device's part, if there is one: it is only asked for here, and has happened when
+    `finish` is called. It is given staging, device memory that is the step's own until then
+    (uint8 [staging_bytes], of any contents), or None where copies need none."""
+
+
+Plan = Callable[[], Iterable[Sequence[Step[T]]]]
+"""Makes a job's phases, one after the other."""
+
+
 class Device(Protocol):
     """What the mover and the arena need of a device.
 
     The queue keeps order: a job begins after all earlier jobs of this device have ended, and
-    after everything that the calling thread gave the device to compute before `submit`. That
-    is the fence which makes an offload wait for the slots' writer, and a restore for their
-    earlier readers.
+    after everything that the calling thread gave the device to compute (on its current stream)
+    before `submit`. That is the fence which makes an offload wait for the slots' writer, and a
+    restore for their earlier readers. When a job has ended, all that it did has happened.
     """
 
     @property
@@ -56,6 +73,21 @@ class Device(Protocol):
         """Where pools on this device keep their tensors."""
         ...
 
+    @property
+    def chunk_bytes(self) -> int:
+        """How much is best moved at once."""
+        ...
+
+    @property
+    def move_bytes(self) -> int:
+        """The most that one operation within a chunk should move."""
+        ...
+
+    @property
+    def elements(self) -> tuple[torch.dtype, ...]:
+        """The dtypes to move bytes in, the widest first, the last one a byte wide."""
+        ...
+
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Device memory, uint8 [size_bytes], zeroed; raises what torch raises when it is out."""
         ...
@@ -64,13 +96,17 @@ class Device(Protocol):
         """Host memory, uint8 [size_bytes], pinned where copies gain by it; contents undefined."""
         ...
 
-    def submit(self, *phases: Sequence[Callable[[], T]]) -> Job[list[T]]:
-        """Queues work and returns at once; the job's result is that of the last phase, in order.
+    def upload(self, index: torch.Tensor) -> torch.Tensor:
+        """`index`, a host tensor, where this device's kernels read it. To be called by plans."""
+        ...
 
-        Items of a phase may run side by side, so they must not depend on each other. A phase
-        begins when the one before it has ended, and not at all if that one raised. After an
-        error the items that have not begun are dropped, and none is running any more when
-        the job has ended.
+    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+        """Queues a job and returns at once; its result is that of the last phase, in order.
+
+        `plan` is called when the job begins, in a thread of the device's. Steps of a phase may
+        run side by side, so they must not depend on each other. A phase is asked for when the
+        one before it has ended, and not at all if that one raised. After an error the steps
+        that have not begun are dropped, and nothing is running any more when the job has ended.
         """
         ...
 

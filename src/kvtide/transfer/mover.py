@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import final
@@ -10,14 +11,12 @@ from typing import final
 import torch
 import xxhash
 
-from kvtide.device import Block, Job
+from kvtide.device import Block, Job, Step
 from kvtide.errors import SnapshotDamaged
 from kvtide.pool import Pool
 from kvtide.transfer.plan import Moves, Slots, plan_moves
 
-# torch runs an operation of up to 32,768 elements (at::internal::GRAIN_SIZE) on the calling
-# thread alone. Moves of that many 16-byte elements stay within their lane.
-_MOVE_BYTES = 32_768 * 16
+_Phases = Iterator[Sequence[Step[int]]]
 
 
 @final
@@ -44,8 +43,12 @@ class Mover:
 
         The blocks belong to the job until it has ended, and the slots must not be written.
         """
-        chunks = self._chunks(slots, blocks, chunk_tokens)
-        return self._pool.device.submit([_gathering(chunk, seal) for chunk in chunks])
+
+        def phases() -> _Phases:
+            chunks = self._chunks(slots, blocks, chunk_tokens)
+            yield [Step(chunk.checksum if seal else _nothing, chunk.gather) for chunk in chunks]
+
+        return self._submit(phases, chunk_tokens)
 
     def scatter(
         self,
@@ -61,69 +64,111 @@ class Mover:
         With None for checksums nothing is checked: for benchmarks. The blocks and the slots
         belong to the job until it has ended.
         """
-        chunks = self._chunks(slots, blocks, chunk_tokens)
-        scattering = [_scattering(chunk) for chunk in chunks]
-        if checksums is None:
-            return self._pool.device.submit(scattering)
-        sealed = zip(chunks, checksums, strict=True)
-        checking = [_checking(i, chunk, checksum) for i, (chunk, checksum) in enumerate(sealed)]
-        return self._pool.device.submit(checking, scattering)
+
+        def phases() -> _Phases:
+            chunks = self._chunks(slots, blocks, chunk_tokens)
+            if checksums is not None:
+                sealed = zip(chunks, checksums, strict=True)
+                yield [Step(_checking(i, chunk, one)) for i, (chunk, one) in enumerate(sealed)]
+            yield [Step(_nothing, chunk.scatter) for chunk in chunks]
+
+        return self._submit(phases, chunk_tokens)
+
+    def _submit(self, phases: Callable[[], _Phases], chunk_tokens: int) -> Job[list[int]]:
+        staging_bytes = chunk_tokens * self._pool.geometry.token_bytes
+        return self._pool.device.submit(phases, staging_bytes=staging_bytes)
 
     def _chunks(self, slots: Slots, blocks: Sequence[Block], chunk_tokens: int) -> list[_Chunk]:
         """What the lanes need. A call from Python in one lane is a wait for the interpreter's
         lock in the other, so all that can be done once for all chunks is done here."""
-        token_bytes = self._pool.geometry.token_bytes
+        pool = self._pool
+        token_bytes = pool.geometry.token_bytes
         chunks: list[_Chunk] = []
-        for part in plan_moves(self._pool.buffer_rows, slots, chunk_tokens, _MOVE_BYTES):
+        for part in plan_moves(pool.buffer_rows, slots, chunk_tokens, pool.device.move_bytes):
             size_bytes = min(chunk_tokens, slots.size - len(chunks) * chunk_tokens) * token_bytes
             stop = len(chunks) + len(part[0].units)
             for run in _runs_of(blocks[len(chunks) : stop]):
                 first = len(chunks) - stop + len(part[0].units)
                 copies = [self._copies(moves, run, first) for moves in part]
-                views = run.bytes_views(size_bytes)
-                chunks += [_Chunk(view, number, copies) for number, view in enumerate(views)]
+                chunks += [
+                    _Chunk(number, run.block(number, size_bytes), copies)
+                    for number in range(run.count)
+                ]
         assert len(chunks) == len(blocks), "one block a chunk"
         return chunks
 
     def _copies(self, moves: Moves, run: _Run, first: int) -> _Copies:
         """The copies of the chunks in `run`, the first of which is number `first` of `moves`."""
+        device = self._pool.device
         row_bytes = self._pool.buffer_rows[moves.buffer].row_bytes
         unit_bytes = moves.unit_rows * row_bytes
         buffer = self._pool.buffers[moves.buffer][moves.skip_rows * row_bytes :]
         buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes]
         sizes = [unit_bytes, moves.block_offset, run.first, run.step]
-        dtype = _widest(sizes, buffer, run.slab)
-        width = unit_bytes // dtype.itemsize
-        return (
-            buffer.view(dtype).view(-1, width),
-            torch.from_numpy(moves.units)[first : first + run.count],
-            run.parts(moves.block_offset, dtype, (moves.units.shape[1], width)),
+        dtype = _widest(device.elements, sizes, buffer, run.slab)
+        shape = (moves.units.shape[1], unit_bytes // dtype.itemsize)
+        return _Copies(
+            buffer.view(dtype).view(-1, shape[1]),
+            device.upload(torch.from_numpy(moves.units)[first : first + run.count]),
+            run.parts(moves.block_offset, dtype, shape),
+            moves.block_offset,
         )
 
 
-_Copies = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The buffer as units [unit, element]; of each chunk in a run the index of the units that move
-[chunk, unit], and their place in its block [chunk, unit, element]."""
+@final
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """What moves between one buffer and the blocks of one run, for each of its chunks."""
+
+    units: torch.Tensor
+    """The buffer, as units [unit, element]."""
+    index: torch.Tensor
+    """The units that move, int64 [chunk, unit]."""
+    parts: torch.Tensor
+    """Their place in the blocks [chunk, unit, element]."""
+    block_offset: int
+    """In bytes, where that place begins in each block."""
+
+    def staged(self, staging: torch.Tensor) -> torch.Tensor:
+        """The place of one chunk's units in `staging`, which is laid out like a block."""
+        place, size_bytes = self.parts[0], self.parts[0].nbytes
+        part = staging[self.block_offset : self.block_offset + size_bytes]
+        return part.view(place.dtype).view(place.shape)
 
 
 @final
 class _Chunk:
-    """One chunk: its bytes in the block, and its number in the run that `copies` are of."""
+    """One chunk: its number in the run that `copies` are of, and its bytes in the block."""
 
-    def __init__(self, data: memoryview, number: int, copies: Sequence[_Copies]) -> None:
-        self.data = data
+    def __init__(self, number: int, block: torch.Tensor, copies: Sequence[_Copies]) -> None:
         self._number = number
+        self._block = block
         self._copies = copies
 
-    def gather(self) -> None:
-        """Units of the buffers to the block."""
-        for units, index, parts in self._copies:
-            torch.index_select(units, 0, index[self._number], out=parts[self._number])
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the chunk."""
+        return self._block.numel()
 
-    def scatter(self) -> None:
-        """The block to units of the buffers."""
-        for units, index, parts in self._copies:
-            units.index_copy_(0, index[self._number], parts[self._number])
+    def gather(self, staging: torch.Tensor | None) -> None:
+        """Units of the buffers to the block, by way of `staging` if there is any."""
+        for one in self._copies:
+            place = one.parts[self._number] if staging is None else one.staged(staging)
+            torch.index_select(one.units, 0, one.index[self._number], out=place)
+        if staging is not None:
+            self._block.copy_(staging[: self.size_bytes], non_blocking=True)
+
+    def scatter(self, staging: torch.Tensor | None) -> None:
+        """The block to units of the buffers, by way of `staging` if there is any."""
+        if staging is not None:
+            staging[: self.size_bytes].copy_(self._block, non_blocking=True)
+        for one in self._copies:
+            place = one.parts[self._number] if staging is None else one.staged(staging)
+            one.units.index_copy_(0, one.index[self._number], place)
+
+    def checksum(self) -> int:
+        """XXH3 64 of the block's bytes."""
+        return xxhash.xxh3_64_intdigest(self._block.numpy().data)
 
 
 @final
@@ -150,11 +195,10 @@ class _Run:
         self.count += 1
         return True
 
-    def bytes_views(self, size_bytes: int) -> list[memoryview]:
-        """The first bytes of each block."""
-        memory = self.slab.numpy().data
-        starts = [self.first + number * self.step for number in range(self.count)]
-        return [memory[start : start + size_bytes] for start in starts]
+    def block(self, number: int, size_bytes: int) -> torch.Tensor:
+        """The first bytes of one block, uint8 [size_bytes]."""
+        start = self.first + number * self.step
+        return self.slab[start : start + size_bytes]
 
     def parts(self, block_offset: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
         """What lies at `block_offset` bytes of each block, as `dtype` [block, *shape]."""
@@ -173,40 +217,23 @@ def _runs_of(blocks: Sequence[Block]) -> list[_Run]:
     return runs
 
 
-def _gathering(chunk: _Chunk, seal: bool) -> Callable[[], int]:
-    def gather() -> int:
-        chunk.gather()
-        return _checksum(chunk.data) if seal else 0
-
-    return gather
-
-
-def _scattering(chunk: _Chunk) -> Callable[[], int]:
-    def scatter() -> int:
-        chunk.scatter()
-        return 0
-
-    return scatter
-
-
-def _widest(numbers: Sequence[int], *tensors: torch.Tensor) -> torch.dtype:
-    """The widest element, of 16, 8 or 1 bytes, that fits these sizes and places in bytes."""
+def _widest(
+    dtypes: Sequence[torch.dtype], numbers: Sequence[int], *tensors: torch.Tensor
+) -> torch.dtype:
+    """The first of `dtypes` that fits these sizes and places in bytes."""
     places = [*numbers]
     for tensor in tensors:
         places += [tensor.data_ptr(), int(tensor.storage_offset()), tensor.numel()]
     together = reduce(or_, places)
-    for dtype in (torch.complex128, torch.int64):
-        if together % dtype.itemsize == 0:
-            return dtype
-    return torch.uint8
+    return next(dtype for dtype in dtypes if together % dtype.itemsize == 0)
 
 
 def _checking(number: int, chunk: _Chunk, sealed: int) -> Callable[[], int]:
     def check() -> int:
-        found = _checksum(chunk.data)
+        found = chunk.checksum()
         if found != sealed:
             raise SnapshotDamaged(
-                f"chunk {number}: {len(chunk.data)} bytes with checksum {found:016x}, "
+                f"chunk {number}: {chunk.size_bytes} bytes with checksum {found:016x}, "
                 f"sealed as {sealed:016x}; nothing was restored, so recompute this request"
             )
         return found
@@ -214,6 +241,5 @@ def _checking(number: int, chunk: _Chunk, sealed: int) -> Callable[[], int]:
     return check
 
 
-def _checksum(data: memoryview) -> int:
-    """XXH3 64 of the bytes."""
-    return xxhash.xxh3_64_intdigest(data)
+def _nothing() -> int:
+    return 0

@@ -1,0 +1,15 @@
+"""Jobs of plain callables, for tests of devices and tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvtide.device import Device, Job, Step
+
+T = TypeVar("T")
+
+
+def submit(device: Device, *phases: Sequence[Callable[[], T]]) -> Job[list[T]]:
+    """A job of these phases, whose items are work for the host alone."""
+    return device.submit(lambda: [[Step(item) for item in phase] for phase in phases])
