@@ -10,13 +10,15 @@ OUT := out
 # SmolLM2 keeps 22.5 KiB of KV a token, so this is room for about a quarter of the demo's tokens.
 KV_MEMORY ?= 45MiB
 
+SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
+
 .PHONY: help setup demo test lint types bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer examples/prompts.jsonl with a real model in a quarter of the KV memory,'
 	@echo '             then check every answer against a run with room for all'
-	@echo 'make test    lint, types and all tests'
+	@echo 'make test    lint, types and all tests; builds the simulated accelerator for them'
 	@echo 'make bench   bandwidth of gather and scatter, as ratios to memcpy'
 	@echo 'make clean   remove the virtual environment and everything else that make and tests made'
 	@echo
@@ -43,24 +45,36 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@$(PIP) install --quiet -c constraints.txt -e '.[serve,dev]'
 	@touch $@
 
+# Built against the torch of the environment, which a build of its own would download again.
+$(VENV)/.simnpu: $(VENV)/.installed $(SIMNPU)
+	@$(PY) -c 'import shutil, os, sys; sys.exit(shutil.which(os.environ.get("CXX") or "c++") is None)' || { \
+	  echo 'error: there is no C++ compiler, which simnpu, the simulated accelerator, needs.' >&2; \
+	  echo '       On Debian or Ubuntu: apt install g++' >&2; exit 1; }
+	@echo 'building simnpu, the simulated accelerator of the tests (a minute)'
+	@$(PIP) install --quiet --no-build-isolation --no-deps -e ./simnpu
+	@touch $@
+
 demo: setup
 	@mkdir -p $(OUT)
 	$(VENV)/bin/kvtide run examples/prompts.jsonl --model smollm2 --kv-memory $(KV_MEMORY) \
 	  --verify --out $(OUT)/answers.jsonl --report $(OUT)/report.json
 
 test: lint types
+	cd simnpu && ../$(PY) -m pytest
 	$(PY) -m pytest
 
 lint: setup
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 
-types: setup
+types: $(VENV)/.simnpu
 	$(PY) -m mypy
+	cd simnpu && ../$(PY) -m mypy
 
 bench: setup
 	$(VENV)/bin/kvtide bench copy
 
 clean:
+	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so
 	rm -rf $(VENV) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests simnpu -name __pycache__ -type d -prune -exec rm -rf {} +

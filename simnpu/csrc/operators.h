@@ -1,0 +1,36 @@
+// What the fallback has to know of an operator, read from its schema once.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+#include <vector>
+
+namespace simnpu {
+
+struct OpTraits {
+  explicit OpTraits(const c10::OperatorHandle& op);
+
+  std::string name;              // "aten::index.Tensor"
+  std::vector<std::string> arguments;
+  std::vector<bool> is_written;  // per argument
+  std::vector<size_t> outs;      // arguments that are resized to the result
+  // Per return: the argument that it is, or kFresh.
+  std::vector<int> returns;
+  bool has_fresh = false;
+  bool is_view = false;
+  bool returns_values = false;   // numbers and the like: the caller has to wait for them
+  bool is_pointwise = false;
+  bool is_random = false;
+  bool depends_on_data = false;  // the results' shapes can't be known at the call
+  bool takes_host_tensors = false;
+  const char* refusal = nullptr;  // why the device can't run it at all; null if it can
+  int generator = -1;            // the argument that is the random generator
+
+  static constexpr int kFresh = -1;
+};
+
+// Lives as long as the process.
+const OpTraits& traits_of(const c10::OperatorHandle& op);
+
+}  // namespace simnpu
