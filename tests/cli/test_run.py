@@ -57,6 +57,19 @@ def test_run_answers_all_but_the_one_that_never_fits(prompts: str, tmp_path: Pat
     assert (True, None) == (found["exact"], found["verified"])
 
 
+def test_a_device_is_simulated_where_that_is_asked_for(prompts: str) -> None:
+    """By the schedule named, or by the laziest; a real one has none."""
+    for options, expected in (
+        ("--device cpu", ("cpu", None)),
+        ("--device npu --simulate", ("npu", "lazy")),
+        ("--device npu --simulate --schedule random:7", ("npu", "random:7")),
+    ):
+        serving = FakeServing()
+        assert 0 == main(["run", prompts, *options.split()], serving=serving)
+        assert [expected] == serving.checked
+        assert expected[0] == serving.engines[0].options.device
+
+
 def test_options_reach_the_engine_and_the_requests(prompts: str) -> None:
     """Every option arrives, and what a line sets for itself wins."""
     serving = FakeServing()
@@ -290,6 +303,7 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
         ("run PROMPTS --dtype int8", "'--dtype'"),
         ("run PROMPTS --on-pressure drop", "'--on-pressure'"),
         ("run PROMPTS --device abacus", "there is no device 'abacus'"),
+        ("run PROMPTS --schedule eager", "--schedule is for a simulated device; add --simulate"),
         ("run PROMPTS --kv-memory 12parsecs", "--kv-memory: '12parsecs' is not a size"),
         ("run PROMPTS --kv-memory 0", "--kv-memory: 0 holds nothing"),
         ("run PROMPTS --host-memory lots", "--host-memory: 'lots' is not a size"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtide.device import CPUDevice
 from kvtide.errors import UsageError
 from kvtide.pool import Pool
 from kvtide.serve import paged as paged_module
@@ -28,7 +29,7 @@ LENGTHS = (1, 2, 17, 40, 41, 63, 64, 65, 130)
 def safe_rows(family: str, dtype: torch.dtype, threads: int) -> RowRange:
     """What the self-check finds here; without a safe row count there is no exact mode to test."""
     assert torch.get_num_threads() == threads
-    rows = find_rows(model_of(family, dtype)).rows
+    rows = find_rows(model_of(family, dtype), CPUDevice()).rows
     assert rows is not None
     return rows
 

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from kvtide.device import CPUDevice
 from kvtide.serve import selfcheck
 from kvtide.serve.batch import RowRange
 from kvtide.serve.selfcheck import find_rows
@@ -59,7 +60,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Any, out_features: int = 128)
 
 def test_without_dependence_every_count_is_safe(model: Any) -> None:
     """From one row to all that were asked for."""
-    assert RowRange(1, 24) == find_rows(model, max_rows=24).rows
+    assert RowRange(1, 24) == find_rows(model, CPUDevice(), max_rows=24).rows
 
 
 @pytest.mark.parametrize("out_features", [32, 64, 128])
@@ -68,7 +69,7 @@ def test_the_range_ends_where_the_numbers_change(
 ) -> None:
     """Below 5 rows and above 20 another kernel: whichever layer it is, 5 to 20 is found."""
     plant(monkeypatch, lambda count, out: out if 5 <= count <= 20 else out + 1e-3, out_features)
-    assert RowRange(5, 20) == find_rows(model, max_rows=24).rows
+    assert RowRange(5, 20) == find_rows(model, CPUDevice(), max_rows=24).rows
 
 
 def test_counts_that_all_differ_leave_a_single_one(
@@ -76,7 +77,7 @@ def test_counts_that_all_differ_leave_a_single_one(
 ) -> None:
     """Where each count has numbers of its own, one of them is fixed: all passes have it."""
     plant(monkeypatch, lambda count, out: out + 1e-3 * count)
-    rows = find_rows(model, max_rows=12).rows
+    rows = find_rows(model, CPUDevice(), max_rows=12).rows
     assert rows is not None
     assert rows.least == rows.most
 
@@ -86,7 +87,7 @@ def test_where_the_place_matters_each_row_runs_alone(
 ) -> None:
     """A number that depends on where its row stands leaves passes of one row."""
     plant(monkeypatch, lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
-    assert RowRange(1, 1) == find_rows(model, max_rows=12).rows
+    assert RowRange(1, 1) == find_rows(model, CPUDevice(), max_rows=12).rows
 
 
 def test_a_dependence_outside_the_products_is_found(model: Any) -> None:
@@ -94,7 +95,7 @@ def test_a_dependence_outside_the_products_is_found(model: Any) -> None:
     model.model.norm.register_forward_hook(
         lambda module, arguments, out: out + 1e-3 * out.mean(1, keepdim=True)
     )
-    assert RowRange(1, 1) == find_rows(model, max_rows=12).rows
+    assert RowRange(1, 1) == find_rows(model, CPUDevice(), max_rows=12).rows
 
 
 def test_numbers_that_never_repeat_leave_no_exact_mode(model: Any) -> None:
@@ -102,7 +103,7 @@ def test_numbers_that_never_repeat_leave_no_exact_mode(model: Any) -> None:
     model.model.norm.register_forward_hook(
         lambda module, arguments, out: out + 1e-3 * torch.randn(())
     )
-    check = find_rows(model, max_rows=12)
+    check = find_rows(model, CPUDevice(), max_rows=12)
     assert check.rows is None
     assert "no row count up to 12 is safe" in check.detail
     assert "1..12" in check.detail
@@ -112,9 +113,9 @@ def test_the_products_alone_show_where_the_place_matters(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole passes could miss it by chance: the probes move their rows, too."""
-    monkeypatch.setattr(selfcheck, "_passes_agree", lambda model, rows: True)
+    monkeypatch.setattr(selfcheck, "_passes_agree", lambda model, device, rows: True)
     plant(monkeypatch, lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
-    assert RowRange(1, 1) == find_rows(model, max_rows=12).rows
+    assert RowRange(1, 1) == find_rows(model, CPUDevice(), max_rows=12).rows
 
 
 def test_a_large_head_is_measured_over_the_range(
@@ -122,16 +123,16 @@ def test_a_large_head_is_measured_over_the_range(
 ) -> None:
     """A vocabulary's weight is too large for every count, but not left out."""
     monkeypatch.setattr(selfcheck, "_LARGE_WEIGHT", 131 * 64 - 1)
-    monkeypatch.setattr(selfcheck, "_passes_agree", lambda model, rows: True)
+    monkeypatch.setattr(selfcheck, "_passes_agree", lambda model, device, rows: True)
     plant(monkeypatch, lambda count, out: out if count > 9 else out + 1e-3, out_features=131)
-    assert RowRange(32, 32) == find_rows(model, max_rows=32).rows
+    assert RowRange(32, 32) == find_rows(model, CPUDevice(), max_rows=32).rows
 
 
 def test_the_model_is_left_as_it_was(model: Any) -> None:
     """Weights and attention."""
     before = model.config._attn_implementation
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    find_rows(model, max_rows=8)
+    find_rows(model, CPUDevice(), max_rows=8)
     assert before == model.config._attn_implementation
     for name, weight in model.state_dict().items():
         assert torch.equal(weights[name], weight)

@@ -105,12 +105,14 @@ class FakeServing:
     ) -> None:
         self.engines: list[FakeEngine] = []
         self.opened: list[tuple[str, str]] = []
+        self.checked: list[tuple[str, str | None]] = []
         self._on_engine = on_engine
         self._build_error = build_error
 
-    def check_device(self, name: str) -> None:
-        """See Serving."""
-        if name != "cpu":
+    def check_device(self, name: str, *, schedule: str | None = None) -> None:
+        """See Serving; a simulated device is there whatever its name."""
+        self.checked.append((name, schedule))
+        if schedule is None and name != "cpu":
             raise UsageError(f"there is no device {name!r}")
 
     def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 @final
 class LazyJob(Generic[T]):
-    """Work in a LazyDevice's queue."""
+    """Work in a LazyQueue."""
 
-    def __init__(self, device: LazyDevice, work: Callable[[], list[T]]) -> None:
-        self._device = device
+    def __init__(self, queue: LazyQueue, work: Callable[[], T]) -> None:
+        self._queue = queue
         self._work = work
         self._ended = False
         self._results: list[T] = []
@@ -27,22 +27,49 @@ class LazyJob(Generic[T]):
     def run(self) -> None:
         """Runs the work here and now, and keeps its outcome."""
         try:
-            self._results = self._work()
+            self._results.append(self._work())
         except BaseException as error:
             self._error = error
+        del self._work
         self._ended = True
 
     def done(self) -> bool:
         """Whether it has run; runs nothing itself."""
         return self._ended
 
-    def wait(self) -> list[T]:
+    def wait(self) -> T:
         """Runs the queue up to this job."""
         while not self._ended:
-            self._device.run_next()
+            self._queue.run_next()
         if self._error is not None:
             raise self._error
-        return self._results
+        return self._results[0]
+
+
+@final
+class LazyQueue:
+    """A JobQueue without a thread: its jobs run, in order, in the thread that waits for one."""
+
+    def __init__(self) -> None:
+        self._jobs: list[LazyJob[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, work: Callable[[], T]) -> LazyJob[T]:
+        """See JobQueue."""
+        job = LazyJob(self, work)
+        self._jobs.append(job)
+        return job
+
+    def run_next(self) -> None:
+        """Runs the oldest job that hasn't run."""
+        self._jobs.pop(0).run()
+
+    def close(self) -> None:
+        """See JobQueue."""
+        while self._jobs:
+            self.run_next()
 
 
 @final
@@ -62,7 +89,7 @@ class LazyDevice:
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
-        self._queue: list[LazyJob[Any]] = []
+        self._queue = LazyQueue()
         self.host_sizes: list[int] = []
 
     @property
@@ -83,20 +110,17 @@ class LazyDevice:
         """See Device."""
         return index
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> LazyJob[T]:
+    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> LazyJob[list[T]]:
         """See Device."""
-        job = LazyJob(self, lambda: self._run(plan, staging_bytes))
-        self._queue.append(job)
-        return job
+        return self._queue.submit(lambda: self._run(plan, staging_bytes))
 
     def run_next(self) -> None:
         """Runs the oldest job that hasn't run."""
-        self._queue.pop(0).run()
+        self._queue.run_next()
 
     def close(self) -> None:
         """See Device."""
-        while self._queue:
-            self.run_next()
+        self._queue.close()
 
     def _run(self, plan: Plan[T], staging_bytes: int) -> list[T]:
         results: dict[int, T] = {}

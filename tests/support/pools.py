@@ -92,8 +92,13 @@ def _slices(
 
 def rows_of(pool: Pool, name: str, layer: int) -> Bytes:
     """The bytes of one layer of a plane, uint8 [slot, row byte]; writes go to the pool."""
-    data = pool.plane(name, layer).view(-1).view(torch.uint8)
-    return data.numpy().reshape(pool.slot_count, -1)
+    rows: Bytes = _bytes_of(pool, name, layer).numpy()
+    return rows
+
+
+def _bytes_of(pool: Pool, name: str, layer: int) -> torch.Tensor:
+    plane = pool.plane(name, layer)
+    return plane.view(-1).view(torch.uint8).view(pool.slot_count, -1)
 
 
 def parts_of(pool: Pool) -> list[tuple[str, int]]:
@@ -102,8 +107,15 @@ def parts_of(pool: Pool) -> list[tuple[str, int]]:
 
 
 def image_of(pool: Pool) -> Image:
-    """A copy of every byte of the pool's slots."""
-    return {part: rows_of(pool, *part).copy() for part in parts_of(pool)}
+    """A copy of every byte of the pool's slots, on any device."""
+    return {part: _bytes_of(pool, *part).cpu().numpy().copy() for part in parts_of(pool)}
+
+
+def scramble(pool: Pool, seed: int) -> None:
+    """Random bytes in all slots, on any device: those of `fill` on a created pool of the CPU."""
+    rng = np.random.default_rng(seed)
+    for buffer in pool.buffers:
+        buffer.copy_(torch.from_numpy(rng.integers(0, 256, buffer.numel(), np.uint8)))
 
 
 def fill(case: PoolCase, seed: int) -> None:
@@ -114,9 +126,10 @@ def fill(case: PoolCase, seed: int) -> None:
 
 
 def poison(pool: Pool, slots: Any) -> None:
-    """Overwrites what `slots` own, as their next holder would."""
+    """Overwrites what `slots` own, as their next holder would; on any device, without waiting."""
+    index = torch.from_numpy(np.array(slots, np.int64)).to(pool.device.torch_device)
     for part in parts_of(pool):
-        rows_of(pool, *part)[np.asarray(slots, np.int64)] = POISON
+        _bytes_of(pool, *part).index_fill_(0, index, POISON)
 
 
 def with_rows(image: Image, slots: Any, saved: Image, saved_slots: Any) -> Image:

@@ -84,7 +84,7 @@ def copy_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare gather and scatter with memcpy of as many bytes, and with what engines do."""
-    size_bytes = _check_size(size)
+    size_bytes = check_size(size)
     import torch
 
     before = torch.get_num_threads()
@@ -119,7 +119,7 @@ def measure_copy(size_bytes: int, rounds: int) -> CopyFigures:
     target = torch.zeros_like(source)
     with ExitStack() as stack:
         device = stack.enter_context(closing(open_device("cpu")))
-        pool = _make_pool(device, size_bytes)
+        pool = make_pool(device, size_bytes)
         arena = HostArena(device, limit_bytes=size_bytes, block_bytes=_PAGE_BYTES)
         lease = arena.lease(size_bytes // _PAGE_BYTES)
         stack.callback(lease.release)
@@ -161,9 +161,6 @@ def make_operations(
     """
     import torch
 
-    from kvtide.transfer import Mover
-
-    mover = Mover(pool)
     index = [
         torch.from_numpy(slots[first : first + _ENGINE_CHUNK])
         for first in range(0, slots.size, _ENGINE_CHUNK)
@@ -180,17 +177,27 @@ def make_operations(
             for part, chunk in zip(index, chunks, strict=True):
                 tensor[part] = chunk
 
+    moves = make_moves(pool, slots, blocks, chunk_tokens=_PAGE_SIZE)
+    return {**moves, "engine_gather": engine_gather, "engine_scatter": engine_scatter}
+
+
+def make_moves(
+    pool: Pool, slots: NDArray[np.int64], blocks: Sequence[Block], *, chunk_tokens: int
+) -> dict[str, Operation]:
+    """kvtide's own part of a case: gather, sealed_gather, scatter; a block holds a chunk."""
+    from kvtide.transfer import Mover
+
+    mover = Mover(pool)
+
     def gather(*, seal: bool) -> list[int]:
-        return mover.gather(slots, blocks, chunk_tokens=_PAGE_SIZE, seal=seal).wait()
+        return mover.gather(slots, blocks, chunk_tokens=chunk_tokens, seal=seal).wait()
 
     return {
         "gather": lambda: gather(seal=False),
         "sealed_gather": lambda: gather(seal=True),
         "scatter": lambda: mover.scatter(
-            blocks, slots, chunk_tokens=_PAGE_SIZE, checksums=None
+            blocks, slots, chunk_tokens=chunk_tokens, checksums=None
         ).wait(),
-        "engine_gather": engine_gather,
-        "engine_scatter": engine_scatter,
     }
 
 
@@ -242,8 +249,9 @@ def to_json(figures: CopyFigures) -> dict[str, object]:
     }
 
 
-def _make_pool(device: Device, moved_bytes: int) -> Pool:
-    """A pool on `device`, filled: untouched memory would all be one page of zeros."""
+def make_pool(device: Device, moved_bytes: int) -> Pool:
+    """A pool on `device` of four times as much as is moved (whole pages of 1 MiB), filled:
+    untouched memory would all be one page of zeros."""
     import torch
 
     from kvtide.layout import GQA
@@ -260,12 +268,15 @@ def _make_pool(device: Device, moved_bytes: int) -> Pool:
     assert geometry.token_bytes == _TOKEN_BYTES, "the sizes above disagree"
     pool = Pool.create(geometry, device, page_count=_POOL_SHARE * moved_bytes // _PAGE_BYTES)
     for buffer in pool.buffers:
-        buffer.view(torch.int64).random_()
+        # On the host: not every accelerator has random integers.
+        buffer.copy_(
+            torch.empty(buffer.numel() // 8, dtype=torch.int64).random_().view(torch.uint8)
+        )
     return pool
 
 
-def _check_size(text: str) -> int:
-    """Bytes to move, in whole pages."""
+def check_size(text: str) -> int:
+    """`--size` in bytes, cut to whole pages of 1 MiB; UsageError below one, or for too much."""
     size_bytes = parse_size(text, name="--size") // _PAGE_BYTES * _PAGE_BYTES
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     largest = memory_bytes // (2 * _POOL_SHARE + 2)
@@ -282,7 +293,7 @@ def _print_figures(figures: CopyFigures, how: str) -> None:
     memcpy = figures.memcpy
     speed = figures.size_bytes / memcpy.seconds / 1e9
     console.print(
-        f"{_machine_name()}, {how}\n"
+        f"{machine_name()}, {how}\n"
         f"{format_size(figures.size_bytes)} each, rows of 2 KiB; memcpy {speed:.1f} GB/s, "
         f"{memcpy.seconds * 1e3:.1f} ms ({memcpy.cpu_seconds * 1e3:.1f} ms CPU)",
         markup=False,
@@ -307,7 +318,7 @@ def _print_figures(figures: CopyFigures, how: str) -> None:
     console.print(table)
 
 
-def _machine_name() -> str:
+def machine_name() -> str:
     """The processor's name where the system tells it (Linux), else its kind."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,7 +1,7 @@
 """The command `kvtide` and what its exit codes mean.
 
-0 done; 1 something failed that nobody asked for; 2 bad input, with one line on standard error;
-3 `--verify` found a difference; 130 Ctrl-C.
+0 done; 1 something failed that nobody asked for, or a check of `kvtide doctor`; 2 bad input, with
+one line on standard error; 3 `--verify` found a difference; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import typer
 
 from kvtide.cli.bench import bench
 from kvtide.cli.display import printable
+from kvtide.cli.doctor import doctor
 from kvtide.cli.run import EXIT_INTERRUPTED, run
 from kvtide.cli.serving import Serving
 from kvtide.errors import KvtideError, UsageError
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(run)
+app.command()(doctor)
 app.add_typer(bench, name="bench")
 
 

@@ -30,7 +30,7 @@ from kvtide.cli.results import (
     write_answers,
     write_report,
 )
-from kvtide.cli.serving import LibraryServing, Serving
+from kvtide.cli.serving import LibraryServing, Serving, check_schedule
 from kvtide.cli.sizes import parse_size
 from kvtide.cli.verify import Verdict, compare_runs
 from kvtide.errors import UsageError
@@ -77,6 +77,7 @@ class RunSettings:
     seed: int
     dtype: str
     device: str
+    schedule: str | None
     page_size: int
     chunk_tokens: int
     threads: int | None
@@ -124,6 +125,11 @@ def run(
     seed: Annotated[int, _option("Where each request's sampling begins.", min=0)] = 0,
     dtype: Annotated[DType, _option("Of weights and KV.")] = DType.bfloat16,
     device: Annotated[str, _option("Where the model and the pool are.")] = "cpu",
+    simulate: Annotated[bool, _option("That device is a simulated one.", "--simulate")] = False,
+    schedule: Annotated[
+        str | None,
+        _option("What it does when: lazy, eager, random:SEED, thread.", show_default="lazy"),
+    ] = None,
     page_size: Annotated[int, _option("Tokens a page.", min=1, max=4096)] = 16,
     chunk_tokens: Annotated[int, _option("Prompt tokens a step and request.", min=1)] = 256,
     threads: Annotated[
@@ -152,6 +158,7 @@ def run(
         seed=_check_seed(seed),
         dtype=dtype.value,
         device=device,
+        schedule=check_schedule(schedule, simulate=simulate),
         page_size=page_size,
         chunk_tokens=chunk_tokens,
         threads=threads,
@@ -167,7 +174,7 @@ def run(
 def execute(settings: RunSettings, serving: Serving) -> int:
     """Does the whole run and returns the exit code. Raises `UsageError` for bad input."""
     prompts = read_prompts(settings.source)
-    serving.check_device(settings.device)
+    serving.check_device(settings.device, schedule=settings.schedule)
     with make_display(Console(stderr=True)) as display:
         display.load(f"loading {settings.model}", 0, None)
         model = serving.open_model(settings.model, dtype=settings.dtype, progress=display.load)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvtide.cli.prompts import Prompt
+from kvtide.cli.simulated import simulate
 from kvtide.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class Serving(Protocol):
     """The seam between the commands and the library; the tests fill it with a small fake."""
 
-    def check_device(self, name: str) -> None:
-        """Raises `UsageError` if there is no such device."""
+    def check_device(self, name: str, *, schedule: str | None = None) -> None:
+        """Raises `UsageError` if there is no such device. `schedule` makes it a simulated one."""
 
     def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
         """Loads weights and tokenizer; raises `UsageError` if there are none of that name."""
@@ -43,10 +44,12 @@ class Serving(Protocol):
 class LibraryServing:
     """The library itself."""
 
-    def check_device(self, name: str) -> None:
+    def check_device(self, name: str, *, schedule: str | None = None) -> None:
         """See Serving."""
         from kvtide.device import open_device
 
+        if schedule is not None:
+            simulate(name, schedule)
         open_device(name).close()
 
     def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
@@ -68,6 +71,13 @@ class LibraryServing:
         from kvtide.serve.engine import Engine
 
         return Engine.build(model, options, requests)
+
+
+def check_schedule(schedule: str | None, *, simulate: bool) -> str | None:
+    """The schedule to simulate a device by, None for a real one; UsageError for one without."""
+    if schedule is not None and not simulate:
+        raise UsageError("--schedule is for a simulated device; add --simulate")
+    return (schedule or "lazy") if simulate else None
 
 
 def encode_prompt(model: OpenModel, prompt: Prompt) -> list[int]:

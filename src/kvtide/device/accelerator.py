@@ -46,8 +46,9 @@ class AcceleratorDevice:
     # Large enough that what a chunk costs the host is hidden behind its copy over the link.
     chunk_bytes = 8 << 20
     move_bytes = chunk_bytes
-    # No complex numbers: what is moved are bytes, and not every accelerator has them.
-    elements = (torch.int64, torch.uint8)
+    # What is moved are bytes. On Ascend's A2 and A3 the AI core's own kernels know these integers
+    # (aclnnIndexCopy: of 32 and 64 bits), and complex numbers go another, slow way.
+    elements = (torch.int64, torch.int32, torch.uint8)
 
     def __init__(self, name: str) -> None:
         """Raises UsageError if torch has no such device here."""
@@ -165,7 +166,8 @@ class _Way:
 
 def find_accelerator(name: str) -> torch.device:
     """The torch device of that name, with its index; raises UsageError if it isn't here."""
-    here = torch.accelerator.current_accelerator()
+    # What torch was built for may still not be here.
+    here = torch.accelerator.current_accelerator(check_available=True)
     kinds = "cpu" if here is None else f"cpu, {here.type}"
     kind, _, index = name.partition(":")
     if here is None or kind != here.type:

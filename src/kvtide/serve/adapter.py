@@ -222,7 +222,7 @@ class HookedModel:
         """A pass of padding only, which writes to no slot: does the model do what we rely on?"""
         trial = _Trial()
         nothing = torch.zeros(2, dtype=torch.int64, device=self._model.device)
-        current = _Pass(self._pool, nothing[:0], AttentionPlan(2, (), 0), self._workspace, trial)
+        current = _Pass(self._pool, nothing[:0], AttentionPlan(2, ()), self._workspace, trial)
         try:
             logits = self._call(current, nothing, nothing, nothing[:1])
         except UsageError:

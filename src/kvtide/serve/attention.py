@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class Span:
     mask: Tensor | None
     """bool [count, context], true where a query may look; None when it is plainly causal."""
 
+    def to(self, device: torch.device) -> Span:
+        """The same on that device."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, slots=self.slots.to(device), mask=mask)
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -48,6 +53,10 @@ class Bucket:
     bias: Tensor
     """[count, 1, 1, length] in the model's dtype: 0 on the context, minus infinity behind it."""
 
+    def to(self, device: torch.device) -> Bucket:
+        """The same on that device."""
+        return replace(self, slots=self.slots.to(device), bias=self.bias.to(device))
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -57,8 +66,10 @@ class AttentionPlan:
     """All rows, padding included; rows in no span or bucket get zeros."""
     parts: tuple[Span | Bucket, ...]
     """In the order of their rows, without gaps, from row 0."""
-    gather_rows: int
-    """The most slots that one part gathers."""
+
+    def to(self, device: torch.device) -> AttentionPlan:
+        """The same on that device."""
+        return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
 
 def padded_length(context: int) -> int:
@@ -91,8 +102,7 @@ def plan_attention(
         singles = {max(singles): [one for group in singles.values() for one in group]}
     parts += [_bucket(group, length, dtype) for length, group in singles.items()]
     parts.sort(key=lambda part: part.first)
-    widest = max((len(part.slots) for part in parts), default=0)
-    return AttentionPlan(row_count, tuple(parts), widest)
+    return AttentionPlan(row_count, tuple(parts))
 
 
 def _span(segment: Segment) -> Span:

@@ -24,7 +24,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The rows of all requests of a step, one after another; every row lies in one segment."""
+    """The rows of all requests of a step, one after another; every row lies in one segment.
+
+    All tensors are on the host.
+    """
 
     token_ids: Tensor
     """int64 [row]."""

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from kvtide.arena import HostArena
-from kvtide.device import open_device
+from kvtide.device import Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
 from kvtide.serve.batch import PackedBatch, RowRange, Segment
@@ -25,11 +25,17 @@ from kvtide.serve.request import Request
 from kvtide.serve.sampling import Sampler
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.serve.selfcheck import find_rows
-from kvtide.serve.sizing import check_memory, count_pages, create_pool, default_host_bytes
+from kvtide.serve.sizing import (
+    block_bytes_for,
+    check_memory,
+    count_pages,
+    create_pool,
+    default_host_bytes,
+    move_model,
+)
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
-from kvtide.transfer import chunk_tokens_for
 
 
 @final
@@ -122,7 +128,7 @@ class Engine:
     def build(
         cls, source: OpenModel, options: EngineOptions, requests: Sequence[Request] = ()
     ) -> Engine:
-        """An engine with its pool, arena and checked model.
+        """An engine with its pool, arena and checked model, which is moved to the device.
 
         Raises UsageError for a model that can't be served, an unknown device, a pool smaller
         than one page or, in exact mode, a machine on which no row count is safe.
@@ -137,14 +143,17 @@ class Engine:
         geometry = geometry_of(source.model.config, dtype, options.page_size)
         device = open_device(options.device)
         page_count = count_pages(geometry, options.kv_memory_bytes, requests)
-        check_memory(page_count * geometry.page_bytes, options.host_memory_bytes)
+        pool_bytes = page_count * geometry.page_bytes
+        pool_host_bytes = pool_bytes if device.torch_device.type == "cpu" else 0
+        check_memory(pool_host_bytes, options.host_memory_bytes)
         pool = create_pool(geometry, device, page_count)
-        rows = _safe_rows(source) if options.exact else None
+        move_model(source.model, device)
+        rows = _safe_rows(source, device) if options.exact else None
         model = PagedModel(source.model, pool, exact=options.exact, rows=rows)
-        block_bytes = chunk_tokens_for(geometry) * geometry.token_bytes
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
-            limit_bytes = default_host_bytes(pool.size_bytes)
+            limit_bytes = default_host_bytes(pool_host_bytes)
+        block_bytes = block_bytes_for(geometry, device, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         pages = PageAllocator(page_count)
         return cls(model, source, Tide(pool, arena, pages), pages, options)
@@ -341,8 +350,8 @@ def _is_ready(request: Request, count: int) -> bool:
     return request.stored + count == request.token_count
 
 
-def _safe_rows(source: OpenModel) -> RowRange:
-    check = find_rows(source.model)
+def _safe_rows(source: OpenModel, device: Device) -> RowRange:
+    check = find_rows(source.model, device)
     if check.rows is None:
         raise UsageError(f"exact mode can't be had here: {check.detail}; use fast mode instead")
     return check.rows

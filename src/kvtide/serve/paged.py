@@ -79,6 +79,7 @@ class PagedModel:
                 f"the pool holds {pool.geometry.planes}, the model needs {expected.planes}"
             )
         self._dtype: torch.dtype = model.dtype
+        self._device = pool.device.torch_device
         self._rows = rows if exact else None
         self._model = HookedModel(model, pool, experts_by_token=exact)
 
@@ -88,7 +89,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Logits [n, vocab] of ``batch.logit_rows``, in their order.
+        """Logits [n, vocab] of ``batch.logit_rows``, in their order, on the host.
 
         Writes the keys and values of all rows to ``batch.out_slots`` and touches no other
         slot. The slots of a segment must hold what earlier steps wrote to them. In exact mode
@@ -108,7 +109,7 @@ class PagedModel:
             total += heads
         if found_at == list(range(total)):
             return logits[0] if len(logits) == 1 else torch.cat(logits)
-        return torch.cat(logits)[torch.tensor(found_at, dtype=torch.int64, device=logits[0].device)]
+        return torch.cat(logits)[torch.tensor(found_at, dtype=torch.int64)]
 
     def _passes(self, segments: Sequence[Segment]) -> Iterator[_PassRows]:
         """Which segments run in one pass: those of one query first, by length."""
@@ -131,18 +132,22 @@ class PagedModel:
             yield _PassRows.of(group, self._rows.least, shared=True)
 
     def _run(self, rows: _PassRows, batch: PackedBatch, keep: list[int]) -> Tensor:
-        """The logits of the pass's rows ``keep``, or of all its rows where it is shared."""
-        device = batch.token_ids.device
-        sources = torch.tensor(rows.sources, device=device)
+        """The logits of the pass's rows ``keep``, or of all its rows where it is shared.
+
+        All that says who is where is worked out on the host and goes to the device from here:
+        by copies that block, since what they read is gone when this returns.
+        """
+        sources = torch.tensor(rows.sources)
         padding = (0, rows.row_count - len(rows.sources))
         plan = plan_attention(
             rows.segments, rows.row_count, self._dtype, mix_lengths=self._rows is None
         )
+        device = self._device
         return self._model.run(
-            pad(batch.token_ids[sources], padding),
-            pad(batch.positions[sources], padding),
-            batch.out_slots[sources],
-            plan,
+            pad(batch.token_ids[sources], padding).to(device),
+            pad(batch.positions[sources], padding).to(device),
+            batch.out_slots[sources].to(device),
+            plan.to(device),
             # The head is a matrix product as well: in a shared pass it sees every row.
-            0 if rows.shared else torch.tensor(keep, dtype=torch.int64, device=device),
-        )
+            0 if rows.shared else torch.tensor(keep, dtype=torch.int64).to(device),
+        ).cpu()

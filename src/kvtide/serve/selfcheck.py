@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvtide.device import open_device
+from kvtide.device import Device
 from kvtide.pool import Pool
 from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.batch import PackedBatch, RowRange, Segment
@@ -63,6 +63,9 @@ class _Probe:
     inputs: Tensor
     """[max_rows, in]."""
 
+    def on(self, device: torch.device) -> _Probe:
+        return _Probe(self.weight.to(device), self.inputs.to(device))
+
     def run(self, count: int) -> Tensor:
         return linear(self.inputs[:count], self.weight)
 
@@ -74,21 +77,25 @@ class _Probe:
 
 
 @torch.inference_mode()
-def find_rows(model: PreTrainedModel, *, max_rows: int = 64) -> RowCheck:
-    """Measures the safe row counts of passes up to ``max_rows`` on this machine, now.
+def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 64) -> RowCheck:
+    """Measures the safe row counts of passes up to ``max_rows`` on ``device``, now.
 
-    Blocks, for about a second with a small model; allocates a small pool for the time being and
-    leaves the model as it was. Raises UsageError for a model that isn't served.
+    The model is on it already. Blocks, for about a second with a small model; allocates a small
+    pool for the time being and leaves the model as it was. Raises UsageError for a model that
+    isn't served.
     """
     start = time.perf_counter()
-    probes = [_probe(*shape, model.dtype, max_rows) for shape in _linear_shapes(model)]
+    probes = [
+        _probe(*shape, model.dtype, max_rows).on(device.torch_device)
+        for shape in _linear_shapes(model)
+    ]
     small = [probe for probe in probes if probe.weight.numel() <= _LARGE_WEIGHT]
     large = [probe for probe in probes if probe.weight.numel() > _LARGE_WEIGHT]
     ranges = _agreeing_ranges(small, max_rows)
     tried: list[str] = []
     for rows in _candidates(ranges):
         counts = _spread(rows, _SAMPLES)
-        if all(_agree(probe, counts) for probe in large) and _passes_agree(model, rows):
+        if all(_agree(probe, counts) for probe in large) and _passes_agree(model, device, rows):
             detail = f"passes of {rows.least} to {rows.most} rows agree bit for bit"
             return RowCheck(rows, detail, time.perf_counter() - start)
         tried.append(f"{rows.least}..{rows.most}")
@@ -184,19 +191,19 @@ def _spread(rows: RowRange, count: int) -> list[int]:
     return sorted({rows.least + width * step // (count - 1) for step in range(count)})
 
 
-def _passes_agree(model: PreTrainedModel, rows: RowRange) -> bool:
+def _passes_agree(model: PreTrainedModel, device: Device, rows: RowRange) -> bool:
     """Whether whole passes give each request the same logits whoever else is in them."""
     geometry = geometry_of(model.config, str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
     slot_count = 2 * (_SHARED_SLOTS + rows.most)
-    device = open_device("cpu")
     pool = Pool.create(geometry, device, page_count=-(-slot_count // _PAGE_SIZE))
     half = slot_count // 2
     generator = torch.Generator().manual_seed(_SEED)
     for plane in geometry.planes:
         for layer in range(plane.layer_count):
             typed = pool.plane(plane.name, layer)
-            typed[:half].normal_(generator=generator)
-            typed[half:slot_count] = typed[:half]
+            # Random numbers of the host, so that they are the same for every device.
+            numbers = torch.randn(half, *typed.shape[1:], generator=generator).to(typed)
+            typed[:half], typed[half:slot_count] = numbers, numbers
     paged = PagedModel(model, pool, exact=True, rows=rows)
     try:
         everyone = list(range(rows.most))
@@ -207,7 +214,6 @@ def _passes_agree(model: PreTrainedModel, rows: RowRange) -> bool:
                 return False
     finally:
         paged.release()
-        device.close()
     return True
 
 

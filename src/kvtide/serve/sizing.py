@@ -11,8 +11,11 @@ from kvtide.device import Device
 from kvtide.errors import UsageError
 from kvtide.layout import Geometry
 from kvtide.pool import Pool
+from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.request import Request
+from kvtide.transfer import chunk_tokens_for
 
+_LEAST_CHUNK_BYTES = 1 << 16
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
@@ -44,6 +47,26 @@ def create_pool(geometry: Geometry, device: Device, page_count: int) -> Pool:
             f"device {device.name!r} has no {size_bytes} bytes for the KV pool; "
             "set --kv-memory lower"
         ) from error
+
+
+def move_model(model: PreTrainedModel, device: Device) -> None:
+    """Moves the model's weights, in place; UsageError where the device can't hold them."""
+    try:
+        model.to(device.torch_device)
+    except RuntimeError as error:
+        raise UsageError(
+            f"device {device.name!r} can't take the model: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def block_bytes_for(geometry: Geometry, device: Device, limit_bytes: int) -> int:
+    """The size of the arena's blocks, which is also that of a chunk.
+
+    What the device moves best at once, but no more than a 16th of a small arena: a request takes
+    whole blocks of it.
+    """
+    chunk_bytes = min(device.chunk_bytes, max(_LEAST_CHUNK_BYTES, limit_bytes // 16))
+    return chunk_tokens_for(geometry, chunk_bytes) * geometry.token_bytes
 
 
 def check_memory(pool_bytes: int, host_bytes: int | None) -> None:

@@ -1,0 +1,153 @@
+"""What the doctor looks at, piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import simnpu
+import torch
+
+import kvtide.layout
+from kvtide.cli.bench import Timing
+from kvtide.cli.checkup.finding import attempt
+from kvtide.cli.checkup.here import Here, default_device, open_for_checkup
+from kvtide.cli.checkup.roundtrips import SAMPLES, _first_difference, make_paths
+from kvtide.cli.checkup.speed import _copying, _ratios, choose_size
+from kvtide.layout import Layout
+from support.simulated import simulated
+
+HERE = Here("a device", 0, None, None, True, None)
+
+
+def test_every_declared_layout_is_tried() -> None:
+    """A new one needs a line in the table of samples, and nothing else."""
+    names = kvtide.layout.__all__
+    exported = [getattr(kvtide.layout, name) for name in names]
+    declared = {layout.name for layout in exported if isinstance(layout, Layout)}
+    assert declared == {layout.name for layout, _ in SAMPLES}
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_paths_lie_as_they_say(page_size: int) -> None:
+    """Distinct slots of the pool, more than two chunks of 64, the last page not full."""
+    paths = make_paths(page_size)
+    assert ["contiguous", "paged", "reversed", "scattered"] == list(paths)
+    for slots in (slots for pair in paths.values() for slots in pair):
+        assert (141, 141) == (slots.size, np.unique(slots).size)
+        assert 0 <= slots.min() <= slots.max() < 512
+    assert all((np.diff(slots) == 1).all() for slots in paths["contiguous"])
+    assert (np.diff(paths["reversed"][1]) == -1).all()
+    for slots in paths["paged"]:
+        assert (np.diff(slots[: 128 // page_size * page_size].reshape(-1, page_size)) == 1).all()
+        assert (slots[::page_size] % page_size == 0).all()
+    assert all((np.diff(slots) != 1).mean() > 0.9 for slots in paths["scattered"])
+    for source, target in paths.values():
+        assert not np.array_equal(source, target)
+
+
+def test_difference_is_named_by_plane_layer_slot_and_byte() -> None:
+    """And whether the slot was to be restored, or left alone."""
+    expected = {("k", 0): np.zeros((4, 3), np.uint8), ("v", 1): np.zeros((4, 3), np.uint8)}
+    found = {part: rows.copy() for part, rows in expected.items()}
+    assert _first_difference(expected, found, np.array([2])) is None
+    found["v", 1][2, 1] = 0x5A
+    found["v", 1][3, 0] = 1
+    assert (
+        "plane v, layer 1, slot 2 (restored), byte 1 is 0x5a, not 0x00; "
+        "2 of 12 bytes of that layer differ"
+    ) == _first_difference(expected, found, np.array([2]))
+    difference = _first_difference(expected, found, np.array([0]))
+    assert difference is not None
+    assert "slot 2 (not to be touched)" in difference
+
+
+def test_late_error_belongs_to_the_check_that_made_it() -> None:
+    """What a device only says when it is waited for isn't the next check's."""
+    pending: list[str] = ["the kernel failed"]
+
+    def settle() -> None:
+        if pending:
+            raise RuntimeError(pending.pop())
+
+    findings = [
+        attempt(name, lambda: None, settle=settle, consequence="it is of no use")
+        for name in ("first", "second")
+    ]
+    assert ["RuntimeError: the kernel failed", None] == [finding.reason for finding in findings]
+    assert ["it is of no use", ""] == [finding.consequence for finding in findings]
+
+
+def test_check_that_raises_leaves_nothing_to_the_next_one() -> None:
+    """Its own late error is dropped: the first one is the reason."""
+    pending: list[str] = ["and then this"]
+
+    def settle() -> None:
+        if pending:
+            raise RuntimeError(pending.pop())
+
+    def check() -> None:
+        raise ValueError("this first")
+
+    assert "ValueError: this first" == attempt("a", check, settle=settle).reason
+    assert attempt("b", lambda: None, settle=settle).ok
+
+
+def test_interrupt_is_no_finding() -> None:
+    """Ctrl-C ends the command, not a check."""
+
+    def check() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt("a", check, settle=lambda: None)
+
+
+def test_size_fits_the_device() -> None:
+    """An eighth of what is free, in whole MiB, at least one; what is unknown limits nothing."""
+    mib = 1 << 20
+    assert 64 * mib == choose_size(64 * mib, HERE)
+    for free_mib, expected_mib in ((1000, 64), (100, 12), (3, 1)):
+        here = replace(HERE, free_bytes=free_mib * mib)
+        assert expected_mib * mib == choose_size(64 * mib, here)
+
+
+def test_ratios_are_to_the_copy_of_the_same_way() -> None:
+    """Gathers go to the host, scatters to the device; what wasn't timed has none."""
+    seconds = {
+        ("pinned", "to_host"): 1.0,
+        ("pinned", "to_device"): 3.0,
+        ("pageable", "to_host"): 7.0,
+        ("pages", "gather"): 2.0,
+        ("pages", "scatter"): 4.0,
+    }
+    timings = {key: Timing(value, 0.0) for key, value in seconds.items()}
+    assert {"gather": 0.5, "scatter": 0.75} == _ratios(timings, "pages", "pinned")
+    assert {"gather": 3.5} == _ratios(timings, "pages", "pageable")
+    assert {} == _ratios(timings, "random", "pinned")
+
+
+@pytest.mark.parametrize("way", ["to the device", "to the host"])
+def test_copy_that_is_timed_has_happened_when_its_call_returns(way: str) -> None:
+    """Otherwise only the asking would be timed, which takes no time at all."""
+    with simulated("lazy") as name:
+        opened = open_for_checkup(name)
+        assert opened.device is not None
+        ends = opened.device.allocate(64), opened.allocate_host(64).fill_(1)
+        opened.synchronize()
+        source, target = reversed(ends) if way == "to the device" else ends
+        _copying(source, target, opened)()
+        assert 0 == simnpu.pending()
+        assert source.tolist() == target.tolist()
+        opened.device.close()
+
+
+@pytest.mark.parametrize(("is_there", "expected"), [(True, "meta"), (False, "cpu")])
+def test_default_device_is_the_accelerator_that_is_there(
+    is_there: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch may be built for one that this machine doesn't have."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta", 0))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: is_there)
+    assert expected == default_device()

@@ -1,0 +1,70 @@
+"""`kvtide run --simulate` as a person runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtide.cli.main import main
+
+PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+START = "from kvtide.cli import start; raise SystemExit(start())"
+PATIENCE_S = 300
+
+
+def run(options: str, prompts: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, since a device is simulated for good."""
+    return subprocess.run(
+        [sys.executable, "-c", START, "run", "-", *options.split()],
+        input=prompts,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:5", "thread"])
+def test_a_simulated_npu_gives_answers_that_verify(schedule: str) -> None:
+    """In little KV memory, with every schedule; some requests are retracted and come back."""
+    # A page of 16 tokens takes 8 KiB; each request needs about 4 of these 8, all of them about 20.
+    prompts = "".join(f'{{"id": "{i}", "prompt": "{"ab" * (5 + i)}"}}\n' for i in range(6))
+    options = "--model tiny-random --device npu --simulate --verify --max-new-tokens 16"
+    found = run(f"{options} --kv-memory 64KiB --schedule {schedule}", prompts)
+    assert 0 == found.returncode, found.stderr
+    assert "verified: true (6 requests: " in found.stdout
+    assert "retractions: 0" not in found.stdout
+
+
+def test_without_simulation_there_is_no_npu() -> None:
+    """Nothing registers it unasked."""
+    found = run("--device npu", '{"id": "a", "prompt": "Hi"}\n')
+    message = "kvtide: device 'npu' isn't known here; known are: cpu\n"
+    assert (2, message) == (found.returncode, found.stderr)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("npu --schedule slow", "schedule 'slow' isn't known; known are: lazy, eager, random, "),
+        ("npu --schedule lazy:1", "schedule 'lazy:1' isn't known; known are: lazy, eager, "),
+        ("npu --schedule random:-1", "schedule 'random:-1' isn't known; known are: lazy, "),
+        ("cpu", "device 'cpu' can't be simulated; name an accelerator, such as npu"),
+        ("npu:x", "device 'npu:x' can't be simulated; name an accelerator, such as npu"),
+        ("npu:2", "device 'npu:2' isn't here; of npu there are 0 to 1"),
+        ("gpu", "device 'gpu' can't be simulated: simnpu: "),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(
+    options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And exit code 2, before a model is loaded."""
+    main(["run", str(PROMPTS), "--device", "npu:9", "--simulate"])  # now this process has npu
+    capsys.readouterr()
+    assert 2 == main(["run", str(PROMPTS), "--simulate", "--device", *options.split()])
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvtide: {message}")
+    assert 1 == error.count("\n")

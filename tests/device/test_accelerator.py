@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.device import AcceleratorDevice, Device, Step, open_device
+from kvtide.errors import SnapshotDamaged, UsageError
+from kvtide.layout import Geometry
+from kvtide.pool import Pool
+from kvtide.tide import Tide
+from support.jobs import submit
+from support.pools import image_of, poison, same_image, scramble, small_geometry, with_rows
+from support.simulated import SCHEDULES, simulated
+from support.tides import damage
+
+PATIENCE_S = 30
+
+
+@pytest.fixture(params=SCHEDULES)
+def npu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The simulated accelerator, by each schedule."""
+    with simulated(request.param) as name:
+        yield name
+
+
+@pytest.fixture
+def lazy_npu() -> Iterator[str]:
+    """The simulated accelerator on which nothing happens before it is waited for."""
+    with simulated("lazy") as name:
+        yield name
+
+
+@pytest.fixture
+def device(npu: str) -> Iterator[AcceleratorDevice]:
+    """A device that copies in threads of its own."""
+    device = AcceleratorDevice(npu)
+    yield device
+    device.close()
+
+
+def test_devices_open_by_name_and_index(lazy_npu: str) -> None:
+    """Without an index it is the current one."""
+    for name, expected in ((lazy_npu, 0), ("npu:0", 0), ("npu:1", 1)):
+        device: Device = open_device(name)
+        assert (name, torch.device("npu", expected)) == (device.name, device.torch_device)
+        device.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda", "'cuda' isn't known here; known are: cpu, npu"),
+        ("npu:2", "'npu:2' isn't here; of npu there are 0 to 1"),
+        ("npu:-1", "'npu:-1' isn't here"),
+        ("npu:x", "'npu:x' isn't here"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(lazy_npu: str, name: str, message: str) -> None:
+    """The message says what there is."""
+    with pytest.raises(UsageError, match=message):
+        open_device(name)
+
+
+def test_memory_is_where_it_should_be(device: AcceleratorDevice) -> None:
+    """Device memory comes zeroed; host memory is pinned."""
+    memory, host = device.allocate(1000), device.allocate_host(1000)
+    assert (device.torch_device, torch.uint8) == (memory.device, memory.dtype)
+    assert [0] * 1000 == memory.tolist()
+    assert (True, "cpu", (1000,)) == (host.is_pinned(), host.device.type, tuple(host.shape))
+
+
+def test_host_memory_that_cannot_be_pinned_is_pageable(
+    lazy_npu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a warning says which limit to raise."""
+    empty = torch.empty
+
+    def refuse(*sizes: int, **options: object) -> torch.Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("cannot lock memory\nmore lines")
+        return empty(*sizes, **options)  # type: ignore[call-overload,no-any-return]
+
+    device = AcceleratorDevice(lazy_npu)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.warns(RuntimeWarning, match=r"\(cannot lock memory\).*ulimit -l unlimited"):
+        host = device.allocate_host(64)
+    monkeypatch.undo()
+    assert (False, (64,)) == (host.is_pinned(), tuple(host.shape))
+    device.close()
+
+
+@pytest.mark.parametrize("index", ["int64", "int32"])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_is_saved_comes_back_into_other_slots(npu: str, pinned: bool, index: str) -> None:
+    """Every byte, and no other byte changes, whatever the host memory; slots on the device, too."""
+    device = AcceleratorDevice(npu)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        if not pinned:
+            patch.setattr(
+                device, "allocate_host", lambda size: torch.empty(size, dtype=torch.uint8)
+            )
+        tide = make_tide_on(device)
+        before = image_of(tide.pool)
+        order = np.random.default_rng(0).permutation(20)
+        source, target = order[:9], order[10:19]
+        slots = torch.tensor(source).to(npu, getattr(torch, index))
+        snapshot = tide.offload(slots.cpu())
+        assert pinned == snapshot.lease.blocks[0].slab.is_pinned()
+        poison(tide.pool, source)
+        poisoned = image_of(tide.pool)
+        tide.restore(snapshot, target)
+        expected = with_rows(poisoned, target, before, source)
+        assert same_image(expected, image_of(tide.pool))
+        tide.discard(snapshot)
+        device.close()
+
+
+def make_tide_on(device: Device, *, block_count: int = 8, geometry: Geometry | None = None) -> Tide:
+    """Like `make_tide`, on any device: pages of 4 tokens, a page a block."""
+    geometry = geometry or small_geometry()
+    pool = Pool.create(geometry, device, page_count=5)
+    scramble(pool, 1)
+    block_bytes = 4 * geometry.token_bytes
+    arena = HostArena(device, limit_bytes=block_count * block_bytes, block_bytes=block_bytes)
+    return Tide(pool, arena)
+
+
+@pytest.mark.parametrize("head_dim", [6, 8, 64])
+def test_snapshots_are_those_of_a_cpu(device: AcceleratorDevice, head_dim: int) -> None:
+    """The format says nothing of the device: the same bytes, and the same checksums."""
+    geometry = small_geometry(head_dim=head_dim)
+    slots = [*range(7), 12, 11, 10, 9]
+    snapshots = []
+    for one in (device, open_device("cpu")):
+        tide = make_tide_on(one, geometry=geometry)
+        snapshot = tide.offload(slots)
+        blocks = snapshot.lease.blocks
+        data = [bytes(block.bytes_view(3 * geometry.token_bytes)) for block in blocks]
+        snapshots.append((snapshot.seal, data))
+        tide.discard(snapshot)
+    assert snapshots[1] == snapshots[0]
+
+
+def test_damage_is_found_before_anything_is_written(device: AcceleratorDevice) -> None:
+    """The check is the host's, and ends before the device is asked for anything."""
+    tide = make_tide_on(device)
+    snapshot = tide.offload(range(12))
+    before = image_of(tide.pool)
+    damage(snapshot)
+    with pytest.raises(SnapshotDamaged):
+        tide.restore(snapshot, range(8, 20))
+    assert same_image(before, image_of(tide.pool))
+    tide.discard(snapshot)
+
+
+def test_staging_is_two_chunks_however_many_there_are(lazy_npu: str) -> None:
+    """Device memory is what the pool leaves, so what a move keeps of it is bounded."""
+    device = AcceleratorDevice(lazy_npu)
+    tide = make_tide_on(device, block_count=5)
+    before = _used_bytes()
+    for _ in range(3):
+        tide.discard(tide.offload(range(20)))
+        # The device's memory goes in whole pieces of 512 bytes.
+        assert 2 * 512 == _used_bytes() - before
+    device.close()
+    assert before == _used_bytes()
+
+
+def _used_bytes() -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()
+
+
+def test_at_most_two_chunks_are_in_flight(lazy_npu: str) -> None:
+    """A chunk is issued when the one before the last has happened, and not before."""
+    device = AcceleratorDevice(lazy_npu)
+    memory = device.allocate(64)
+    host = [device.allocate_host(64) for _ in range(6)]
+    missing: list[list[int]] = []
+
+    def step(number: int) -> Step[int]:
+        def issue(staging: torch.Tensor | None) -> None:
+            assert staging is not None
+            # What has not happened leaves its mark: the device's poison isn't zero.
+            missing.append([one for one in range(number) if host[one].any()])
+            staging.copy_(memory)
+            host[number].copy_(staging, non_blocking=True)
+
+        return Step(lambda: int(host[number].any()), issue)
+
+    job = device.submit(lambda: [[step(number) for number in range(6)]], staging_bytes=64)
+    assert [0] * 6 == job.wait()
+    assert [[], [0], [1], [2], [3], [4]] == missing
+    device.close()
+
+
+@pytest.mark.parametrize("where", ["issue", "finish"])
+def test_an_error_of_a_step_is_raised_when_nothing_moves_any_more(
+    device: AcceleratorDevice, where: str
+) -> None:
+    """And the queue goes on."""
+    memory, host = device.allocate(64), device.allocate_host(64)
+
+    def copy(_: torch.Tensor | None) -> None:
+        host.copy_(memory, non_blocking=True)
+
+    def fail() -> int:
+        raise ValueError("of the step")
+
+    def fail_to_issue(_: torch.Tensor | None) -> None:
+        fail()
+
+    bad: Step[int] = Step(lambda: 1, fail_to_issue) if where == "issue" else Step(fail, copy)
+    job = device.submit(lambda: [[Step(lambda: 0, copy), bad, Step(lambda: 2, copy)]])
+    with pytest.raises(ValueError, match="of the step"):
+        job.wait()
+    assert not host.any(), "what was asked for before has happened"
+    assert [5] == submit(device, [lambda: 5]).wait()
+
+
+def test_after_an_error_no_later_phase_begins(device: AcceleratorDevice) -> None:
+    """That is what keeps a damaged snapshot from being written."""
+    ran: list[int] = []
+
+    def fail() -> int:
+        raise ValueError("of the first phase")
+
+    with pytest.raises(ValueError):
+        submit(device, [fail], [lambda: ran.append(1)]).wait()
+    assert [] == ran
+
+
+def test_an_error_of_the_device_is_the_jobs(device: AcceleratorDevice) -> None:
+    """It comes when it is waited for, and ends this job alone."""
+    memory, source = device.allocate(4), device.allocate(1)
+
+    def write_outside(_: torch.Tensor | None) -> None:
+        memory.index_copy_(0, torch.tensor([9]).to(memory.device), source)
+
+    job = device.submit(lambda: [[Step(lambda: 1, write_outside)]])
+    with pytest.raises((RuntimeError, IndexError), match="index"):
+        job.wait()
+    assert [5] == submit(device, [lambda: 5]).wait()
+
+
+def test_jobs_of_many_threads_are_all_done(npu: str) -> None:
+    """Each thread's own writes come before its own offload."""
+    device = AcceleratorDevice(npu)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        tide = make_tide_on(device)
+        for round_number in range(4):
+            scramble(tide.pool, 10 * number + round_number)
+            snapshot = tide.offload(range(20))
+            before = image_of(tide.pool)
+            poison(tide.pool, range(20))
+            tide.restore(snapshot, range(20))
+            if not same_image(before, image_of(tide.pool)):
+                wrong.append(number)
+            tide.discard(snapshot)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [] == wrong
+    device.close()
+
+
+def test_closing_waits_for_the_queue_and_frees_the_staging(lazy_npu: str) -> None:
+    """Closing again is harmless."""
+    device = AcceleratorDevice(lazy_npu)
+    tide = make_tide_on(device)
+    ticket = tide.start_offload(range(20))
+    device.close()
+    assert ticket.done()
+    tide.discard(ticket.wait())
+    device.close()
+    assert [] == device._ways

@@ -1,0 +1,147 @@
+"""The engine on the simulated accelerator: the CPU's own tokens and logits, in every schedule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import simnpu
+import torch
+
+from kvtide.errors import KvtideError
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.models import OpenModel, open_model
+from kvtide.serve.paged import PagedModel
+from kvtide.serve.request import Request
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+from serve.harness import assert_nothing_held, make_requests, run_all, token_bytes
+from support.simulated import SCHEDULES, lazy_accelerator, simulated
+
+Answers = list[tuple[str, list[int], list[int], str | None]]
+_POOL_TOKENS = 56
+
+
+def answer(source: OpenModel, device: str, *, pool_tokens: int | None) -> tuple[Answers, Engine]:
+    """Every request's tokens and logits, and the engine, closed, with nothing held."""
+    requests = make_requests(5, count=5, longest_prompt=24, longest_answer=24)
+    size = token_bytes(source)
+    options = EngineOptions(
+        device=device,
+        kv_memory_bytes=None if pool_tokens is None else pool_tokens * size,
+        host_memory_bytes=400 * size,
+        page_size=8,
+        chunk_tokens=16,
+        keep_logits=True,
+    )
+    engine = Engine.build(source, options, requests)
+    run_all(engine, requests)
+    assert_nothing_held(engine)
+    engine.close()
+    return [_outcome(request) for request in requests], engine
+
+
+def _outcome(request: Request) -> tuple[str, list[int], list[int], str | None]:
+    return request.id, request.output_ids, request.logit_digests, request.error
+
+
+@functools.cache
+def expected(dtype: str) -> Answers:
+    """What the CPU answers with room for all."""
+    return answer(open_model("tiny-random", dtype=dtype), "cpu", pool_tokens=None)[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_answers_are_those_of_the_cpu(schedule: str, dtype: str) -> None:
+    """With a pool too small for all, so that KV leaves and comes back."""
+    with simulated(schedule) as name:
+        source = open_model("tiny-random", dtype=dtype)
+        answers, engine = answer(source, name, pool_tokens=_POOL_TOKENS)
+        assert expected(dtype) == answers
+        assert engine.stats.retractions > 0
+        assert engine.stats.offloaded_bytes == engine.stats.restored_bytes > 0
+        del source, engine
+
+
+# ---- the engine, broken -----------------------------------------------------------------------
+
+
+def logits_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """Logits are looked at as soon as their copy was asked for."""
+    patch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True))
+
+
+def inputs_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A step's tokens and slots go to the device from memory that is gone by then."""
+    to: Any = torch.Tensor.to
+
+    def hasty(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
+        is_upload = bool(given) and isinstance(given[0], torch.device) and given[0].type == "npu"
+        return to(tensor, *given, **options, **({"non_blocking": True} if is_upload else {}))
+
+    forward = PagedModel.forward
+
+    def with_hasty_inputs(model: PagedModel, batch: Any) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(torch.Tensor, "to", hasty)
+            return forward(model, batch)
+
+    patch.setattr(PagedModel, "forward", with_hasty_inputs)
+
+
+def restore_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A request goes on before its KV is back."""
+    patch.setattr(Tide, "restore", Tide.start_restore)
+    patch.setattr(Tide, "discard", lambda tide, snapshot: snapshot.lease.release())
+    patch.setattr(Tide, "close", lambda tide: None)
+
+
+def offload_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A request's pages are the next one's before they were saved."""
+
+    def retract(tide: Tide, pages: Any, token_count: int, *, key: str = "") -> Snapshot:
+        tide._books.release(pages)
+        other = torch.from_numpy(tide.slots_of(pages)).to(tide.pool.device.torch_device)
+        for layer in range(4):
+            tide.pool.plane("k", layer).index_fill_(0, other, 1.0)
+        return tide.offload(tide.slots_of(pages)[:token_count], key=key)
+
+    patch.setattr(Tide, "retract", retract)
+
+
+FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    logits_not_waited_for,
+    inputs_not_waited_for,
+    restore_not_waited_for,
+    offload_not_waited_for,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__)
+def test_an_engine_that_does_not_wait_is_found_out(fault: Callable[..., None]) -> None:
+    """By other answers, or by the simulated device."""
+    reference = expected("float32")
+    with simulated("lazy") as name, pytest.MonkeyPatch.context() as patch:
+        source = open_model("tiny-random", dtype="float32")
+        patch.setattr("kvtide.serve.engine.open_device", lazy_accelerator)
+        try:
+            fault(patch)
+            same = reference == answer(source, name, pool_tokens=_POOL_TOKENS)[0]
+            torch.accelerator.synchronize()
+        except (KvtideError, RuntimeError):
+            same = False
+        simnpu.reset()  # runs what is left undone, and forgets what that shows
+        del source
+    assert not same
+
+
+def test_an_engine_whose_moves_are_as_late_as_may_be_is_exact() -> None:
+    """The control of the faults: the same device, and the code as it is."""
+    with simulated("lazy") as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtide.serve.engine.open_device", lazy_accelerator)
+        source = open_model("tiny-random", dtype="float32")
+        assert expected("float32") == answer(source, name, pool_tokens=_POOL_TOKENS)[0]
+        del source

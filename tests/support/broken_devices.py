@@ -1,0 +1,117 @@
+"""Devices that are the CPU's but for one thing that is broken."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from kvtide.device import CPUDevice, Job, Plan, Step
+
+T = TypeVar("T")
+
+
+class FakeDevice:
+    """A CPU device, for tests to break; what it does is the CPU's."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self._cpu = CPUDevice(lanes=2)
+        self.torch_device = self._cpu.torch_device
+        self.chunk_bytes, self.move_bytes = self._cpu.chunk_bytes, self._cpu.move_bytes
+        self.elements = self._cpu.elements
+        self.slabs: list[torch.Tensor] = []
+        self.closed = False
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        return self._cpu.allocate(size_bytes)
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        self.slabs.append(self._cpu.allocate_host(size_bytes))
+        return self.slabs[-1]
+
+    def upload(self, index: torch.Tensor) -> torch.Tensor:
+        return self._cpu.upload(index)
+
+    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+        return self._cpu.submit(plan, staging_bytes=staging_bytes)
+
+    def close(self) -> None:
+        self.closed = True
+        self._cpu.close()
+
+
+class FlippingDevice(FakeDevice):
+    """Flips a bit of the first byte that a job moves to the host: in the copy, or after it."""
+
+    def __init__(self, *, before_it_is_sealed: bool) -> None:
+        super().__init__()
+        self._early = before_it_is_sealed
+
+    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+        def flipping() -> Iterable[Sequence[Step[T]]]:
+            for phase in plan():
+                yield [self._flip(phase[0]), *phase[1:]] if phase[0].issue else phase
+
+        return self._cpu.submit(flipping, staging_bytes=staging_bytes)
+
+    def _flip(self, step: Step[T]) -> Step[T]:
+        def issue(staging: torch.Tensor | None) -> None:
+            assert step.issue is not None
+            step.issue(staging)
+            self.slabs[-1][0] ^= 1
+
+        def finish() -> T:
+            result = step.finish()
+            self.slabs[-1][0] ^= 1
+            return result
+
+        return replace(step, issue=issue) if self._early else replace(step, finish=finish)
+
+
+class FullDevice(FakeDevice):
+    """Takes no jobs."""
+
+    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+        raise RuntimeError("the queue is full\nand more that nobody needs")
+
+
+class LateDevice(FakeDevice):
+    """Its jobs fail, and say so when they are waited for."""
+
+    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+        def failing() -> Iterable[Sequence[Step[T]]]:
+            raise OSError("the link is down")
+
+        return self._cpu.submit(failing, staging_bytes=staging_bytes)
+
+
+class UnpinnedDevice(FakeDevice):
+    """Can't pin memory, and says so as an accelerator does."""
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        warnings.warn("64 bytes can't be pinned; raise ulimit -l", RuntimeWarning, stacklevel=2)
+        return super().allocate_host(size_bytes)
+
+
+class DirtyDevice(FakeDevice):
+    """Its memory isn't zeroed."""
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        memory = super().allocate(size_bytes)
+        memory[:3] = 1
+        return memory
+
+
+class PoorDevice(FakeDevice):
+    """Has no memory to give, at either end."""
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no device memory")
+
+    def allocate_host(self, size_bytes: int) -> torch.Tensor:
+        raise MemoryError
