@@ -9,6 +9,7 @@ import pytest
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
 from kvtide.errors import SnapshotDamaged, SnapshotMiss
+from kvtide.layout.mla import MLA_NZ
 from kvtide.pool import Pool
 from kvtide.snapshot import Seal, Snapshot, Ticket
 from kvtide.tide import Tide
@@ -255,3 +256,34 @@ def test_asking_settles_a_ticket_whose_job_has_ended() -> None:
     assert not ticket.settled
     assert ticket.done()
     assert ticket.settled
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "text"),
+    [
+        (range(4, 12), [0, 1, 16, 17, 20, 21, 22, 23], "begins a row at token 2"),
+        (range(4, 12), [0, 1, 16, 17, 18, 19, 20, 21], "token 4"),
+        ([4, 5, 8, 9], [12, 13, 14, 15], "token 2"),
+        (range(4, 12), [12, 13, 14, 15, 0, 1, 2, 3], None),
+        ([4, 5, 8, 9], [12, 13, 0, 1], None),
+    ],
+)
+def test_tokens_that_share_a_row_stay_together(
+    device: CPUDevice, source: Any, target: Any, text: str | None
+) -> None:
+    """Where the page is the row, slots that fill pages otherwise would lose tokens silently."""
+    geometry = MLA_NZ.bind(dtype="uint8", token=4, layer=1, latent_tile=2, rope_tile=1)
+    pool = Pool.create(geometry, device, page_count=6)
+    for number in range(6):
+        pool.plane("latent", 0)[number] = pool.plane("rope", 0)[number] = number
+    tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=512))
+    snapshot, before = tide.offload(source), pool.plane("latent", 0).clone()
+    if text is None:
+        tide.restore(snapshot, target)
+    else:
+        with pytest.raises(SnapshotMiss, match=text):
+            tide.restore(snapshot, target)
+    for slot, other in zip(target, source, strict=True):
+        expected = before[other // 4] if text is None else before[slot // 4]
+        assert expected.equal(pool.plane("latent", 0)[slot // 4])
+    tide.discard(snapshot)

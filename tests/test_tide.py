@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
-from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotDamaged
+from kvtide.errors import ArenaFull, SlotError, SnapshotDamaged
 from kvtide.layout import Geometry
-from kvtide.pool import Pool
 from kvtide.tide import Tide
 from support.lazy_device import LazyDevice
 from support.pools import (
@@ -54,8 +53,8 @@ def round_trips(draw: st.DrawFn) -> RoundTrip:
     """Token counts around the chunks' boundaries among all counts; slots of all styles."""
     source = draw(geometries())
     page_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
-    sizes: dict[str, Any] = {**dict(source.sizes), "token": page_size}
-    target = source.layout.bind(dtype=source.dtype, **sizes)
+    sizes: dict[str, Any] = dict(source.sizes)
+    target = source.layout.bind(dtype=source.planes[0].dtype, token=page_size, **sizes)
     chunk_tokens = draw(st.sampled_from((1, 2, 4, 8, 16, 32)))
     room = 2 * chunk_tokens + 3
     page_counts = (-(-room // source.page_size), -(-room // page_size))
@@ -169,12 +168,18 @@ def test_a_snapshot_may_be_restored_more_than_once(device: CPUDevice) -> None:
 # ---- what is refused, and that it costs nothing ---------------------------------------
 
 
-def test_an_arena_with_blocks_below_a_token_is_refused(device: CPUDevice) -> None:
-    """At the start, with both sizes."""
-    arena = HostArena(device, limit_bytes=1 << 20, block_bytes=TOKEN_BYTES - 1)
-    pool = Pool.create(small_geometry(), device, page_count=1)
-    with pytest.raises(LayoutError, match="blocks of 35 bytes can't hold one token of 36"):
-        Tide(pool, arena)
+@pytest.mark.parametrize("block_bytes", [35, 13, 12, 7, 1])
+def test_blocks_smaller_than_a_token_take_it_in_parts(device: CPUDevice, block_bytes: int) -> None:
+    """Some layers each, or some bytes of one row each."""
+    case = make_pool("created", small_geometry(), device, 5)
+    fill(case, 1)
+    before = image_of(case.pool)
+    tide = Tide(case.pool, HostArena(device, limit_bytes=1 << 20, block_bytes=block_bytes))
+    snapshot = tide.offload([9, 0, 1])
+    assert len(snapshot.lease.blocks) >= -(-3 * TOKEN_BYTES // block_bytes)
+    tide.restore(snapshot, [3, 12, 4])
+    assert same_image(with_rows(before, [3, 12, 4], before, [9, 0, 1]), image_of(case.pool))
+    tide.discard(snapshot)
 
 
 @pytest.mark.parametrize("slots", [[-1], [20], [3, 3], [1.5], torch.tensor([2, 20])])

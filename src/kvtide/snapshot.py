@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, final
 
+import numpy as np
+
 from kvtide.arena import Lease
 from kvtide.device import Job
 from kvtide.errors import SnapshotMiss
+from kvtide.layout import Ids, Rows
 
 T = TypeVar("T")
 
@@ -19,14 +22,38 @@ class Seal:
     """What must hold of a snapshot for its bytes to be restored.
 
     `fingerprint` is the geometry's, `key` whatever the caller needs to tell apart (model,
-    revision, adapter, request), `checksums` are XXH3 64 of each chunk.
+    revision, adapter, request), `checksums` are XXH3 64 of each chunk. `tokens` says for each
+    group of planes which tokens of the request have rows, as ranges: all of them, or those of a
+    window, or of a rank.
     """
 
     fingerprint: bytes
     key: str
     token_count: int
-    chunk_tokens: int
+    tokens: tuple[tuple[range, ...], ...]
+    chunk_bytes: int
     checksums: tuple[int, ...]
+
+    def tokens_of(self, group: int) -> Ids:
+        """The tokens that have rows in that group of planes, int64 [row]."""
+        parts = [np.arange(one.start, one.stop, one.step) for one in self.tokens[group]]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def ranges_of(tokens: Ids) -> tuple[range, ...]:
+    """Ascending token numbers, int64 [row], as ranges."""
+    if not tokens.size:
+        return ()
+    steps = np.diff(tokens)
+    ranges: list[range] = []
+    first = 0
+    while first < tokens.size:
+        step = int(steps[first]) if first < steps.size else 1
+        same = np.flatnonzero(steps[first:] != step)
+        stop = first + int(same[0]) + 1 if same.size else tokens.size
+        ranges.append(range(int(tokens[first]), int(tokens[stop - 1]) + 1, step))
+        first = stop
+    return tuple(ranges)
 
 
 @final
@@ -66,6 +93,29 @@ class Snapshot:
                 raise SnapshotMiss(f"snapshot's {name} is {sealed!r}, the target's {wanted!r}")
         if self.lease.released:
             raise SnapshotMiss(f"snapshot of {self.token_count} tokens was discarded already")
+
+    def rows_in(self, group: int, target: Rows) -> Ids:
+        """Those of `target`'s rows that this snapshot's rows of a group go to, in its order.
+
+        Raises SnapshotMiss where a token that has a row here has none there, or where tokens that
+        share a row here are in two there: what they owned would be lost.
+        """
+        tokens = self.seal.tokens_of(group)
+        found = target.of_tokens(tokens)
+        if found is None:
+            missing = tokens[~np.isin(tokens, target.tokens)][0]
+            raise SnapshotMiss(
+                f"snapshot has a row for token {missing} of {self.token_count}, the target none: "
+                "its window, or its share of the context, is another one"
+            )
+        if target.are_shared and tokens.size:
+            begun = target.tokens[(target.tokens > tokens[0]) & ~np.isin(target.tokens, tokens)]
+            if begun.size:
+                raise SnapshotMiss(
+                    f"the target begins a row at token {begun[0]}, the snapshot has that token in "
+                    "a row with others; restore to slots that fill rows as those it is from did"
+                )
+        return found
 
 
 @final

@@ -19,8 +19,8 @@ import numpy as np
 from kvtide.arena import HostArena
 from kvtide.errors import LayoutError, SlotError
 from kvtide.pool import PageAllocator, Pool
-from kvtide.snapshot import Seal, Snapshot, Ticket
-from kvtide.transfer import Mover, checked_slots, chunk_tokens_for
+from kvtide.snapshot import Seal, Snapshot, Ticket, ranges_of
+from kvtide.transfer import Mover, checked_slots
 
 T = TypeVar("T")
 
@@ -46,30 +46,25 @@ class Tide:
     """
 
     def __init__(self, pool: Pool, arena: HostArena, pages: PageAllocator | None = None) -> None:
-        """Raises LayoutError if a block of the arena can't hold a token of the pool."""
-        token_bytes = pool.geometry.token_bytes
-        if arena.block_bytes < token_bytes:
-            raise LayoutError(
-                f"arena: blocks of {arena.block_bytes} bytes can't hold one token of "
-                f"{token_bytes}; make block_bytes a multiple of that"
-            )
+        """Raises LayoutError if a row of the pool can't be cut to fit a block of the arena."""
         self.pool = pool
         self.arena = arena
         self.stats = TideStats()
         self._pages = pages
         self._mover = Mover(pool)
-        self._chunk_tokens = chunk_tokens_for(pool.geometry, arena.block_bytes)
+        self._mover.sections(arena.block_bytes)
         self._pending: list[Ticket[Any]] = []
 
     # ---- slots: the caller holds them ------------------------------------------------
 
-    def offload(self, slots: Any, *, key: str = "") -> Snapshot:
+    def offload(self, slots: Any, *, key: str = "", request: int | None = None) -> Snapshot:
         """Copies what `slots` (integers [token]) own to host memory, and seals it.
 
-        Blocks until that is done; the slots may then be reused. Raises SlotError for slots
-        that can't be meant, ArenaFull when the arena has no room: nothing was taken then.
+        `request` is the request's own row, where the layout has such planes. Blocks until that
+        is done; the slots may then be reused. Raises SlotError for slots that can't be meant,
+        ArenaFull when the arena has no room: nothing was taken then.
         """
-        ticket = self.start_offload(slots, key=key)
+        ticket = self.start_offload(slots, key=key, request=request)
         try:
             return ticket.wait()
         except KeyboardInterrupt:
@@ -78,58 +73,72 @@ class Tide:
             self.discard(ticket.wait())
             raise
 
-    def start_offload(self, slots: Any, *, key: str = "") -> Ticket[Snapshot]:
+    def start_offload(
+        self, slots: Any, *, key: str = "", request: int | None = None
+    ) -> Ticket[Snapshot]:
         """Like `offload`, without waiting; the slots must not be written before it is done."""
-        ids = checked_slots(slots, self.pool.slot_count)
-        chunk_tokens = self._chunk_tokens
-        lease = self.arena.lease(-(-ids.size // chunk_tokens))
+        slot_ids = checked_slots(slots, self.pool.slot_count)
+        chunk_bytes = self.arena.block_bytes
+        groups = self.pool.rows_of(slot_ids, request)
+        rows = [group.ids for group in groups]
+        lease = self.arena.lease(self._mover.chunk_count(rows, chunk_bytes))
         try:
-            job = self._mover.gather(ids, lease.blocks, chunk_tokens=chunk_tokens)
+            job = self._mover.gather(rows, lease.blocks, chunk_bytes=chunk_bytes)
         except BaseException:
             lease.release()
             raise
 
         def succeed(checksums: list[int]) -> Snapshot:
             self.stats.offloads += 1
-            self.stats.offloaded_bytes += ids.size * self.pool.geometry.token_bytes
+            self.stats.offloaded_bytes += self._mover.size_bytes(rows)
             fingerprint = self.pool.geometry.fingerprint
-            seal = Seal(fingerprint, key, ids.size, chunk_tokens, tuple(checksums))
+            tokens = tuple(ranges_of(group.tokens) for group in groups)
+            seal = Seal(fingerprint, key, slot_ids.size, tokens, chunk_bytes, tuple(checksums))
             return Snapshot(seal, lease)
 
         return self._track(Ticket(job, succeed=succeed, fail=lease.release))
 
-    def restore(self, snapshot: Snapshot, slots: Any, *, key: str = "") -> None:
+    def restore(
+        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: int | None = None
+    ) -> None:
         """Writes a snapshot's bytes to `slots` (integers [token], as many as its tokens).
 
         Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it
-        is of another geometry, key or length, or was discarded; SnapshotDamaged if a byte
-        has changed. After an error no byte of the pool has changed; after Ctrl-C all have.
+        is of another geometry, key or length, or was discarded, or if a token that has a row in
+        the snapshot has none here; SnapshotDamaged if a byte has changed. After an error no byte
+        of the pool has changed; after Ctrl-C all have.
         """
-        ticket = self.start_restore(snapshot, slots, key=key)
+        ticket = self.start_restore(snapshot, slots, key=key, request=request)
         try:
             ticket.wait()
         except KeyboardInterrupt:
             ticket.settle()  # nothing may still be writing when this returns
             raise
 
-    def start_restore(self, snapshot: Snapshot, slots: Any, *, key: str = "") -> Ticket[None]:
+    def start_restore(
+        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: int | None = None
+    ) -> Ticket[None]:
         """Like `restore`, without waiting; the slots must not be read before it is done.
 
         What can be told at once is raised at once; damage is raised by the ticket.
         """
-        ids = checked_slots(slots, self.pool.slot_count)
+        slot_ids = checked_slots(slots, self.pool.slot_count)
         fingerprint = self.pool.geometry.fingerprint
-        snapshot.check(fingerprint=fingerprint, key=key, token_count=ids.size)
+        snapshot.check(fingerprint=fingerprint, key=key, token_count=slot_ids.size)
+        rows = [
+            snapshot.rows_in(number, group)
+            for number, group in enumerate(self.pool.rows_of(slot_ids, request))
+        ]
         job = self._mover.scatter(
             snapshot.lease.blocks,
-            ids,
-            chunk_tokens=snapshot.seal.chunk_tokens,
+            rows,
+            chunk_bytes=snapshot.seal.chunk_bytes,
             checksums=snapshot.seal.checksums,
         )
 
         def succeed(_: list[int]) -> None:
             self.stats.restores += 1
-            self.stats.restored_bytes += ids.size * self.pool.geometry.token_bytes
+            self.stats.restored_bytes += self._mover.size_bytes(rows)
 
         ticket = self._track(Ticket(job, succeed=succeed))
         snapshot.readers = [reader for reader in snapshot.readers if not reader.done()]
@@ -144,12 +153,20 @@ class Tide:
 
     # ---- requests: the page allocator holds their slots -------------------------------
 
-    def retract(self, pages: Sequence[int], token_count: int, *, key: str = "") -> Snapshot:
+    def retract(
+        self,
+        pages: Sequence[int],
+        token_count: int,
+        *,
+        key: str = "",
+        request: int | None = None,
+    ) -> Snapshot:
         """Offloads the first `token_count` tokens of a request's pages, then releases the pages.
 
-        Raises ArenaFull when the arena has no room, SlotError for more tokens than the pages
-        hold or a page that isn't held. After an error the request keeps its pages, and
-        nothing is kept of it in the arena.
+        `request` is its own row, where the layout has such planes; who holds that row is the
+        caller's affair. Raises ArenaFull when the arena has no room, SlotError for more tokens
+        than the pages hold or a page that isn't held. After an error the request keeps its pages,
+        and nothing is kept of it in the arena.
         """
         books, slots = self._books, self.slots_of(pages)
         if not 0 <= token_count <= slots.size:
@@ -157,7 +174,7 @@ class Tide:
                 f"{token_count} tokens to retract, but {len(pages)} pages of "
                 f"{self.pool.page_size} hold 0 to {slots.size}"
             )
-        snapshot = self.offload(slots[:token_count], key=key)
+        snapshot = self.offload(slots[:token_count], key=key, request=request)
         try:
             books.release(pages)
         except SlotError:
@@ -165,7 +182,9 @@ class Tide:
             raise
         return snapshot
 
-    def resume(self, snapshot: Snapshot, page_count: int, *, key: str = "") -> list[int] | None:
+    def resume(
+        self, snapshot: Snapshot, page_count: int, *, key: str = "", request: int | None = None
+    ) -> list[int] | None:
         """Acquires `page_count` pages, restores a request into the first of them, discards it.
 
         None, and nothing changed, when fewer pages are free. Raises as `restore` does, and
@@ -181,7 +200,8 @@ class Tide:
         if pages is None:
             return None
         try:
-            self.restore(snapshot, self.slots_of(pages)[: snapshot.token_count], key=key)
+            slots = self.slots_of(pages)[: snapshot.token_count]
+            self.restore(snapshot, slots, key=key, request=request)
         except BaseException:
             # An interrupt may have ended the wait alone: what writes the pages must end first.
             self.close()

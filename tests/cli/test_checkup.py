@@ -4,63 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import simnpu
 import torch
 
-import kvtide.layout
 from kvtide.cli.bench import Timing
 from kvtide.cli.checkup.finding import attempt
 from kvtide.cli.checkup.here import Here, default_device, open_for_checkup
-from kvtide.cli.checkup.roundtrips import SAMPLES, _first_difference, make_paths
+from kvtide.cli.checkup.roundtrips import make_round_trips
 from kvtide.cli.checkup.speed import _copying, _ratios, choose_size
-from kvtide.layout import Layout
+from kvtide.conformance import SAMPLES
 from support.simulated import simulated
 
 HERE = Here("a device", 0, None, None, True, None)
 
 
-def test_every_declared_layout_is_tried() -> None:
-    """A new one needs a line in the table of samples, and nothing else."""
-    names = kvtide.layout.__all__
-    exported = [getattr(kvtide.layout, name) for name in names]
-    declared = {layout.name for layout in exported if isinstance(layout, Layout)}
-    assert declared == {layout.name for layout, _ in SAMPLES}
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_paths_lie_as_they_say(page_size: int) -> None:
-    """Distinct slots of the pool, more than two chunks of 64, the last page not full."""
-    paths = make_paths(page_size)
-    assert ["contiguous", "paged", "reversed", "scattered"] == list(paths)
-    for slots in (slots for pair in paths.values() for slots in pair):
-        assert (141, 141) == (slots.size, np.unique(slots).size)
-        assert 0 <= slots.min() <= slots.max() < 512
-    assert all((np.diff(slots) == 1).all() for slots in paths["contiguous"])
-    assert (np.diff(paths["reversed"][1]) == -1).all()
-    for slots in paths["paged"]:
-        assert (np.diff(slots[: 128 // page_size * page_size].reshape(-1, page_size)) == 1).all()
-        assert (slots[::page_size] % page_size == 0).all()
-    assert all((np.diff(slots) != 1).mean() > 0.9 for slots in paths["scattered"])
-    for source, target in paths.values():
-        assert not np.array_equal(source, target)
-
-
-def test_difference_is_named_by_plane_layer_slot_and_byte() -> None:
-    """And whether the slot was to be restored, or left alone."""
-    expected = {("k", 0): np.zeros((4, 3), np.uint8), ("v", 1): np.zeros((4, 3), np.uint8)}
-    found = {part: rows.copy() for part, rows in expected.items()}
-    assert _first_difference(expected, found, np.array([2])) is None
-    found["v", 1][2, 1] = 0x5A
-    found["v", 1][3, 0] = 1
-    assert (
-        "plane v, layer 1, slot 2 (restored), byte 1 is 0x5a, not 0x00; "
-        "2 of 12 bytes of that layer differ"
-    ) == _first_difference(expected, found, np.array([2]))
-    difference = _first_difference(expected, found, np.array([0]))
-    assert difference is not None
-    assert "slot 2 (not to be touched)" in difference
+def test_every_sample_is_tried() -> None:
+    """In pools of every kind, created and adopted; none of it takes long."""
+    opened = open_for_checkup("cpu")
+    assert opened.device is not None
+    found = [*make_round_trips(opened)]
+    opened.device.close()
+    assert [sample.geometry.fingerprint for sample in SAMPLES] == [
+        trip.geometry.fingerprint for trip in found
+    ]
+    assert [None] * len(SAMPLES) == [trip.finding.reason for trip in found]
 
 
 def test_late_error_belongs_to_the_check_that_made_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -204,8 +205,8 @@ def test_damaged_snapshot_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None
     engine = build(300, page_size=4, chunk_tokens=16)
     offload = engine.tide.offload
 
-    def offload_and_flip(slots: object, *, key: str = "") -> Snapshot:
-        snapshot = offload(slots, key=key)
+    def offload_and_flip(slots: object, **options: Any) -> Snapshot:
+        snapshot = offload(slots, **options)
         snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
         return snapshot
 

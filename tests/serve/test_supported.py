@@ -33,10 +33,9 @@ def test_geometry_has_the_models_own_sizes() -> None:
     """Two planes of head x head_dim, for each layer, at the page size asked for."""
     config = tf.LlamaConfig(**{**SMALL, "head_dim": 24})
     geometry = geometry_of(config, "bfloat16", 8)
-    assert {"layer": 2, "token": 8, "head": 2, "head_dim": 24, "v_head_dim": 24} == dict(
-        geometry.sizes
-    )
-    assert geometry.dtype == "bfloat16"
+    sizes = {"layer": 2, "head": 2, "head_dim": 24, "v_head_dim": 24}
+    assert (sizes, 8) == (dict(geometry.sizes), geometry.page_size)
+    assert {"bfloat16"} == {plane.dtype for plane in geometry.planes}
 
 
 @pytest.mark.parametrize(

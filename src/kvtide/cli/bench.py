@@ -177,12 +177,12 @@ def make_operations(
             for part, chunk in zip(index, chunks, strict=True):
                 tensor[part] = chunk
 
-    moves = make_moves(pool, slots, blocks, chunk_tokens=_PAGE_SIZE)
+    moves = make_moves(pool, slots, blocks, chunk_bytes=_PAGE_BYTES)
     return {**moves, "engine_gather": engine_gather, "engine_scatter": engine_scatter}
 
 
 def make_moves(
-    pool: Pool, slots: NDArray[np.int64], blocks: Sequence[Block], *, chunk_tokens: int
+    pool: Pool, slots: NDArray[np.int64], blocks: Sequence[Block], *, chunk_bytes: int
 ) -> dict[str, Operation]:
     """kvtide's own part of a case: gather, sealed_gather, scatter; a block holds a chunk."""
     from kvtide.transfer import Mover
@@ -190,13 +190,13 @@ def make_moves(
     mover = Mover(pool)
 
     def gather(*, seal: bool) -> list[int]:
-        return mover.gather(slots, blocks, chunk_tokens=chunk_tokens, seal=seal).wait()
+        return mover.gather([slots], blocks, chunk_bytes=chunk_bytes, seal=seal).wait()
 
     return {
         "gather": lambda: gather(seal=False),
         "sealed_gather": lambda: gather(seal=True),
         "scatter": lambda: mover.scatter(
-            blocks, slots, chunk_tokens=chunk_tokens, checksums=None
+            blocks, [slots], chunk_bytes=chunk_bytes, checksums=None
         ).wait(),
     }
 

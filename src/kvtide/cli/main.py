@@ -15,6 +15,7 @@ import typer
 from kvtide.cli.bench import bench
 from kvtide.cli.display import printable
 from kvtide.cli.doctor import doctor
+from kvtide.cli.plan import plan
 from kvtide.cli.run import EXIT_INTERRUPTED, run
 from kvtide.cli.serving import Serving
 from kvtide.errors import KvtideError, UsageError
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(doctor)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 
 

@@ -2,6 +2,33 @@
 
 from kvtide.layout.gqa import GQA
 from kvtide.layout.rows import BufferRows
-from kvtide.layout.spec import EveryToken, Geometry, Layout, Plane, PlaneGeometry
+from kvtide.layout.rules import (
+    EveryNth,
+    EveryToken,
+    Ids,
+    Mapped,
+    OfRequest,
+    Owned,
+    Rows,
+    Rule,
+    rows_of,
+)
+from kvtide.layout.spec import Geometry, Layout, Plane, PlaneGeometry
 
-__all__ = ["GQA", "BufferRows", "EveryToken", "Geometry", "Layout", "Plane", "PlaneGeometry"]
+__all__ = [
+    "GQA",
+    "BufferRows",
+    "EveryNth",
+    "EveryToken",
+    "Geometry",
+    "Ids",
+    "Layout",
+    "Mapped",
+    "OfRequest",
+    "Owned",
+    "Plane",
+    "PlaneGeometry",
+    "Rows",
+    "Rule",
+    "rows_of",
+]

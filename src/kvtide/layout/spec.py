@@ -3,69 +3,112 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import final
 
 from kvtide.errors import LayoutError
+from kvtide.layout.rules import EveryNth, EveryToken, OfRequest, Rule
 
-DTYPE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {
+    "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "bfloat16": 2, "float16": 2, "int16": 2, "float32": 4, "int32": 4, "int64": 8,
+}  # fmt: skip
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class EveryToken:
-    """The row rule of attention without a window: token slot s owns row s of each layer."""
+Size = int | Sequence[int]
+"""Of an axis: how long it is, or for an axis of layers also which ones they are."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One named array of a token's state.
+    """One named array of a token's, or a request's, state.
 
-    `axes` names its axes, outermost first. `page token` side by side make one token one row:
-    axes before them say how often the pool repeats (layers), axes after them are the row.
+    `axes` names its axes, outermost first; a number is an axis of that size. Axes before `page`
+    (or `request`) say how often the pool repeats, as with layers; those after are the row:
+
+    - `page token …`: one token is one row.
+    - `page … token …` or `page …`: the row is the page. It moves whole.
+    - `request …`: one row a request.
+
+    `rows` are the rules by which token slots name rows, one after another. `dtype` is given
+    where it isn't that of the bind. An `optional` plane is left out of a geometry whose bind
+    gives no size to an axis that only it has.
     """
 
     name: str
     axes: str
-    rows: EveryToken = EveryToken()
+    rows: tuple[Rule, ...] = (EveryToken(),)
+    dtype: str | None = None
+    optional: bool = False
 
-    def axes_around_token(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes before `page token`, and those after; LayoutError where they don't adjoin."""
-        names = tuple(self.axes.split())
-        repeated = sorted({name for name in names if names.count(name) > 1})
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """All axes, those that are numbers too."""
+        return tuple(self.axes.split())
+
+    @property
+    def sized_axes(self) -> frozenset[str]:
+        """The axes that a bind gives sizes to; `token`'s is the page size."""
+        return frozenset(
+            name for name in self.axis_names if not name.isdecimal() and name not in _UNITS
+        )
+
+    def split(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """(`token`, `page` or `request`: what a row is; the axes before it; those of the row).
+
+        Raises LayoutError for axes that make no rows.
+        """
+        names = self.axis_names
+        named = [name for name in names if not name.isdecimal()]
+        repeated = sorted({name for name in named if named.count(name) > 1})
         if repeated:
             raise LayoutError(f"plane {self.name!r}: {self.axes!r} names {repeated} twice")
-        if "page" not in names or names[names.index("page") + 1 :][:1] != ("token",):
-            raise LayoutError(
-                f"plane {self.name!r}: {self.axes!r} must name 'page token' side by side, "
-                "so that one token is one row"
-            )
-        at = names.index("page")
-        return names[:at], names[at + 2 :]
+        units = [name for name in names if name in _UNITS]
+        if len(units) != 1:
+            raise LayoutError(f"plane {self.name!r}: {self.axes!r} must name 'page' or 'request'")
+        at = names.index(units[0])
+        before, after = names[:at], names[at + 1 :]
+        if "token" in before or ("token" in after and units == ["request"]):
+            raise LayoutError(f"plane {self.name!r}: {self.axes!r} has 'token' outside of a page")
+        if after[:1] == ("token",):
+            return "token", before, after[1:]
+        return units[0], before, after
+
+
+_UNITS = ("page", "request")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PlaneGeometry:
-    """A plane with its sizes: `layer_count` times [slot, *row_shape] of `dtype`."""
+    """A plane with its sizes: `layer_count` times [row, *row_shape] of `dtype`."""
 
     name: str
     dtype: str
     layer_count: int
     row_shape: tuple[int, ...]
+    rules: tuple[Rule, ...] = (EveryToken(),)
+    """From token slots to rows; that of a page, or of a request, is the last."""
+    tokens_per_row: int = 1
+    """The most tokens that a row stands for; 0 for a request's row."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one token owns in one layer of this plane."""
+        """Bytes of one row in one layer."""
         return prod(self.row_shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one row in all layers."""
+        return self.layer_count * self.row_bytes
 
 
 @final
 @dataclass(frozen=True, slots=True, init=False)
 class Layout:
-    """Planes under one name: all that a token owns, and how its bytes lie."""
+    """Planes under one name: all that a token or a request owns, and how its bytes lie."""
 
     name: str
     planes: tuple[Plane, ...]
@@ -76,81 +119,169 @@ class Layout:
         if not planes or len(set(names)) < len(names):
             raise LayoutError(f"layout {name!r}: plane names {names} must be distinct, at least 1")
         for plane in planes:
-            plane.axes_around_token()
+            plane.split()
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "planes", planes)
 
-    def bind(self, *, dtype: str, first_layer: int = 0, rank: int = 0, **sizes: int) -> Geometry:
+    def through(self, name: str, *rules: Rule) -> Layout:
+        """This layout under another name, its rows named by these rules in addition.
+
+        They come after the planes' own: `WINDOW.through("window_dcp", Owned(1, 4))`.
+        """
+        return Layout(name, *(replace(plane, rows=(*plane.rows, *rules)) for plane in self.planes))
+
+    @classmethod
+    def joined(cls, name: str, **parts: Layout) -> Layout:
+        """Layouts whose slots are the same tokens' as one, which moves all or nothing.
+
+        Planes get their part's name before their own, `full.k`, and so do the axes, but for
+        `page`, `token`, `request` and numbers: `full_layer`, `draft_head_dim`.
+        """
+        planes = [
+            replace(
+                plane,
+                name=f"{part}.{plane.name}",
+                axes=" ".join(
+                    axis if axis in (*_UNITS, "token") or axis.isdecimal() else f"{part}_{axis}"
+                    for axis in plane.axis_names
+                ),
+            )
+            for part, layout in parts.items()
+            for plane in layout.planes
+        ]
+        return cls(name, *planes)
+
+    def bind(
+        self,
+        *,
+        dtype: str | Mapping[str, str],
+        token: int = 1,
+        first_layer: int = 0,
+        rank: int = 0,
+        **sizes: Size,
+    ) -> Geometry:
         """This layout with every axis given its size; `token` is the page size in tokens.
 
+        `dtype` is that of all planes that declare none, or of each by name. An axis of layers
+        may be given as the layers' numbers, where a plane lives in some of them only.
         `first_layer` and `rank` say which pipeline stage and which tensor-parallel rank the
         pool belongs to. They change no size, but KV of one is never KV of another. Raises
         LayoutError for an axis without a size, a size without an axis, or one below 1.
         """
-        if dtype not in DTYPE_BYTES:
+        given = frozenset(sizes)
+        needed = {axis for plane in self.planes if not plane.optional for axis in plane.sized_axes}
+        needed.add("token")
+        planes = [
+            plane
+            for plane in self.planes
+            if not plane.optional or not (plane.sized_axes - needed - given)
+        ]
+        axes = {axis for plane in planes for axis in plane.sized_axes} - {"token"}
+        if axes != given:
             raise LayoutError(
-                f"layout {self.name!r}: dtype {dtype!r} isn't one of {[*DTYPE_BYTES]}"
+                f"layout {self.name!r}: sizes needed for {sorted(axes)}, given for {sorted(given)}"
             )
-        axes = {name for plane in self.planes for name in plane.axes.split()} - {"page"}
-        if axes != set(sizes):
-            raise LayoutError(
-                f"layout {self.name!r}: sizes needed for {sorted(axes)}, given for {sorted(sizes)}"
-            )
-        low = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        counts = {axis: _count(size) for axis, size in {**sizes, "token": token}.items()}
+        low = {axis: size for axis, size in {**sizes, "token": token}.items() if not counts[axis]}
         if low:
             raise LayoutError(f"layout {self.name!r}: sizes must be integers from 1, not {low}")
-        ordered = tuple(sorted(sizes.items()))
-        return Geometry(self, dtype, first_layer, rank, ordered)
+        dtypes = {plane.name: self._dtype_of(plane, dtype) for plane in planes}
+        identity = tuple(
+            (axis, size if isinstance(size, int) else tuple(size))
+            for axis, size in sorted(sizes.items())
+        )
+        return Geometry(
+            self,
+            tuple(_with_sizes(plane, counts, dtypes[plane.name]) for plane in planes),
+            token,
+            first_layer,
+            rank,
+            identity,
+        )
+
+    def _dtype_of(self, plane: Plane, given: str | Mapping[str, str]) -> str:
+        if isinstance(given, str):
+            dtype = plane.dtype or given
+        else:
+            dtype = given.get(plane.name) or plane.dtype or "none"
+        if dtype not in DTYPE_BYTES:
+            raise LayoutError(
+                f"layout {self.name!r}, plane {plane.name!r}: dtype {dtype!r} isn't one of "
+                f"{[*DTYPE_BYTES]}"
+            )
+        return dtype
+
+
+def _count(size: Size) -> int:
+    """How long an axis is; 0 for what is no size."""
+    if type(size) is int:
+        return max(0, size)
+    if not isinstance(size, list | tuple | range):
+        return 0
+    are_numbers = all(type(one) is int and one >= 0 for one in size)
+    return len(size) if are_numbers and len(set(size)) == len(size) else 0
+
+
+def _with_sizes(plane: Plane, counts: Mapping[str, int], dtype: str) -> PlaneGeometry:
+    unit, before, row = plane.split()
+
+    def sizes_of(axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(int(axis) if axis.isdecimal() else counts[axis] for axis in axes)
+
+    rules, tokens = plane.rows, 1
+    for rule in plane.rows:
+        tokens *= rule.count if isinstance(rule, EveryNth) else 1
+    if unit == "page":
+        rules = (*rules, EveryNth(counts["token"]))
+        tokens *= counts["token"]
+    if unit == "request":
+        rules, tokens = (OfRequest(),), 0
+    return PlaneGeometry(plane.name, dtype, prod(sizes_of(before)), sizes_of(row), rules, tokens)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A layout with its sizes, made by `Layout.bind`; the number of pages is the pool's."""
+    """A layout with its sizes, made by `Layout.bind`; how many rows there are is the pool's."""
 
     layout: Layout
-    dtype: str
+    planes: tuple[PlaneGeometry, ...]
+    page_size: int
     first_layer: int
     rank: int
-    sizes: tuple[tuple[str, int], ...]
-
-    @property
-    def planes(self) -> tuple[PlaneGeometry, ...]:
-        """The layout's planes in their order, with sizes."""
-        sizes = dict(self.sizes)
-        return tuple(
-            PlaneGeometry(
-                plane.name,
-                self.dtype,
-                prod(sizes[name] for name in plane.axes_around_token()[0]),
-                tuple(sizes[name] for name in plane.axes_around_token()[1]),
-            )
-            for plane in self.layout.planes
-        )
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
-        return dict(self.sizes)["token"]
+    sizes: tuple[tuple[str, int | tuple[int, ...]], ...]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token owns, over all planes and layers."""
-        return sum(plane.layer_count * plane.row_bytes for plane in self.planes)
+        """Bytes that one token owns, over all planes and layers; shared rows count in part."""
+        return -(-self.page_bytes // self.page_size)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, over all planes and layers."""
-        return self.page_size * self.token_bytes
+        return sum(
+            -(-self.page_size // plane.tokens_per_row) * plane.size_bytes
+            for plane in self.planes
+            if plane.tokens_per_row
+        )
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that a request owns beside its tokens', over all planes and layers."""
+        return sum(plane.size_bytes for plane in self.planes if not plane.tokens_per_row)
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever layout, sizes, dtype, stage or rank do.
+        """16 bytes that differ whenever layout, sizes, dtypes, stage or rank do.
 
-        The page size is left out: it says how slots are handed out, not which bytes a token
-        owns, so a snapshot may move between pools of different page sizes.
+        The page size is left out where no row is a page: it says how slots are handed out, not
+        which bytes a token owns, so a snapshot may move between pools of different page sizes.
         """
-        sizes = tuple((name, size) for name, size in self.sizes if name != "token")
-        planes = tuple((plane.name, plane.axes, repr(plane.rows)) for plane in self.layout.planes)
-        text = repr((self.layout.name, planes, self.dtype, self.first_layer, self.rank, sizes))
+        planes = tuple(
+            (plane.name, plane.dtype, plane.layer_count, plane.row_shape, repr(plane.rules))
+            for plane in self.planes
+        )
+        axes = tuple((plane.name, plane.axes) for plane in self.layout.planes)
+        stage = (self.first_layer, self.rank)
+        text = repr((self.layout.name, axes, planes, stage, self.sizes))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from kvtide.device import Device
-from kvtide.errors import LayoutError
-from kvtide.layout import BufferRows, Geometry, PlaneGeometry
+from kvtide.errors import LayoutError, SlotError
+from kvtide.layout import (
+    BufferRows,
+    EveryNth,
+    EveryToken,
+    Geometry,
+    Ids,
+    Mapped,
+    OfRequest,
+    Owned,
+    PlaneGeometry,
+    Rows,
+    rows_of,
+)
+from kvtide.pool.adopt import as_rows, byte_rows, refuse_shared_memory
 
 
 @final
 class Pool:
-    """The planes of `geometry` for `page_count` pages, in `create`d or `adopt`ed tensors.
+    """The planes of `geometry`, in `create`d or `adopt`ed tensors.
 
     Who holds which page isn't the pool's affair: kvtide's own engine asks a PageAllocator,
-    an adopted pool belongs to an engine that keeps its own books.
+    an adopted pool belongs to an engine that keeps its own books. The same holds for maps: they
+    are the engine's, and are read at each call that needs them.
     """
 
     def __init__(
@@ -30,6 +43,7 @@ class Pool:
         planes: Mapping[str, Sequence[torch.Tensor]],
         buffers: Sequence[torch.Tensor],
         buffer_rows: Sequence[BufferRows],
+        maps: Mapping[str, Any],
     ) -> None:
         """For `create` and `adopt`, which see to it that the arguments fit together."""
         self.geometry = geometry
@@ -38,6 +52,12 @@ class Pool:
         self.buffers = tuple(buffers)
         self.buffer_rows = tuple(buffer_rows)
         self._planes = {name: tuple(layers) for name, layers in planes.items()}
+        self._maps = dict(maps)
+        counts = [self._planes[plane.name][0].shape[0] for plane in geometry.planes]
+        self._groups = [
+            (plane.rules, min(counts[number] for number in members))
+            for plane, members in _groups_of(geometry)
+        ]
 
     @property
     def page_size(self) -> int:
@@ -52,10 +72,14 @@ class Pool:
     @property
     def size_bytes(self) -> int:
         """Bytes of all planes."""
-        return self.slot_count * self.geometry.token_bytes
+        return sum(
+            plane.row_bytes * tensor.shape[0]
+            for plane in self.geometry.planes
+            for tensor in self._planes[plane.name]
+        )
 
     def plane(self, name: str, layer: int) -> torch.Tensor:
-        """The slots of one layer, counted from the stage's first: [slot_count, *row_shape].
+        """The rows of one layer, counted from the stage's first: [row, *row_shape].
 
         A view, not a copy: writing to it writes to the pool. Raises LayoutError for a plane
         or a layer that isn't there; a negative one isn't.
@@ -66,96 +90,174 @@ class Pool:
             raise LayoutError(f"pool has no plane {name!r}, layer {layer}; its layers are {counts}")
         return layers[layer]
 
+    def rows_of(self, slots: Ids, request: int | None = None) -> list[Rows]:
+        """What a request with these slots (checked, int64 [token]) owns, for each group of planes.
+
+        `request` is its own row, where the layout has planes of requests. Raises SlotError for
+        what can't be meant. Blocks where a map lies on a device.
+        """
+        maps: dict[str, Any] = {name: self._lookup(name) for name in self._maps}
+        if request is not None:
+            maps[OfRequest.REQUEST] = lambda _: np.array([request], np.int64)
+        return [rows_of(rules, slots, maps, count) for rules, count in self._groups]
+
+    def _lookup(self, name: str) -> Any:
+        """The engine's map of that name as a function of ids."""
+        held = self._maps[name]
+
+        def look_up(ids: Ids) -> Ids:
+            if ids.size and int(ids.max()) >= len(held):
+                raise SlotError(f"slot {ids.max()} isn't in the map {name!r} of {len(held)} slots")
+            if isinstance(held, torch.Tensor):
+                found = held[torch.from_numpy(ids).to(held.device)].cpu().numpy()
+            else:
+                found = np.asarray(held)[ids]
+            return np.array(found, np.int64)
+
+        return look_up
+
     @classmethod
-    def create(cls, geometry: Geometry, device: Device, *, page_count: int) -> Pool:
-        """A pool of its own, zeroed, one buffer a plane. Raises LayoutError below one page."""
+    def create(
+        cls,
+        geometry: Geometry,
+        device: Device,
+        *,
+        page_count: int,
+        request_count: int = 0,
+        maps: Mapping[str, Any] | None = None,
+        mapped_rows: Mapping[str, int] | None = None,
+    ) -> Pool:
+        """A pool of its own, zeroed, one buffer a plane. Raises LayoutError below one page.
+
+        `request_count` is how many requests have rows in planes of requests. `maps` are the
+        maps of the layout's rules, one id a slot, and `mapped_rows` how many ids each leads to.
+        """
         if page_count < 1:
             raise LayoutError(f"pool {geometry.layout.name!r}: {page_count} pages; at least 1")
         slot_count = page_count * geometry.page_size
         planes: dict[str, list[torch.Tensor]] = {}
         buffers: list[torch.Tensor] = []
         rows: list[BufferRows] = []
-        for plane in geometry.planes:
-            buffer = device.allocate(plane.layer_count * slot_count * plane.row_bytes)
+        groups = _group_numbers(geometry)
+        for plane, group in zip(geometry.planes, groups, strict=True):
+            count = row_count(plane, slot_count, request_count, mapped_rows or {})
+            buffer = device.allocate(plane.layer_count * count * plane.row_bytes)
             typed = buffer.view(getattr(torch, plane.dtype))
-            layers = typed.view(plane.layer_count, slot_count, *plane.row_shape)
-            planes[plane.name] = list(layers)
+            planes[plane.name] = list(typed.view(plane.layer_count, count, *plane.row_shape))
             buffers.append(buffer)
-            starts = np.arange(plane.layer_count, dtype=np.int64) * slot_count
-            rows.append(BufferRows(plane.row_bytes, starts))
-        return cls(geometry, device, slot_count, planes, buffers, rows)
+            starts = np.arange(plane.layer_count, dtype=np.int64) * count
+            rows.append(BufferRows(plane.row_bytes, starts, group))
+        return cls(geometry, device, slot_count, planes, buffers, rows, maps or {})
 
     @classmethod
     def adopt(
-        cls, geometry: Geometry, device: Device, planes: Mapping[str, Sequence[torch.Tensor]]
+        cls,
+        geometry: Geometry,
+        device: Device,
+        planes: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        *,
+        maps: Mapping[str, Any] | None = None,
+        slot_count: int | None = None,
     ) -> Pool:
         """A pool over an engine's tensors, which stay the engine's: nothing is copied.
 
-        `planes` gives each plane one tensor a layer, [slot, *row] or [page, token, *row], the
-        slots of all tensors numbered alike. Raises LayoutError, naming the tensor, for
-        missing or extra planes, a wrong layer count, shape, dtype or device, gaps between
-        rows, no slots, or two tensors that share memory.
+        `planes` gives each plane one tensor a layer, or one of all layers. A tensor is
+        [row, *row], or [page, token, *row] where a token is a row; gaps between rows are left
+        alone. `maps` are the engine's own, read at each call. `slot_count` is needed where no
+        plane has a row for each slot. Raises LayoutError, naming the tensor, for missing or
+        extra planes, a wrong layer count, shape, dtype or device, gaps within a row, no rows,
+        or two tensors that share memory.
         """
         expected = {plane.name: plane for plane in geometry.planes}
+        name = geometry.layout.name
         if set(planes) != set(expected):
             raise LayoutError(
-                f"pool {geometry.layout.name!r}: planes {sorted(planes)} given, "
-                f"{sorted(expected)} declared"
+                f"pool {name!r}: planes {sorted(planes)} given, {sorted(expected)} declared"
             )
-        typed: dict[str, list[torch.Tensor]] = {}
-        counts: dict[str, int] = {}
-        for name, plane in expected.items():
-            if len(planes[name]) != plane.layer_count:
-                raise LayoutError(
-                    f"plane {name!r}: {len(planes[name])} tensors for {plane.layer_count} layers"
-                )
-            typed[name] = []
-            for layer, tensor in enumerate(planes[name]):
-                where = f"plane {name!r}, layer {layer}"
-                typed[name].append(_as_rows(tensor, plane, geometry.page_size, device, where))
-                counts[where] = typed[name][-1].shape[0]
-        if len(set(counts.values())) > 1:
-            raise LayoutError(f"pool {geometry.layout.name!r}: slot counts differ: {counts}")
-        slot_count = next(iter(counts.values()))
-        if not slot_count:
-            raise LayoutError(f"pool {geometry.layout.name!r}: its tensors have no slots")
-        layers = [(plane, tensor) for name, plane in expected.items() for tensor in typed[name]]
-        _refuse_shared_memory([tensor for _, tensor in layers], geometry.layout.name)
-        start = np.zeros(1, np.int64)
-        return cls(
-            geometry,
-            device,
-            slot_count,
-            typed,
-            [tensor.view(-1).view(torch.uint8) for _, tensor in layers],
-            [BufferRows(plane.row_bytes, start) for plane, _ in layers],
+        layers = _Layers(geometry, device)
+        for plane, group in zip(geometry.planes, _group_numbers(geometry), strict=True):
+            layers.add(plane, group, planes[plane.name])
+        refuse_shared_memory(layers.buffers, name)
+        slots = layers.slot_count(slot_count)
+        found = layers.typed, layers.buffers, layers.rows
+        return cls(geometry, device, slots, *found, maps or {})
+
+
+@final
+class _Layers:
+    """What `adopt` has found so far."""
+
+    def __init__(self, geometry: Geometry, device: Device) -> None:
+        self.geometry = geometry
+        self.device = device
+        self.typed: dict[str, list[torch.Tensor]] = {}
+        self.buffers: list[torch.Tensor] = []
+        self.rows: list[BufferRows] = []
+
+    def add(
+        self, plane: PlaneGeometry, group: int, given: torch.Tensor | Sequence[torch.Tensor]
+    ) -> None:
+        """Takes a plane's tensors."""
+        where = f"plane {plane.name!r}"
+        tensors = list(given)
+        if len(tensors) != plane.layer_count:
+            raise LayoutError(f"{where}: {len(tensors)} tensors for {plane.layer_count} layers")
+        self.typed[plane.name] = []
+        for layer, tensor in enumerate(tensors):
+            place = f"{where}, layer {layer}"
+            typed = as_rows(tensor, plane, self.geometry.page_size, self.device, place)
+            buffer = byte_rows(typed, plane.row_bytes, place)
+            self.typed[plane.name].append(typed)
+            self.buffers.append(buffer)
+            start = np.zeros(1, np.int64)
+            self.rows.append(BufferRows(plane.row_bytes, start, group, buffer.dim() == 2))
+
+    def slot_count(self, given: int | None) -> int:
+        """The slots that all planes agree on."""
+        name, found = self.geometry.layout.name, dict[str, int]()
+        for plane in self.geometry.planes:
+            counts = {tensor.shape[0] for tensor in self.typed[plane.name]}
+            if len(counts) > 1 or not min(counts):
+                raise LayoutError(f"pool {name!r}: plane {plane.name!r} has rows {sorted(counts)}")
+            if all(isinstance(rule, EveryToken | EveryNth) for rule in plane.rules):
+                found[plane.name] = min(counts) * plane.tokens_per_row
+        slots = {*found.values(), *([] if given is None else [given])}
+        if len(slots) != 1:
+            raise LayoutError(
+                f"pool {name!r}: slot counts differ: {found}, slot_count given as {given}"
+            )
+        return slots.pop()
+
+
+def row_count(
+    plane: PlaneGeometry, slot_count: int, request_count: int, mapped_rows: Mapping[str, int]
+) -> int:
+    """The rows of a plane in a pool of so many slots; LayoutError where that isn't known."""
+    count = slot_count
+    for rule in plane.rules:
+        if isinstance(rule, EveryNth):
+            count = -(-count // rule.count)
+        elif isinstance(rule, Owned):
+            count = -(-count // rule.world)
+        elif isinstance(rule, Mapped):
+            count = mapped_rows.get(rule.name, 0)
+        elif isinstance(rule, OfRequest):
+            count = request_count
+    if count < 1:
+        raise LayoutError(
+            f"plane {plane.name!r} has no rows by {plane.rules}; give request_count or mapped_rows"
         )
+    return count
 
 
-def _as_rows(
-    tensor: torch.Tensor, plane: PlaneGeometry, page_size: int, device: Device, where: str
-) -> torch.Tensor:
-    """`tensor` as [slot, *row_shape], a view; LayoutError where it can't be that."""
-    dtype = getattr(torch, plane.dtype)
-    if tensor.dtype != dtype:
-        raise LayoutError(f"{where}: dtype {tensor.dtype}, declared {dtype}")
-    if tensor.device.type != device.torch_device.type:
-        raise LayoutError(f"{where}: on {tensor.device}, the pool's device is {device.name!r}")
-    if not tensor.is_contiguous():
-        raise LayoutError(f"{where}: strides {tensor.stride()} leave gaps between rows")
-    shape, row = tuple(tensor.shape), plane.row_shape
-    if len(shape) == len(row) + 1 and shape[1:] == row:
-        return tensor
-    if len(shape) == len(row) + 2 and shape[1:] == (page_size, *row):
-        return tensor.view(-1, *row)
-    raise LayoutError(
-        f"{where}: shape {list(shape)} is neither [slot, {row}] nor [page, {page_size}, {row}]"
-    )
+def _groups_of(geometry: Geometry) -> list[tuple[PlaneGeometry, list[int]]]:
+    """Planes of equal rules, by the first of them and the numbers of all."""
+    numbers = _group_numbers(geometry)
+    members = [[at for at, one in enumerate(numbers) if one == group] for group in set(numbers)]
+    return [(geometry.planes[group[0]], group) for group in sorted(members)]
 
 
-def _refuse_shared_memory(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """LayoutError if two tensors overlap: a restore of one would write to the other."""
-    spans = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
-    for (first, size_bytes), (second, _) in pairwise(spans):
-        if first + size_bytes > second:
-            raise LayoutError(f"pool {name!r}: two of its tensors share memory at {second:#x}")
+def _group_numbers(geometry: Geometry) -> list[int]:
+    """The group of each plane: planes of equal rules take the same rows."""
+    distinct = list(dict.fromkeys(plane.rules for plane in geometry.planes))
+    return [distinct.index(plane.rules) for plane in geometry.planes]

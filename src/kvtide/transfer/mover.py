@@ -13,102 +13,134 @@ import xxhash
 
 from kvtide.device import Block, Job, Step
 from kvtide.errors import SnapshotDamaged
+from kvtide.layout import Ids
 from kvtide.pool import Pool
-from kvtide.transfer.plan import Moves, Slots, plan_moves
+from kvtide.transfer.plan import Moves, Section, plan_moves, sections_of
 
 _Phases = Iterator[Sequence[Step[int]]]
 
 
 @final
 class Mover:
-    """Copies tokens between a pool's slots and host blocks, a chunk of tokens a block.
+    """Copies rows between a pool and host blocks, a chunk of rows a block.
 
     All copying is of bytes, in elements as wide as alignment allows, so every dtype moves,
-    NaN payloads included. Slots come checked (`checked_slots`); a block is uint8
-    [block_bytes], of which a chunk fills the beginning. Both ways return at once.
+    NaN payloads included. Rows come checked (`Pool.rows_of`), those of each group of planes; a
+    block is uint8 [block_bytes], of which a chunk of up to `chunk_bytes` fills the beginning.
+    Both ways return at once.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self._known: dict[int, list[Section]] = {}
+
+    def chunk_count(self, rows: Sequence[Ids], chunk_bytes: int) -> int:
+        """The chunks, which is as many blocks, that these rows of each group make."""
+        sections = self.sections(chunk_bytes)
+        return sum(one.chunk_count(rows[one.group].size) for one in sections)
+
+    def size_bytes(self, rows: Sequence[Ids]) -> int:
+        """Bytes of these rows of each group."""
+        return sum(
+            one.row_bytes * len(one.layer_rows) * rows[one.group].size
+            for one in self._pool.buffer_rows
+        )
 
     def gather(
         self,
-        slots: Slots,
+        rows: Sequence[Ids],
         blocks: Sequence[Block],
         *,
-        chunk_tokens: int,
+        chunk_bytes: int,
         seal: bool = True,
     ) -> Job[list[int]]:
-        """Slots to blocks. The job's results are the chunks' checksums (zeros without `seal`).
+        """Rows to blocks. The job's results are the chunks' checksums (zeros without `seal`).
 
-        The blocks belong to the job until it has ended, and the slots must not be written.
+        The blocks belong to the job until it has ended, and the rows must not be written.
         """
 
         def phases() -> _Phases:
-            chunks = self._chunks(slots, blocks, chunk_tokens)
+            chunks = self._chunks(rows, blocks, chunk_bytes)
             yield [Step(chunk.checksum if seal else _nothing, chunk.gather) for chunk in chunks]
 
-        return self._submit(phases, chunk_tokens)
+        return self._submit(phases, chunk_bytes)
 
     def scatter(
         self,
         blocks: Sequence[Block],
-        slots: Slots,
+        rows: Sequence[Ids],
         *,
-        chunk_tokens: int,
+        chunk_bytes: int,
         checksums: Sequence[int] | None,
     ) -> Job[list[int]]:
-        """Blocks to slots, after all blocks have been found to be as they were sealed.
+        """Blocks to rows, after all blocks have been found to be as they were sealed.
 
         The job raises SnapshotDamaged, naming the first bad chunk, before anything is written.
-        With None for checksums nothing is checked: for benchmarks. The blocks and the slots
+        With None for checksums nothing is checked: for benchmarks. The blocks and the rows
         belong to the job until it has ended.
         """
 
         def phases() -> _Phases:
-            chunks = self._chunks(slots, blocks, chunk_tokens)
+            chunks = self._chunks(rows, blocks, chunk_bytes)
             if checksums is not None:
                 sealed = zip(chunks, checksums, strict=True)
                 yield [Step(_checking(i, chunk, one)) for i, (chunk, one) in enumerate(sealed)]
             yield [Step(_nothing, chunk.scatter) for chunk in chunks]
 
-        return self._submit(phases, chunk_tokens)
+        return self._submit(phases, chunk_bytes)
 
-    def _submit(self, phases: Callable[[], _Phases], chunk_tokens: int) -> Job[list[int]]:
-        staging_bytes = chunk_tokens * self._pool.geometry.token_bytes
-        return self._pool.device.submit(phases, staging_bytes=staging_bytes)
+    def _submit(self, phases: Callable[[], _Phases], chunk_bytes: int) -> Job[list[int]]:
+        # Made in the calling thread, so that the queue's only reads them.
+        largest = max(one.chunk_bytes for one in self.sections(chunk_bytes))
+        return self._pool.device.submit(phases, staging_bytes=largest)
 
-    def _chunks(self, slots: Slots, blocks: Sequence[Block], chunk_tokens: int) -> list[_Chunk]:
+    def sections(self, chunk_bytes: int) -> list[Section]:
+        """What moves together in such chunks; LayoutError for a row that can't be cut to fit."""
+        if chunk_bytes not in self._known:
+            self._known[chunk_bytes] = sections_of(self._pool.buffer_rows, chunk_bytes)
+        return self._known[chunk_bytes]
+
+    def _chunks(
+        self, rows: Sequence[Ids], blocks: Sequence[Block], chunk_bytes: int
+    ) -> list[_Chunk]:
         """What the lanes need. A call from Python in one lane is a wait for the interpreter's
         lock in the other, so all that can be done once for all chunks is done here."""
-        pool = self._pool
-        token_bytes = pool.geometry.token_bytes
         chunks: list[_Chunk] = []
-        for part in plan_moves(pool.buffer_rows, slots, chunk_tokens, pool.device.move_bytes):
-            size_bytes = min(chunk_tokens, slots.size - len(chunks) * chunk_tokens) * token_bytes
+        for section in self.sections(chunk_bytes):
+            count = section.chunk_count(rows[section.group].size)
+            own = blocks[len(chunks) : len(chunks) + count]
+            chunks += self._section_chunks(section, rows[section.group], own)
+        assert len(chunks) == len(blocks), "one block a chunk"
+        return chunks
+
+    def _section_chunks(self, section: Section, rows: Ids, blocks: Sequence[Block]) -> list[_Chunk]:
+        ids, size = section.ids(rows), section.chunk_rows
+        chunks: list[_Chunk] = []
+        for part in plan_moves(section.rows, ids, size, self._pool.device.move_bytes):
+            size_bytes = min(size, ids.size - len(chunks) * size) * section.row_bytes
             stop = len(chunks) + len(part[0].units)
             for run in _runs_of(blocks[len(chunks) : stop]):
                 first = len(chunks) - stop + len(part[0].units)
-                copies = [self._copies(moves, run, first) for moves in part]
+                copies = [self._copies(section, moves, run, first) for moves in part]
                 chunks += [
                     _Chunk(number, run.block(number, size_bytes), copies)
                     for number in range(run.count)
                 ]
-        assert len(chunks) == len(blocks), "one block a chunk"
         return chunks
 
-    def _copies(self, moves: Moves, run: _Run, first: int) -> _Copies:
+    def _copies(self, section: Section, moves: Moves, run: _Run, first: int) -> _Copies:
         """The copies of the chunks in `run`, the first of which is number `first` of `moves`."""
-        device = self._pool.device
-        row_bytes = self._pool.buffer_rows[moves.buffer].row_bytes
+        device, row_bytes = self._pool.device, section.rows[moves.buffer].row_bytes
         unit_bytes = moves.unit_rows * row_bytes
-        buffer = self._pool.buffers[moves.buffer][moves.skip_rows * row_bytes :]
-        buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes]
+        buffer = self._pool.buffers[section.buffers[moves.buffer]]
         sizes = [unit_bytes, moves.block_offset, run.first, run.step]
-        dtype = _widest(device.elements, sizes, buffer, run.slab)
+        if buffer.dim() == 1:
+            buffer = buffer[moves.skip_rows * row_bytes :]
+            buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes].view(-1, unit_bytes)
+        dtype = _widest(device.elements, [*sizes, buffer.stride(0)], buffer, run.slab)
         shape = (moves.units.shape[1], unit_bytes // dtype.itemsize)
         return _Copies(
-            buffer.view(dtype).view(-1, shape[1]),
+            buffer.view(dtype),
             device.upload(torch.from_numpy(moves.units)[first : first + run.count]),
             run.parts(moves.block_offset, dtype, shape),
             moves.block_offset,

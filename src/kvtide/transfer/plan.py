@@ -1,8 +1,9 @@
 """Which bytes move: the plan of a chunk, the same for both ways. Pure: no torch, no I/O.
 
-A snapshot is cut into chunks of `chunk_tokens` tokens, the last one shorter. A chunk's bytes
-are, for each plane, for each layer, one row a token in the order of the slots. That order
-depends on the geometry and the token count alone, so any source fits any target.
+Planes whose rows are named alike make a section: their rows move together. A section is cut
+into chunks of `chunk_rows` rows, the last one shorter. A chunk's bytes are, for each plane, for
+each layer, the rows in the order of the request's tokens. Sections and chunks depend on the
+geometry and `chunk_bytes` alone, so any source fits any target.
 """
 
 from __future__ import annotations
@@ -14,15 +15,48 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.errors import SlotError
+from kvtide.errors import LayoutError, SlotError
 from kvtide.layout import BufferRows, Geometry
 
 Slots = NDArray[np.int64]
 
-# A chunk of a megabyte is small enough to be hashed while it is in a core's cache and large
-# enough to hide what a call costs.
-CHUNK_BYTES = 1 << 20
 _LONGEST_GROUP = 64
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """Buffers, or some layers of them, whose rows move together.
+
+    `buffers` are their numbers in the pool, and `rows` what of each moves, side by side. Each row
+    of the request is read as `pieces` rows here, where one alone is larger than a chunk.
+    """
+
+    group: int
+    buffers: tuple[int, ...]
+    rows: tuple[BufferRows, ...]
+    pieces: int
+    chunk_rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all its buffers and layers."""
+        return sum(one.row_bytes * len(one.layer_rows) for one in self.rows)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a full chunk."""
+        return self.chunk_rows * self.row_bytes
+
+    def ids(self, rows: Slots) -> Slots:
+        """The rows to move for `rows` of the request, int64 [row * pieces]."""
+        if self.pieces == 1:
+            return rows
+        return (rows[:, None] * self.pieces + np.arange(self.pieces)).reshape(-1)
+
+    def chunk_count(self, row_count: int) -> int:
+        """How many chunks `row_count` rows of the request make."""
+        return -(-row_count * self.pieces // self.chunk_rows)
 
 
 @final
@@ -45,12 +79,13 @@ class Moves:
 def checked_slots(slots: Any, slot_count: int) -> Slots:
     """A copy of `slots` as int64 [token]: what happens to the caller's array later can't matter.
 
-    Takes whatever numpy takes for integers. Raises SlotError, naming the first bad id, for
-    slots that aren't integers in one dimension, are negative, beyond the pool, or repeated.
+    Takes whatever numpy takes for integers, and tensors that lie on a device; for those it
+    blocks. Raises SlotError, naming the first bad id, for slots that aren't integers in one
+    dimension, are negative, beyond the pool, or repeated.
     """
     try:
-        given = np.asarray(slots)
-    except (TypeError, ValueError) as error:
+        given = np.asarray(slots if getattr(slots, "is_cpu", True) else slots.cpu())
+    except (TypeError, ValueError, RuntimeError) as error:
         raise SlotError(f"slots must be integers [token]: {error}") from error
     if given.size == 0 and given.ndim == 1:
         return np.empty(0, np.int64)
@@ -69,37 +104,89 @@ def checked_slots(slots: Any, slot_count: int) -> Slots:
     return ids
 
 
-def chunk_tokens_for(geometry: Geometry, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """The tokens of a full chunk: the largest power of two that `chunk_bytes` hold, at least 1.
+def chunk_tokens_for(geometry: Geometry, chunk_bytes: int) -> int:
+    """The most tokens that `chunk_bytes` hold, rounded down to a power of two; at least 1."""
+    return _power_of_two(chunk_bytes // max(1, geometry.token_bytes))
 
-    A power of two, so that a chunk of whole pages can move page by page.
+
+def sections_of(buffers: Sequence[BufferRows], chunk_bytes: int) -> list[Section]:
+    """The sections of a pool with these buffers, in the order in which they lie in a snapshot.
+
+    One a group, in as many parts as it takes for a row of each part to fit into a chunk. Raises
+    LayoutError where even a single row can't be cut to fit.
     """
-    fit = max(1, chunk_bytes // geometry.token_bytes)
-    return 1 << (fit.bit_length() - 1)
+    sections: list[Section] = []
+    for group in sorted({one.group for one in buffers}):
+        numbers = [number for number, one in enumerate(buffers) if one.group == group]
+        layers = [(n, at) for n in numbers for at in range(len(buffers[n].layer_rows))]
+        while layers:
+            sections.append(_take_section(buffers, layers, chunk_bytes))
+    return sections
+
+
+def _take_section(
+    buffers: Sequence[BufferRows], layers: list[tuple[int, int]], chunk_bytes: int
+) -> Section:
+    """A section of the first of `layers`, which are taken out: as many as fit into a chunk."""
+    first = buffers[layers[0][0]]
+    taken, size = 0, 0
+    for number, _ in layers:
+        size += buffers[number].row_bytes
+        if size > chunk_bytes:
+            break
+        taken += 1
+    own, layers[:] = layers[: max(1, taken)], layers[max(1, taken) :]
+    pieces = 1 if taken else _pieces_of(first, chunk_bytes)
+    numbers = list(dict.fromkeys(number for number, _ in own))
+    rows = []
+    for number in numbers:
+        at = [layer for other, layer in own if other == number]
+        rows.append(buffers[number].part(at[0], at[-1] + 1).cut(pieces))
+    row_bytes = sum(one.row_bytes * len(one.layer_rows) for one in rows)
+    chunk_rows = _power_of_two(chunk_bytes // row_bytes)
+    return Section(first.group, tuple(numbers), tuple(rows), pieces, chunk_rows)
+
+
+def _pieces_of(rows: BufferRows, chunk_bytes: int) -> int:
+    """The fewest equal pieces of a row that fit into a chunk each."""
+    fewest = -(-rows.row_bytes // chunk_bytes)
+    fitting = (n for n in range(fewest, rows.row_bytes + 1) if rows.row_bytes % n == 0)
+    pieces = next(fitting)
+    if rows.is_padded:
+        raise LayoutError(
+            f"rows of {rows.row_bytes} bytes with gaps between them can't be cut into chunks of "
+            f"{chunk_bytes}; give the arena larger blocks"
+        )
+    return pieces
+
+
+def _power_of_two(number: int) -> int:
+    """The largest one up to `number`, and at least 1: a chunk of whole pages moves by pages."""
+    return 1 << (max(1, number).bit_length() - 1)
 
 
 def plan_moves(
-    buffers: Sequence[BufferRows], slots: Slots, chunk_tokens: int, longest_bytes: int
+    buffers: Sequence[BufferRows], rows: Slots, chunk_rows: int, longest_bytes: int
 ) -> list[list[Moves]]:
-    """The moves of all chunks of `slots` (checked): those of the full chunks, then of the rest.
+    """The moves of all chunks of `rows` (checked): those of the full chunks, then of the rest.
 
     Either list is left out where there is no such chunk. No unit row of a move is longer than
     `longest_bytes`, unless a single unit is. Buffers come in the chunk's order: planes, then
     layers.
     """
-    full = slots.size - slots.size % chunk_tokens
-    parts = (slots[:full].reshape(-1, chunk_tokens), slots[full:].reshape(1, -1))
+    full = rows.size - rows.size % chunk_rows
+    parts = (rows[:full].reshape(-1, chunk_rows), rows[full:].reshape(1, -1))
     return [_plan_part(buffers, part, longest_bytes) for part in parts if part.size]
 
 
 def _plan_part(buffers: Sequence[BufferRows], chunks: Slots, longest_bytes: int) -> list[Moves]:
-    """The moves of chunks of equal length, slots int64 [chunk, token]."""
+    """The moves of chunks of equal length, rows int64 [chunk, row]."""
     group, skip = _grouping(chunks)
     moves: list[Moves] = []
     block_offset = 0
     for number, buffer in enumerate(buffers):
         # A unit must not straddle two layers, so each layer has to begin at one.
-        unit_rows = min(group, _alignment(buffer.layer_rows))
+        unit_rows = 1 if buffer.is_padded else min(group, _alignment(buffer.layer_rows))
         skip_rows = skip % unit_rows
         firsts = (chunks[:, ::unit_rows] - skip_rows) // unit_rows
         bases = buffer.layer_rows // unit_rows

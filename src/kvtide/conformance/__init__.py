@@ -1,0 +1,45 @@
+"""The conformance kit: what every layout, pool and device must pass, for everyone's tests.
+
+    from kvtide.conformance import PoolTests
+
+    class TestMyPool(PoolTests): ...      # two or three small methods, and it inherits the tests
+
+`LayoutTests` is for a declaration, `PoolTests` for a pool of one's own, `DeviceTests` for a
+device. docs/extend.md has an example of each. The classes need pytest, and nothing else here does.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtide.conformance.devices import DeviceTests
+    from kvtide.conformance.layouts import LayoutTests
+    from kvtide.conformance.pools import PoolTests
+    from kvtide.conformance.samples import SAMPLES, Sample
+    from kvtide.conformance.subjects import Subject
+
+__all__ = ["SAMPLES", "DeviceTests", "LayoutTests", "PoolTests", "Sample", "Subject"]
+
+# `kvtide doctor` uses the samples where pytest need not be installed.
+_HOME_OF = {
+    "DeviceTests": "kvtide.conformance.devices",
+    "LayoutTests": "kvtide.conformance.layouts",
+    "PoolTests": "kvtide.conformance.pools",
+    "SAMPLES": "kvtide.conformance.samples",
+    "Sample": "kvtide.conformance.samples",
+    "Subject": "kvtide.conformance.subjects",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOME_OF[name]
+    if name.endswith("Tests") and home not in sys.modules:
+        import pytest
+
+        pytest.register_assert_rewrite(home)  # so that a failing one shows both values
+    return getattr(import_module(home), name)

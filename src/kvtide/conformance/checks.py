@@ -1,0 +1,337 @@
+"""What every pool must pass, as functions of a Subject: each raises AssertionError, in words.
+
+The classes of the kit call them; a pool's own test may call them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtide.conformance.reference import (
+    Image,
+    Place,
+    map_rules,
+    restored,
+    rows_of_plane,
+    snapshot_bytes,
+)
+from kvtide.conformance.subjects import Subject
+from kvtide.conformance.trips import (
+    INDICES,
+    ORDERS,
+    Trip,
+    boundary_counts,
+    counts_of,
+    make_trip,
+)
+from kvtide.conformance.ways import (
+    CHUNK_ROWS,
+    TideWay,
+    block_sizes,
+    go,
+    make_tide,
+    refused,
+    same,
+    some_tokens,
+    tokens_per_row,
+)
+from kvtide.errors import KvtideError, LayoutError, SlotError, SnapshotDamaged, SnapshotMiss
+from kvtide.snapshot import Snapshot, Ticket
+
+
+def check_round_trips(subject: Subject, make_way: Callable[[int], Any] | None = None) -> None:
+    """Exact, at all boundaries of chunks, in blocks of all sizes, for slots that lie anyhow."""
+    make_way = make_way or (lambda block_bytes: TideWay(subject, block_bytes))
+    for size, block_bytes in block_sizes(subject).items():
+        way = make_way(block_bytes)
+        counts = counts_of(subject, CHUNK_ROWS)
+        if size != "some rows":
+            counts = (
+                [0, 2 * tokens_per_row(subject) + 1] if size == "less than a row" else counts[-1:]
+            )
+        for number, count in enumerate(counts):
+            order = ORDERS[number % len(ORDERS)]
+            index = [*INDICES][number % len(INDICES)]
+            trip = make_trip(subject, count, number, order)
+            note = f"{count} tokens, {order} slots as {index}, chunks of {size}"
+            go(way, trip, subject, index=index, seed=3 * number, note=note)
+
+
+def check_boundaries(subject: Subject, make_way: Callable[[int], Any] | None = None) -> None:
+    """The few round trips of most use, where there is little time; every order, once."""
+    make_way = make_way or (lambda block_bytes: TideWay(subject, block_bytes))
+    sizes = block_sizes(subject)
+    way = make_way(sizes["some rows"])
+    for number, count in enumerate(boundary_counts(subject, CHUNK_ROWS)):
+        order, index = ORDERS[number], [*INDICES][-1 - number]
+        trip = make_trip(subject, count, number, order)
+        note = f"{count} tokens, {order} slots as {index}"
+        go(way, trip, subject, index=index, seed=3 * number, note=note)
+    if "less than a row" in sizes:
+        trip = make_trip(subject, 2 * tokens_per_row(subject) - 1, 9)
+        go(make_way(sizes["less than a row"]), trip, subject, note="chunks of less than a row")
+
+
+def check_orders(subject: Subject) -> None:
+    """Contiguous, reversed, scattered, page by page, and pages met in their middle."""
+    for number, order in enumerate(ORDERS):
+        way = TideWay(subject, block_sizes(subject)["some rows"])
+        trip = make_trip(subject, some_tokens(subject), number, order)
+        go(way, trip, subject, seed=number, note=f"{order} slots")
+
+
+def check_indices(subject: Subject, make_way: Callable[[int], Any] | None = None) -> None:
+    """Integers in every form: lists and arrays, of 32 and 64 bits, on the host and the device."""
+    way = (make_way or (lambda size: TideWay(subject, size)))(block_sizes(subject)["some rows"])
+    for number, index in enumerate(INDICES):
+        trip = make_trip(subject, some_tokens(subject), number)
+        go(way, trip, subject, index=index, seed=number, note=f"slots as {index}")
+
+
+def check_planes(subject: Subject) -> None:
+    """`pool.plane` is where the bytes are, layers counted from the stage's first; no other is."""
+    image = subject.fill(5)
+    for name, layer in subject.parts:
+        plane = subject.pool.plane(name, layer)
+        found = np.frombuffer(_tensor_bytes(plane), np.uint8).reshape(len(plane), -1)
+        expected = image[name, layer][:, : found.shape[1]]
+        same({(name, layer): expected}, {(name, layer): found}, "pool.plane")
+    for declared in subject.geometry.planes:
+        count = declared.layer_count
+        for layer in {-1, count, count + subject.geometry.first_layer}:
+            with refused(LayoutError, f"layer {layer} of plane {declared.name!r}"):
+                subject.pool.plane(declared.name, layer)
+    with refused(LayoutError, "a plane that isn't there"):
+        subject.pool.plane("none", 0)
+
+
+def check_snapshot_bytes(subject: Subject) -> None:
+    """A snapshot's bytes are those of the format, so that any source fits any target."""
+    sizes = block_sizes(subject)
+    del sizes["some rows"]
+    for size, block_bytes in sizes.items():
+        count = some_tokens(subject) if size == "all rows" else 2 * tokens_per_row(subject)
+        trip = make_trip(subject, count, 3)
+        subject.set_maps(trip.source.maps)
+        image = subject.fill(3)
+        way = TideWay(subject, block_bytes)
+        snapshot = way.save(trip.source.slots, trip.source.request)
+        expected = snapshot_bytes(subject.geometry, image, trip.source)
+        found = b"".join(
+            bytes(block.bytes_view(length))
+            for block, length in zip(
+                snapshot.lease.blocks, _chunk_bytes(subject, trip, block_bytes), strict=True
+            )
+        )
+        way.drop(snapshot)
+        at = next((i for i, pair in enumerate(zip(expected, found)) if len({*pair}) > 1), None)  # noqa: B905
+        assert expected == found, f"chunks of {size}: the snapshot differs from byte {at} on"
+
+
+def check_refused_slots(subject: Subject) -> None:
+    """Negative, repeated and out-of-range slots, and what are no slots: named, nothing changed."""
+    trip = make_trip(subject, some_tokens(subject), 2)
+    subject.set_maps(trip.source.maps)
+    way = TideWay(subject, block_sizes(subject)["some rows"])
+    image = subject.fill(2)
+    snapshot = way.save(trip.source.slots, trip.source.request)
+    good, total = list(trip.source.slots), subject.pool.slot_count
+    bad: list[Any] = [
+        [*good[:-1], -1],
+        [*good[:-1], total],
+        [*good[:-1], 1 << 40],
+        [*good[:-1], good[0]],
+        [float(slot) for slot in good],
+        [good],
+        [slot % 2 == 0 for slot in good],
+        "slots",
+    ]
+    for slots in bad:
+        with refused(SlotError, f"to save {slots}"):
+            way.save(slots, trip.source.request)
+        with refused(SlotError, f"to restore to {slots}"):
+            way.load(snapshot, slots, trip.source.request)
+    _check_refused_requests(subject, way, snapshot, trip)
+    same(image, subject.image(), "slots were refused, and the pool has changed")
+    way.drop(snapshot)
+
+
+def _check_refused_requests(subject: Subject, way: TideWay, saved: Snapshot, trip: Trip) -> None:
+    if not subject.request_count:
+        return
+    for request in (None, -1, subject.request_count):
+        with refused(SlotError, f"to save of request {request}"):
+            way.save(trip.source.slots, request)
+        with refused(SlotError, f"to restore to request {request}"):
+            way.load(saved, trip.source.slots, request)
+
+
+def check_failed_restores(subject: Subject) -> None:
+    """A restore that can't be is refused by name and changes nothing: a damaged snapshot, another
+    geometry's, another key's, one of other length, or one that was discarded."""
+    trip = make_trip(subject, some_tokens(subject), 4)
+    subject.set_maps(trip.source.maps)
+    subject.fill(4)
+    tide = make_tide(subject, block_sizes(subject)["some rows"])
+    source, target = trip.source, trip.target
+    snapshot = tide.offload(source.slots, key="own", request=source.request)
+    subject.set_maps(target.maps)
+    before = subject.fill(40)
+
+    def refuse(error: type[KvtideError], why: str, slots: Sequence[int], key: str = "own") -> None:
+        with refused(error, why):
+            tide.restore(snapshot, slots, key=key, request=target.request)
+        same(before, subject.image(), f"{why}: refused, and yet the pool has changed")
+
+    refuse(SnapshotMiss, "another key", target.slots, "other")
+    refuse(SnapshotMiss, "fewer slots", target.slots[:-1])
+    for number, block in enumerate(snapshot.lease.blocks):
+        block.bytes_view(1)[0] ^= 0x10
+        refuse(SnapshotDamaged, f"a flipped bit in chunk {number}", target.slots)
+        block.bytes_view(1)[0] ^= 0x10
+    seal = snapshot.seal
+    snapshot.seal = type(seal)(
+        bytes(16), seal.key, seal.token_count, seal.tokens, seal.chunk_bytes, seal.checksums
+    )
+    refuse(SnapshotMiss, "another geometry", target.slots)
+    snapshot.seal = seal
+    _check_other_window(subject, refuse, target)
+    tide.restore(snapshot, target.slots, key="own", request=target.request)
+    tide.discard(snapshot)
+    before = subject.image()
+    refuse(SnapshotMiss, "a discarded snapshot", target.slots)
+
+
+def _check_other_window(
+    subject: Subject, refuse: Callable[[type[KvtideError], str, Sequence[int]], None], target: Place
+) -> None:
+    """A token that has a row in the snapshot and none at the target can't be restored."""
+    for name, rule in map_rules(subject.geometry).items():
+        kept = target.maps[name]
+        if not (kept > rule.hole).any():
+            continue
+        subject.set_maps({name: np.full_like(kept, rule.hole)})
+        refuse(SnapshotMiss, f"nothing in the window {name!r}", target.slots)
+        subject.set_maps({name: kept})
+
+
+def check_fences(subject: Subject) -> None:
+    """What is asked of the device before a move happens before it, and after it, after; slots and
+    maps are taken at the call; two moves under way share nothing."""
+    tide = make_tide(subject, block_sizes(subject)["some rows"])
+    trips = [
+        make_trip(subject, count, seed) for seed, count in enumerate((some_tokens(subject), 1))
+    ]
+    images: list[Image] = []
+    snapshots: list[Snapshot] = []
+    tickets: list[Ticket[Snapshot]] = []
+    for number, trip in enumerate(trips):
+        for ticket in tickets:
+            snapshots.append(ticket.wait())
+        subject.set_maps(trip.source.maps)
+        # Written by the device when it comes to it; the offload must wait for that.
+        images.append(subject.fill(10 + number))
+        index = np.array(trip.source.slots, np.int64)
+        tickets = [tide.start_offload(index, key="kit", request=trip.source.request)]
+        index[:] = index[::-1].copy()
+        subject.set_maps({name: np.full_like(ids, 1) for name, ids in trip.source.maps.items()})
+    twice = tide.start_offload(
+        trips[1].target.slots[:0], key="kit", request=trips[1].source.request
+    )
+    snapshots += [ticket.wait() for ticket in tickets]
+    tide.discard(twice.wait())
+    expected = subject.fill(20)
+    for number, trip in enumerate(trips):
+        subject.set_maps(trip.target.maps)
+        index = np.array(trip.target.slots, np.int64)
+        restoring = tide.start_restore(
+            snapshots[number], index, key="kit", request=trip.target.request
+        )
+        index[:] = 0
+        subject.set_maps({name: np.full_like(ids, 1) for name, ids in trip.target.maps.items()})
+        tide.discard(snapshots[number])  # waits for it
+        expected = restored(subject.geometry, images[number], trip.source, expected, trip.target)
+        restoring.wait()
+        same(expected, subject.image(), "moves under way")
+    assert tide.arena.used_bytes == 0, f"{tide.arena.used_bytes} bytes are still in use"
+
+
+def check_miss(source: Subject, target: Subject) -> None:
+    """A snapshot of one is refused by the other, of which nothing has changed."""
+    block_bytes = block_sizes(source)["some rows"]
+    trip = make_trip(source, some_tokens(source), 8)
+    source.set_maps(trip.source.maps)
+    source.fill(8)
+    way = TideWay(source, block_bytes, target)
+    snapshot = way.save(trip.source.slots, trip.source.request)
+    before = target.fill(80)
+    for slots in (trip.source.slots, range(len(trip.source.slots))):
+        with refused(SnapshotMiss, "a snapshot of another geometry"):
+            way.load(snapshot, slots, trip.source.request)
+    same(before, target.image(), "a snapshot was refused, and yet the pool has changed")
+    way.drop(snapshot)
+
+
+def check_snapshot_owns(subject: Subject) -> None:
+    """A snapshot is no view: whatever happens to its slots, it can be restored, and again."""
+    way = TideWay(subject, block_sizes(subject)["some rows"])
+    trip = make_trip(subject, some_tokens(subject), 6)
+    subject.set_maps(trip.source.maps)
+    saved = subject.fill(6)
+    snapshot = way.save(trip.source.slots, trip.source.request)
+    subject.set_maps(trip.target.maps)
+    for seed in (60, 61):
+        before = subject.fill(seed)
+        way.load(snapshot, trip.target.slots, trip.target.request)
+        expected = restored(subject.geometry, saved, trip.source, before, trip.target)
+        same(expected, subject.image(), f"restore of seed {seed}")
+    way.drop(snapshot)
+
+
+def _chunk_bytes(subject: Subject, trip: Trip, block_bytes: int) -> Iterator[int]:
+    """The bytes of each chunk where every group is one, or every layer's row is several."""
+    for rules in dict.fromkeys(plane.rules for plane in subject.geometry.planes):
+        planes = [plane for plane in subject.geometry.planes if plane.rules == rules]
+        rows = len(rows_of_plane(planes[0], trip.source))
+        if not rows:
+            continue
+        if block_bytes >= rows * sum(plane.row_bytes * plane.layer_count for plane in planes):
+            yield rows * sum(plane.row_bytes * plane.layer_count for plane in planes)
+            continue
+        for plane in planes:
+            pieces = next(
+                n for n in range(1, plane.row_bytes + 1)
+                if plane.row_bytes % n == 0 and plane.row_bytes // n <= block_bytes
+            )  # fmt: skip
+            piece_bytes = plane.row_bytes // pieces
+            fitting = 1 << ((block_bytes // piece_bytes).bit_length() - 1)
+            for _ in range(plane.layer_count):
+                left = rows * pieces
+                while left:
+                    yield min(left, fitting) * piece_bytes
+                    left -= min(left, fitting)
+
+
+def _tensor_bytes(rows: Any) -> bytes:
+    import torch
+
+    host = rows.cpu().contiguous()
+    found: bytes = host.view(-1).view(torch.uint8).numpy().tobytes()
+    return found
+
+
+POOL_CHECKS: tuple[Callable[[Subject], None], ...] = (
+    check_planes,
+    check_round_trips,
+    check_orders,
+    check_indices,
+    check_snapshot_bytes,
+    check_snapshot_owns,
+    check_refused_slots,
+    check_failed_restores,
+    check_fences,
+)
+"""All of them, for a pool that passes through kvtide."""

@@ -1,0 +1,234 @@
+"""DeviceTests: what a device must pass (kvtide.device.base.Device is the contract)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from kvtide.conformance import checks
+from kvtide.conformance.samples import sample
+from kvtide.conformance.subjects import KINDS
+from kvtide.device import Device, Step
+
+_SIZE = 4096
+# Rows of tokens, of pages and of requests, of several dtypes, in the kinds of pools that differ
+# most for a device.
+_POOLS = (
+    ("gqa", "created"),
+    ("gqa-dtypes-of-their-own", "gaps between rows"),
+    ("mla_nz", "one tensor a layer"),
+    ("window_and_full", "one tensor for all layers"),
+    ("dsa-tails", "created"),
+)
+
+
+class DeviceTests(ABC):
+    """Inherit this as `class TestMyDevice(DeviceTests)` and give it three methods.
+
+    A device is made for each test and closed after it.
+    """
+
+    @abstractmethod
+    def make_device(self) -> Device:
+        """A device, open."""
+
+    @abstractmethod
+    def read_raw(self, tensor: torch.Tensor) -> bytes:
+        """The bytes of a tensor on your device (uint8), once all that was asked of it is done."""
+
+    @abstractmethod
+    def write_raw(self, tensor: torch.Tensor, data: bytes) -> None:
+        """Sets them, and is done when it returns."""
+
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        """Made by `make_device`."""
+        device = self.make_device()
+        yield device
+        device.close()
+
+    # ---- memory ------------------------------------------------------------------------
+
+    def test_device_memory_is_zeroed_bytes(self, device: Device) -> None:
+        """Of any length, where the device keeps its tensors."""
+        for size in (0, 1, _SIZE + 1):
+            memory = device.allocate(size)
+            assert (torch.uint8, (size,)) == (memory.dtype, tuple(memory.shape))
+            assert device.torch_device.type == memory.device.type
+            assert bytes(size) == self.read_raw(memory)
+
+    def test_host_memory_is_the_hosts(self, device: Device) -> None:
+        """Bytes that the host reads and writes without asking anyone."""
+        memory = device.allocate_host(_SIZE)
+        assert (torch.uint8, (_SIZE,), "cpu") == (
+            memory.dtype, tuple(memory.shape), memory.device.type
+        )  # fmt: skip
+        view = memory.numpy()
+        view[:] = 7
+        assert _SIZE * 7 == int(memory.to(torch.int64).sum())
+
+    def test_elements_go_down_to_a_byte(self, device: Device) -> None:
+        """The widest first, so that whatever alignment there is, something fits."""
+        sizes = [dtype.itemsize for dtype in device.elements]
+        assert sorted(sizes, reverse=True) == sizes
+        assert 1 == sizes[-1]
+        assert device.chunk_bytes > 0
+        assert device.move_bytes > 0
+
+    def test_every_element_is_gathered_and_scattered(self, device: Device) -> None:
+        """By the two operations that a mover issues, from an index that was uploaded."""
+        for dtype in device.elements:
+            data = bytes(range(12 * dtype.itemsize))
+            memory, other = device.allocate(len(data)), device.allocate(len(data))
+            self.write_raw(memory, data)
+            rows, target = (x.view(dtype).view(12, 1) for x in (memory, other))
+
+            def issue(
+                _: torch.Tensor | None, rows: torch.Tensor = rows, target: torch.Tensor = target
+            ) -> None:
+                index = device.upload(torch.tensor([3, 11, 0]))
+                target.index_copy_(0, index, rows.index_select(0, index))
+
+            device.submit(lambda: [[Step(_nothing, issue)]]).wait()  # waited for
+            size, expected = dtype.itemsize, bytearray(len(data))
+            for row in (3, 11, 0):
+                expected[row * size : (row + 1) * size] = data[row * size : (row + 1) * size]
+            assert bytes(expected) == self.read_raw(other)
+
+    # ---- jobs --------------------------------------------------------------------------
+
+    def test_jobs_end_in_the_order_submitted(self, device: Device) -> None:
+        """When the last one has ended, all have."""
+        order: list[int] = []
+        jobs = [device.submit(lambda n=n: [[Step(_noting(order, n))]]) for n in range(4)]  # type: ignore[misc]
+        assert [None] == jobs[-1].wait()
+        assert [0, 1, 2, 3] == order
+        assert all(job.done() for job in jobs)
+
+    def test_results_are_those_of_the_last_phase(self, device: Device) -> None:
+        """In the order of its steps, however they ran; each time it is asked."""
+        job = device.submit(lambda: [[Step(lambda: 9)], [Step(lambda n=n: n) for n in range(5)]])  # type: ignore[misc]
+        assert [0, 1, 2, 3, 4] == job.wait()
+        assert [0, 1, 2, 3, 4] == job.wait()
+
+    def test_job_may_have_nothing_to_do(self, device: Device) -> None:
+        """No phases, or one without steps: zero tokens are a valid request."""
+        none: list[list[Step[int]]] = []
+        assert [] == device.submit(lambda: none).wait()
+        assert [] == device.submit(lambda: [[]]).wait()
+
+    def test_phase_begins_when_the_one_before_has_ended(self, device: Device) -> None:
+        """A restore checks everything before it writes anything."""
+        order: list[int] = []
+
+        def phases() -> Iterator[Sequence[Step[None]]]:
+            yield [Step(_noting(order, 0)) for _ in range(5)]
+            order.append(1)
+            yield [Step(_noting(order, 2)) for _ in range(5)]
+
+        device.submit(phases).wait()
+        assert [0] * 5 + [1] + [2] * 5 == order
+
+    def test_error_ends_its_job_and_no_other(self, device: Device) -> None:
+        """It is raised each time; no later phase begins; the next job runs."""
+        order: list[int] = []
+
+        def phases() -> Iterator[Sequence[Step[None]]]:
+            yield [Step(_noting(order, 0)), Step(_raising)]
+            order.append(1)
+            yield [Step(_noting(order, 2))]
+
+        job = device.submit(phases)
+        for _ in range(2):
+            with pytest.raises(OSError, match="of the step"):
+                job.wait()
+        assert job.done()
+        assert 1 not in order
+        assert [5] == device.submit(lambda: [[Step(lambda: 5)]]).wait()
+
+    def test_closing_waits_and_may_be_repeated(self) -> None:
+        """What was submitted has happened then."""
+        device, order = self.make_device(), list[int]()
+        device.submit(lambda: [[Step(_noting(order, 1))]])
+        device.close()
+        device.close()
+        assert [1] == order
+
+    # ---- copies ------------------------------------------------------------------------
+
+    def test_bytes_have_arrived_when_the_host_is_called(self, device: Device) -> None:
+        """A chunk is hashed by `finish`, so its copy must have happened."""
+        memory, host = device.allocate(_SIZE), device.allocate_host(_SIZE)
+        self.write_raw(memory, b"\x5a" * _SIZE)
+        host.zero_()
+
+        def issue(_: torch.Tensor | None) -> None:
+            host.copy_(memory, non_blocking=True)
+
+        step = Step(lambda: host.numpy().tobytes(), issue)
+        assert [b"\x5a" * _SIZE] == device.submit(lambda: [[step]]).wait()
+
+    def test_bytes_have_arrived_when_a_job_has_ended(self, device: Device) -> None:
+        """The host may then write its memory anew."""
+        memory, host = device.allocate(_SIZE), device.allocate_host(_SIZE)
+        host.fill_(0x3C)
+
+        def issue(_: torch.Tensor | None) -> None:
+            memory.copy_(host, non_blocking=True)
+
+        device.submit(lambda: [[Step(_nothing, issue)]]).wait()
+        host.zero_()
+        assert b"\x3c" * _SIZE == self.read_raw(memory)
+
+    def test_job_waits_for_what_the_caller_asked_before(self, device: Device) -> None:
+        """The slots' writer may not be done when an offload is asked for."""
+        memory, host = device.allocate(_SIZE), device.allocate_host(_SIZE)
+        for value in (3, 4):
+            memory.fill_(value)
+
+            def issue(_: torch.Tensor | None) -> None:
+                host.copy_(memory, non_blocking=True)
+
+            step = Step(lambda: host.numpy().tobytes(), issue)
+            job = device.submit(lambda: [[step]])  # noqa: B023 # waited for
+            assert [bytes([value]) * _SIZE] == job.wait()
+
+    def test_staging_is_a_steps_own(self, device: Device) -> None:
+        """As large as was asked, until `finish` is called: many steps, each with other bytes."""
+        hosts = [device.allocate_host(_SIZE) for _ in range(9)]
+
+        def step(number: int) -> Step[bytes]:
+            def issue(staging: torch.Tensor | None) -> None:
+                own = device.allocate(_SIZE) if staging is None else staging[:_SIZE]
+                own.fill_(number)
+                hosts[number].copy_(own, non_blocking=True)
+
+            return Step(lambda: hosts[number].numpy().tobytes(), issue)
+
+        steps = [step(number) for number in range(9)]
+        found = device.submit(lambda: [steps], staging_bytes=_SIZE).wait()
+        assert [bytes([number]) * _SIZE for number in range(9)] == found
+
+    @pytest.mark.parametrize(("name", "kind"), _POOLS)
+    def test_pools_on_it_pass(self, device: Device, name: str, kind: str) -> None:
+        """Round trips with slots of all kinds, refusals, fences: of pools of several layouts."""
+        subject = KINDS[kind](sample(name), device)
+        checks.check_boundaries(subject)
+        checks.check_indices(subject)
+        checks.check_failed_restores(subject)
+        checks.check_fences(subject)
+
+
+def _nothing() -> None:
+    return
+
+
+def _noting(order: list[int], number: int) -> Callable[[], None]:
+    return lambda: order.append(number)
+
+
+def _raising() -> None:
+    raise OSError("of the step")

@@ -1,0 +1,183 @@
+"""What a request owns, found the slow way: one token after the other, from the declaration.
+
+Nothing here uses kvtide's own rules, plans or movers. The kit compares what they did with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.layout import (
+    EveryNth,
+    EveryToken,
+    Geometry,
+    Mapped,
+    OfRequest,
+    Owned,
+    PlaneGeometry,
+    Rule,
+)
+
+Bytes = NDArray[np.uint8]
+Image = dict[tuple[str, int], Bytes]
+"""All bytes of a pool, by plane and layer (counted from the stage's first): uint8 [row, byte].
+
+A row's own bytes come first, then those between it and the next one, which nobody may touch.
+"""
+Maps = Mapping[str, NDArray[np.int64]]
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """What a request holds: its token slots in order, its own row, the maps as they then are."""
+
+    slots: Sequence[int]
+    request: int | None
+    maps: Maps
+
+
+def rows_of_plane(plane: PlaneGeometry, place: Place) -> dict[int, int]:
+    """The row of each token that has one of its own, or begins one: {token: row}."""
+    if any(isinstance(rule, OfRequest) for rule in plane.rules):
+        assert place.request is not None, "a plane of requests needs to know whose"
+        return {0: place.request}
+    rows: dict[int, int] = {}
+    seen: set[int] = set()
+    for token, slot in enumerate(place.slots):
+        row = row_of_slot(plane.rules, int(slot), place.maps)
+        if row is not None and row not in seen:
+            seen.add(row)
+            rows[token] = row
+    return rows
+
+
+def row_of_slot(rules: Sequence[Rule], slot: int, maps: Maps) -> int | None:
+    """The row that one slot names, or None."""
+    number = slot
+    for rule in rules:
+        if isinstance(rule, EveryNth):
+            number = number // rule.count
+        elif isinstance(rule, Mapped):
+            number = int(maps[rule.name][number])
+            if number <= rule.hole:
+                return None
+        elif isinstance(rule, Owned):
+            if number % rule.world != rule.rank:
+                return None
+            number = number // rule.world
+        elif not isinstance(rule, EveryToken):
+            raise NotImplementedError(
+                f"the kit's reference knows the rules of kvtide.layout alone, not {rule!r}"
+            )
+    return number
+
+
+def restored(
+    geometry: Geometry, saved: Image, source: Place, before: Image, target: Place
+) -> Image:
+    """`before` as it must be once what `source` held of `saved` was restored to `target`."""
+    expected = {part: rows.copy() for part, rows in before.items()}
+    for plane in geometry.planes:
+        source_rows, target_rows = rows_of_plane(plane, source), rows_of_plane(plane, target)
+        for layer in range(plane.layer_count):
+            part = plane.name, layer
+            for token, row in source_rows.items():
+                own = saved[part][row, : plane.row_bytes]
+                expected[part][target_rows[token], : plane.row_bytes] = own
+    return expected
+
+
+def snapshot_bytes(geometry: Geometry, image: Image, place: Place) -> bytes:
+    """A snapshot's bytes where each group of planes of equal rules is one chunk, or each row is
+    more than one: group by group, plane by plane, layer by layer, the rows in order."""
+    found = b""
+    for rules in dict.fromkeys(plane.rules for plane in geometry.planes):
+        for plane in geometry.planes:
+            if plane.rules != rules:
+                continue
+            rows = rows_of_plane(plane, place).values()
+            for layer in range(plane.layer_count):
+                for row in rows:
+                    found += image[plane.name, layer][row, : plane.row_bytes].tobytes()
+    return found
+
+
+def first_difference(expected: Image, found: Image) -> str | None:
+    """Where two images differ, in words; None if they don't."""
+    if expected.keys() != found.keys():
+        return f"planes and layers are {sorted(found)}, not {sorted(expected)}"
+    for (name, layer), rows in expected.items():
+        other = found[name, layer]
+        if rows.shape != other.shape:
+            return f"plane {name}, layer {layer} is {other.shape}, not {rows.shape}"
+        places = np.argwhere(rows != other)
+        if len(places):
+            row, byte = (int(number) for number in places[0])
+            return (
+                f"plane {name}, layer {layer}, row {row}, byte {byte} is "
+                f"{other[row, byte]:#04x}, not {rows[row, byte]:#04x}; "
+                f"{len(places):,} of {rows.size:,} bytes of that layer differ"
+            )
+    return None
+
+
+@final
+@dataclass(frozen=True)
+class Units:
+    """How many tokens must stay side by side for a layout's rows to stay whole."""
+
+    slots: int
+    """Of the slots: they come in aligned runs of that many."""
+    mapped: int
+    """Of the ids that a map leads to."""
+
+
+def units_of(geometry: Geometry) -> Units:
+    """What the rules before a map, and those after it, ask for: pages, ratios, ranks."""
+    slots = mapped = 1
+    for plane in geometry.planes:
+        before = after = 1
+        is_mapped = False
+        for rule in plane.rules:
+            count = rule.count if isinstance(rule, EveryNth) else 1
+            count = rule.world if isinstance(rule, Owned) else count
+            is_mapped = is_mapped or isinstance(rule, Mapped)
+            before, after = (before, after * count) if is_mapped else (before * count, after)
+        slots, mapped = lcm(slots, before), lcm(mapped, after)
+    return Units(slots, mapped)
+
+
+def map_rules(geometry: Geometry) -> dict[str, Mapped]:
+    """The maps that a layout's rules go through, by name."""
+    return {
+        rule.name: rule
+        for plane in geometry.planes
+        for rule in plane.rules
+        if isinstance(rule, Mapped)
+    }
+
+
+def mapped_count(geometry: Geometry, name: str, row_counts: Mapping[str, int]) -> int:
+    """How many ids a map may lead to, given each plane's rows: those with a row everywhere."""
+    counts: list[int] = []
+    for plane in geometry.planes:
+        names = [rule.name if isinstance(rule, Mapped) else None for rule in plane.rules]
+        if name in names:
+            count = row_counts[plane.name]
+            for rule in plane.rules[names.index(name) + 1 :]:
+                count *= rule.count if isinstance(rule, EveryNth) else 1
+                count *= rule.world if isinstance(rule, Owned) else 1
+            counts.append(count)
+    return min(counts)
+
+
+def has_request_rows(geometry: Geometry) -> bool:
+    """Whether some plane has a row for each request."""
+    return any(isinstance(rule, OfRequest) for plane in geometry.planes for rule in plane.rules)

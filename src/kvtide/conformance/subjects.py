@@ -1,0 +1,271 @@
+"""Subject: a pool under test, and the way to its bytes that bypasses it.
+
+`KINDS` makes one of a sample in each way that engines lay out a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtide.conformance.reference import Bytes, Image, has_request_rows, map_rules
+from kvtide.conformance.samples import Sample
+from kvtide.device import Device
+from kvtide.layout import EveryNth, Geometry, Mapped, OfRequest, Owned, PlaneGeometry
+from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.pool import Pool
+
+Ids = NDArray[np.int64]
+# Enough for rows of two chunks of four, in two places that needn't overlap.
+_ROWS = 12
+# Elements between a row and the next, in pools that have gaps.
+_GAP = 3
+
+
+@final
+@dataclass
+class Subject:
+    """A pool, and three functions that read and write what it consists of.
+
+    `read(plane, layer)` gives a copy of the layer's bytes, uint8 [row, byte]: a row's own first,
+    then those up to the next row. `write(plane, layer, bytes)` sets them all. `write_map(name,
+    ids)` sets one of the engine's maps, int64 [slot], where the layout has any.
+    """
+
+    pool: Pool
+    read: Callable[[str, int], Bytes]
+    write: Callable[[str, int, Bytes], None]
+    write_map: Callable[[str, Ids], None] | None = None
+    maps: dict[str, Ids] = field(default_factory=dict)
+    """The maps as they were written last."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """The pool's."""
+        return self.pool.geometry
+
+    @cached_property
+    def parts(self) -> list[tuple[str, int]]:
+        """Planes and layers."""
+        return [(p.name, layer) for p in self.geometry.planes for layer in range(p.layer_count)]
+
+    @cached_property
+    def row_counts(self) -> dict[str, int]:
+        """Each plane's rows."""
+        return {plane.name: len(self.read(plane.name, 0)) for plane in self.geometry.planes}
+
+    @cached_property
+    def request_count(self) -> int:
+        """How many requests have rows; 0 where no plane has rows of requests."""
+        if not has_request_rows(self.geometry):
+            return 0
+        return min(
+            self.row_counts[plane.name]
+            for plane in self.geometry.planes
+            if any(isinstance(rule, OfRequest) for rule in plane.rules)
+        )
+
+    def image(self) -> Image:
+        """A copy of every byte."""
+        return {part: self.read(*part) for part in self.parts}
+
+    def fill(self, seed: int) -> Image:
+        """Random bytes everywhere, gaps too: NaNs of all payloads, infinities, -0 among them."""
+        random = np.random.default_rng(seed)
+        image = {}
+        for part in self.parts:
+            shape = self._shapes[part]
+            image[part] = random.integers(0, 256, shape, np.uint8)
+            self.write(*part, image[part])
+        return image
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        return {part: self.read(*part).shape for part in self.parts}
+
+    def set_maps(self, maps: Mapping[str, Ids]) -> None:
+        """Gives the engine's maps other contents, in place."""
+        for name, ids in maps.items():
+            if self.write_map is None:
+                raise NotImplementedError(
+                    f"layout {self.geometry.layout.name!r} goes through the map {name!r}: "
+                    "the kit needs write_map to set it"
+                )
+            self.write_map(name, ids)
+            self.maps[name] = ids
+
+
+Make = Callable[[Sample, Device], Subject]
+
+
+@final
+class _Storage:
+    """Memory of a sample's planes, as an engine would have it, and its maps."""
+
+    def __init__(self, sample: Sample, device: Device) -> None:
+        self.sample = sample
+        self.device = device
+        self.geometry = sample.geometry
+        self.slot_count = _slot_count(sample)
+        self.layers: dict[tuple[str, int], torch.Tensor] = {}
+        """uint8 [row, byte], gaps included."""
+        self.maps = {
+            name: torch.zeros(self.slot_count, dtype=torch.int64, device=device.torch_device)
+            for name in map_rules(self.geometry)
+        }
+
+    def rows(self, name: str) -> int:
+        """How many rows the plane has."""
+        plane = next(one for one in self.geometry.planes if one.name == name)
+        return _row_count(plane, self.slot_count, self.sample)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """Bytes."""
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device.torch_device)
+
+    def subject(self, pool: Pool) -> Subject:
+        """The pool over this storage."""
+
+        def read(name: str, layer: int) -> Bytes:
+            found: Bytes = self.layers[name, layer].cpu().numpy().copy()
+            return found
+
+        def write(name: str, layer: int, data: Bytes) -> None:
+            self.layers[name, layer].copy_(torch.from_numpy(data))
+
+        def write_map(name: str, ids: Ids) -> None:
+            self.maps[name].copy_(torch.from_numpy(ids))
+
+        return Subject(pool, read, write, write_map)
+
+    def adopt(self, tensors: Mapping[str, Any]) -> Subject:
+        """A pool over tensors, views of these layers."""
+        pool = Pool.adopt(
+            self.geometry, self.device, tensors, maps=self.maps, slot_count=self.slot_count
+        )
+        return self.subject(pool)
+
+
+def created(sample: Sample, device: Device) -> Subject:
+    """A pool of kvtide's own; its bytes are found in its buffers, one a plane, layer by layer."""
+    storage = _Storage(sample, device)
+    pool = Pool.create(
+        storage.geometry,
+        device,
+        page_count=storage.slot_count // sample.page_size,
+        request_count=sample.request_count,
+        maps=storage.maps,
+        mapped_rows=sample.mapped_rows,
+    )
+    for (name, shape), buffer in zip(sample.planes.items(), pool.buffers, strict=True):
+        layers = buffer.view(shape[1], storage.rows(name), _row_bytes(sample, name))
+        storage.layers.update({(name, layer): layers[layer] for layer in range(shape[1])})
+    return storage.subject(pool)
+
+
+def one_tensor_a_layer(sample: Sample, device: Device) -> Subject:
+    """As most engines have it: [row, *row], or [page, token, *row] where a token is a row."""
+    storage = _Storage(sample, device)
+    planes = {}
+    for name, (dtype, layer_count, row) in sample.planes.items():
+        layers = [_typed(storage, name, layer, dtype, row) for layer in range(layer_count)]
+        planes[name] = layers
+    return storage.adopt(planes)
+
+
+def one_tensor_for_all_layers(sample: Sample, device: Device) -> Subject:
+    """[layer, row, *row], or [layer, page, token, *row]."""
+    storage = _Storage(sample, device)
+    planes = {}
+    for name, (dtype, layer_count, row) in sample.planes.items():
+        count, row_bytes = storage.rows(name), _row_bytes(sample, name)
+        memory = storage.zeros(layer_count, count, row_bytes)
+        for layer in range(layer_count):
+            storage.layers[name, layer] = memory[layer]
+        lead = _lead(sample, storage, name)
+        planes[name] = memory.view(-1).view(getattr(torch, dtype)).view(layer_count, *lead, *row)
+    return storage.adopt(planes)
+
+
+def gaps_between_rows(sample: Sample, device: Device) -> Subject:
+    """Rows that don't adjoin: what lies between them isn't the pool's."""
+    storage = _Storage(sample, device)
+    planes: dict[str, list[torch.Tensor]] = {}
+    for name, (dtype, layer_count, row) in sample.planes.items():
+        count, size = storage.rows(name), DTYPE_BYTES[dtype]
+        elements = _row_bytes(sample, name) // size
+        planes[name] = []
+        for layer in range(layer_count):
+            memory = storage.zeros(count, (elements + _GAP) * size)
+            storage.layers[name, layer] = memory
+            typed = memory.view(-1).view(getattr(torch, dtype)).view(count, elements + _GAP)
+            strides = typed[:, :elements].reshape(count, *row)[:1].stride()
+            planes[name].append(typed.as_strided((count, *row), (elements + _GAP, *strides[1:])))
+    return storage.adopt(planes)
+
+
+KINDS: dict[str, Make] = {
+    "created": created,
+    "one tensor a layer": one_tensor_a_layer,
+    "one tensor for all layers": one_tensor_for_all_layers,
+    "gaps between rows": gaps_between_rows,
+}
+
+
+def _typed(
+    storage: _Storage, name: str, layer: int, dtype: str, row: tuple[int, ...]
+) -> torch.Tensor:
+    memory = storage.zeros(storage.rows(name), _row_bytes(storage.sample, name))
+    storage.layers[name, layer] = memory
+    lead = _lead(storage.sample, storage, name)
+    return memory.view(-1).view(getattr(torch, dtype)).view(*lead, *row)
+
+
+def _lead(sample: Sample, storage: _Storage, name: str) -> tuple[int, ...]:
+    """[page, token] where tokens are rows and there are whole pages of them, else [row]."""
+    plane = next(one for one in storage.geometry.planes if one.name == name)
+    count = storage.rows(name)
+    if plane.tokens_per_row == 1 and count % sample.page_size == 0:
+        return (count // sample.page_size, sample.page_size)
+    return (count,)
+
+
+def _row_bytes(sample: Sample, name: str) -> int:
+    dtype, _, row = sample.planes[name]
+    size = DTYPE_BYTES[dtype]
+    for axis in row:
+        size *= axis
+    return size
+
+
+def _slot_count(sample: Sample) -> int:
+    """Slots enough for a dozen rows of the plane whose rows stand for the most tokens."""
+    most = sample.page_size
+    for plane in sample.geometry.planes:
+        tokens = 1
+        for rule in plane.rules:
+            tokens *= rule.count if isinstance(rule, EveryNth) else 1
+            tokens *= rule.world if isinstance(rule, Owned) else 1
+        most = max(most, tokens)
+    slots = _ROWS * max(most, 2)
+    return -(-slots // sample.page_size) * sample.page_size
+
+
+def _row_count(plane: PlaneGeometry, slot_count: int, sample: Sample) -> int:
+    count = slot_count
+    for rule in plane.rules:
+        if isinstance(rule, EveryNth):
+            count = -(-count // rule.count)
+        elif isinstance(rule, Owned):
+            count = -(-count // rule.world)
+        elif isinstance(rule, Mapped):
+            count = sample.mapped_rows[rule.name]
+        elif isinstance(rule, OfRequest):
+            count = sample.request_count
+    return count

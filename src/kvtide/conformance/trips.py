@@ -1,0 +1,138 @@
+"""Where a request lies before it is taken away and where it is put back: `Trip`, and many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtide.conformance.reference import Place, map_rules, mapped_count, units_of
+from kvtide.conformance.subjects import Subject
+from kvtide.device import Device
+
+Ids = NDArray[np.int64]
+
+ORDERS = ("contiguous", "reversed", "scattered", "pages", "straddling")
+"""How a request's slots lie; in runs, where rows are pages or stand for several tokens."""
+
+INDICES: dict[str, Callable[[Ids, Device], Any]] = {
+    "list": lambda ids, _: ids.tolist(),
+    "numpy int64": lambda ids, _: ids,
+    "numpy int32": lambda ids, _: ids.astype(np.int32),
+    "torch int64, host": lambda ids, _: torch.from_numpy(ids),
+    "torch int32, host": lambda ids, _: torch.from_numpy(ids).int(),
+    "torch int64, device": lambda ids, device: torch.from_numpy(ids).to(device.torch_device),
+    "torch int32, device": lambda ids, device: torch.from_numpy(ids).int().to(device.torch_device),
+}
+"""Every form in which engines give slots."""
+
+
+@final
+@dataclass(frozen=True)
+class Trip:
+    """From `source` to `target`, both in pools of one geometry."""
+
+    source: Place
+    target: Place
+
+
+def make_trip(
+    source: Subject, count: int, seed: int, order: str = "scattered", target: Subject | None = None
+) -> Trip:
+    """A request of `count` tokens somewhere in `source`, and somewhere else in `target`.
+
+    Windows are drawn too: some tokens have left it, more of them at the source. Nothing is
+    written, neither to pools nor to maps.
+    """
+    target = target or source
+    random = np.random.default_rng(seed)
+    places = [
+        _slots(source, count, random, order),
+        _slots(target, count, random, order),
+    ]
+    maps = _maps(source, target, places, random)
+    requests: list[int | None] = [None, None]
+    if source.request_count:
+        own = int(random.integers(source.request_count))
+        requests = [own, (own + 1) % target.request_count]
+    return Trip(
+        Place(places[0].tolist(), requests[0], maps[0]),
+        Place(places[1].tolist(), requests[1], maps[1]),
+    )
+
+
+def counts_of(subject: Subject, chunk_rows: int) -> list[int]:
+    """Token counts around the boundaries of chunks of so many rows: zero, one, n - 1, n, n + 1,
+    a multiple and what surrounds it; where rows stand for several tokens also a part of one."""
+    unit = _tokens_per_row(subject)
+    limit = subject.pool.slot_count
+    wanted = {0, 1, unit - 1, unit + 1}
+    for rows in (chunk_rows - 1, chunk_rows, chunk_rows + 1, 2 * chunk_rows, 2 * chunk_rows + 1):
+        wanted |= {rows * unit}
+    wanted |= {chunk_rows * unit - 1, chunk_rows * unit + 1, 2 * chunk_rows * unit - 1}
+    return sorted(count for count in wanted if 0 <= count <= limit)
+
+
+def boundary_counts(subject: Subject, chunk_rows: int) -> Iterator[int]:
+    """The few of them that matter most."""
+    unit = _tokens_per_row(subject)
+    yield from (chunk_rows * unit, 0, chunk_rows * unit + 1, 1, chunk_rows * unit - 1)
+
+
+def _tokens_per_row(subject: Subject) -> int:
+    """Of the plane of tokens whose rows stand for the fewest."""
+    most = [plane.tokens_per_row for plane in subject.geometry.planes if plane.tokens_per_row]
+    return min(most, default=1)
+
+
+def _slots(subject: Subject, count: int, random: np.random.Generator, order: str) -> Ids:
+    """Distinct slots, in whole runs where the layout asks for them."""
+    unit, total = units_of(subject.geometry).slots, subject.pool.slot_count
+    if unit == 1 and order == "pages":
+        unit = subject.pool.page_size
+    run_count, needed = total // unit, -(-count // unit)
+    assert needed <= run_count, f"{count} tokens don't fit into {total} slots"
+    if order in ("contiguous", "straddling"):
+        first = int(random.integers(run_count - needed + 1))
+        if order == "straddling":
+            first = min(first | 1, run_count - needed)
+        runs = np.arange(first, first + needed)
+    elif order == "reversed":
+        runs = np.arange(needed)[::-1] + int(random.integers(run_count - needed + 1))
+    else:
+        runs = random.permutation(run_count)[:needed]
+    slots: Ids = (runs[:, None] * unit + np.arange(unit)).reshape(-1)[:count].astype(np.int64)
+    return slots
+
+
+def _maps(
+    source: Subject, target: Subject, places: list[Ids], random: np.random.Generator
+) -> list[dict[str, Ids]]:
+    """The engine's maps at both ends, int64 [slot]: holes, but for the tokens of a window.
+
+    The target may have rows for more tokens than were saved; never for fewer.
+    """
+    found: list[dict[str, Ids]] = [{}, {}]
+    unit = units_of(source.geometry).mapped
+    for name, rule in map_rules(source.geometry).items():
+        groups = -(-places[0].size // unit)
+        rooms = [mapped_count(s.geometry, name, s.row_counts) // unit for s in (source, target)]
+        room = min(groups, min(rooms) - 1)
+        kept = np.sort(random.permutation(groups)[-room:] if room else np.empty(0, np.int64))
+        # A window may have holes, and where rows are tokens the target has rows for some of them.
+        kept = np.delete(kept, len(kept) // 2) if len(kept) > 3 else kept
+        saved = kept[len(kept) // 3 :]
+        saved = np.delete(saved, len(saved) // 2) if unit == 1 and len(saved) > 3 else saved
+        for side, (subject, tokens) in enumerate(((source, saved), (target, kept))):
+            ids = np.full(subject.pool.slot_count, rule.hole, np.int64)
+            # Group 0 is padding, as an engine has it: holes may be 0.
+            rows = 1 + random.permutation(rooms[side] - 1)
+            for at, group in enumerate(tokens):
+                numbers = np.arange(group * unit, min((group + 1) * unit, places[side].size))
+                ids[places[side][numbers]] = rows[at] * unit + numbers % unit
+            found[side][name] = ids
+    return found

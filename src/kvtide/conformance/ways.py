@@ -1,0 +1,129 @@
+"""A round trip, and how it is judged: the way there and back, `go`, and what the checks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import numpy as np
+
+from kvtide.arena import HostArena
+from kvtide.conformance.reference import Image, first_difference, restored
+from kvtide.conformance.subjects import Subject
+from kvtide.conformance.trips import INDICES, Trip
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+
+CHUNK_ROWS = 4
+"""Rows of a full chunk in most checks, of the planes whose rows of all layers are largest."""
+_BLOCKS = 1024
+"""How many blocks an arena has at most: each costs a little, used or not."""
+_LIMIT_BYTES = 1 << 20
+
+
+@final
+class TideWay:
+    """There and back as kvtide does it. A pool with methods of its own brings its own way."""
+
+    def __init__(self, subject: Subject, block_bytes: int, target: Subject | None = None) -> None:
+        self.block_bytes = block_bytes
+        self._tides = [make_tide(one, block_bytes) for one in (subject, target or subject)]
+
+    def save(self, slots: Any, request: int | None) -> Snapshot:
+        """Takes what the slots own."""
+        return self._tides[0].offload(slots, key="kit", request=request)
+
+    def load(self, saved: Snapshot, slots: Any, request: int | None) -> None:
+        """Writes it to other slots."""
+        self._tides[1].restore(saved, slots, key="kit", request=request)
+
+    def drop(self, saved: Snapshot) -> None:
+        """Gives its memory back."""
+        self._tides[0].discard(saved)
+        used_bytes = self._tides[0].arena.used_bytes
+        assert used_bytes == 0, f"{used_bytes} bytes of the arena are still in use"
+
+
+def make_tide(subject: Subject, block_bytes: int) -> Tide:
+    """A tide of the pool, and an arena of its own with such blocks."""
+    limit_bytes = min(_LIMIT_BYTES, _BLOCKS * block_bytes)
+    arena = HostArena(subject.pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+    return Tide(subject.pool, arena)
+
+
+def block_sizes(subject: Subject) -> dict[str, int]:
+    """Blocks for all of it, for some rows, and where rows can be cut, for less than any row."""
+    rows = _group_bytes(subject)
+    sizes = {"some rows": CHUNK_ROWS * max(rows), "all rows": 1 << 16}
+    smallest = min(plane.row_bytes for plane in subject.geometry.planes)
+    if not any(one.is_padded for one in subject.pool.buffer_rows):
+        sizes["less than a row"] = max(1, smallest - 1)
+    return sizes
+
+
+def _group_bytes(subject: Subject) -> list[int]:
+    """Bytes of a row of all layers, for each group of planes of equal rules."""
+    sizes: dict[Any, int] = {}
+    for plane in subject.geometry.planes:
+        sizes[plane.rules] = sizes.get(plane.rules, 0) + plane.row_bytes * plane.layer_count
+    return list(sizes.values())
+
+
+def go(
+    way: Any,
+    trip: Trip,
+    subject: Subject,
+    *,
+    target: Subject | None = None,
+    index: str = "numpy int64",
+    seed: int = 0,
+    note: str = "",
+) -> None:
+    """One round trip. Every byte of the source is overwritten in between, and every byte of the
+    target is compared: those that should have come back, and those that should not have changed.
+    """
+    target, form, note = target or subject, INDICES[index], f"{note}: " if note else ""
+    subject.set_maps(trip.source.maps)
+    saved = subject.fill(seed)
+    slots = form(np.array(trip.source.slots, np.int64), subject.pool.device)
+    snapshot = way.save(slots, trip.source.request)
+    try:
+        same(saved, subject.image(), f"{note}saving changed the pool")
+        poison = subject.fill(seed + 1)
+        before = poison if target is subject else target.fill(seed + 2)
+        target.set_maps(trip.target.maps)
+        slots = form(np.array(trip.target.slots, np.int64), target.pool.device)
+        way.load(snapshot, slots, trip.target.request)
+    finally:
+        way.drop(snapshot)
+    expected = restored(subject.geometry, saved, trip.source, before, trip.target)
+    same(expected, target.image(), f"{note}restored into other slots")
+    if target is not subject:
+        same(poison, subject.image(), f"{note}a restore elsewhere changed the source")
+
+
+def tokens_per_row(subject: Subject) -> int:
+    """Tokens that a row stands for, of the plane where those are fewest."""
+    return min((p.tokens_per_row for p in subject.geometry.planes if p.tokens_per_row), default=1)
+
+
+def some_tokens(subject: Subject) -> int:
+    """A token count of more than one chunk, the last row or page not full."""
+    return (CHUNK_ROWS + 2) * tokens_per_row(subject) - (tokens_per_row(subject) > 1)
+
+
+def same(expected: Image, found: Image, note: str) -> None:
+    """Raises AssertionError where two images differ, and says where."""
+    difference = first_difference(expected, found)
+    assert difference is None, f"{note}: {difference}"
+
+
+@contextmanager
+def refused(error: type[Exception], what: str) -> Iterator[None]:
+    """Raises AssertionError unless that error is raised within."""
+    try:
+        yield
+    except error:
+        return
+    raise AssertionError(f"{what}: {error.__name__} expected, and it was done")

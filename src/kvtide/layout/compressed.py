@@ -1,0 +1,23 @@
+"""Compressed caches: one row for every so many tokens, and the ring of those not yet compressed.
+
+Source: DeepSeek-V4's C4 and C128 regions (ratios 4 and 128) and QSA's compressed index keys as
+SGLang 0.5.23 keeps them: row `slot // ratio`, pending tokens in a ring of the request's own.
+"""
+
+from __future__ import annotations
+
+from kvtide.layout.rules import EveryNth
+from kvtide.layout.spec import Layout, Plane
+
+
+def compressed(name: str, ratio: int) -> Layout:
+    """The latent of `ratio` tokens in a row, with a request's pending ones beside it."""
+    return Layout(
+        name,
+        Plane("kv", "layer page token 1 latent_dim", rows=(EveryNth(ratio),)),
+        Plane("pending", "layer request ring latent_dim", optional=True),
+    )
+
+
+COMPRESSED_4 = compressed("compressed_4", 4)
+COMPRESSED_128 = compressed("compressed_128", 128)

@@ -1,0 +1,228 @@
+"""From a model's Hugging Face configuration to the geometry of its cache.
+
+Source of how recurrent state and index keys lie: SGLang 0.5.23. Draft (MTP) layers are another
+model's and aren't counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import final
+
+from kvtide.errors import UsageError
+from kvtide.layout.gqa import GQA
+from kvtide.layout.mla import DSA, MLA
+from kvtide.layout.model_types import FULL, LINEAR, WINDOWED, Config, Description, describe
+from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL
+from kvtide.layout.rules import Mapped
+from kvtide.layout.spec import DTYPE_BYTES, Geometry, Layout, Size
+from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
+
+_SCALE_BLOCK = 128
+"""Elements of an fp8 index key, or of a packed fp8 latent, that share a float32 scale."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ModelCache:
+    """What one rank keeps of a model's requests.
+
+    `layers` are those of its pipeline stage, of `layer_count` in all. `window_tokens` is how many
+    of a request's last tokens the layers with a window keep; None without such layers.
+    """
+
+    model_type: str
+    geometry: Geometry
+    layers: range
+    layer_count: int
+    window_tokens: int | None
+
+    @property
+    def lasting(self) -> Geometry:
+        """The planes that keep a token when it has left the window, and those of the request."""
+        return self._part(windowed=False)
+
+    def bytes_of(self, token_count: int) -> int:
+        """Bytes of a request after so many tokens: whole pages, and its state."""
+        page_size = self.geometry.page_size
+        pages = -(-token_count // page_size)
+        size_bytes = pages * self.lasting.page_bytes + self.geometry.request_bytes
+        if self.window_tokens is not None:
+            # A page goes when the last of its tokens has left the window.
+            left_pages = max(0, token_count - self.window_tokens) // page_size
+            size_bytes += (pages - left_pages) * self._part(windowed=True).page_bytes
+        return size_bytes
+
+    def _part(self, *, windowed: bool) -> Geometry:
+        planes = tuple(
+            plane
+            for plane in self.geometry.planes
+            if windowed == any(isinstance(rule, Mapped) for rule in plane.rules)
+        )
+        return replace(self.geometry, planes=planes)
+
+
+def cache_of(
+    config: Config,
+    *,
+    dtype: str = "bfloat16",
+    page_size: int = 16,
+    tensor_ranks: int = 1,
+    stages: int = 1,
+) -> ModelCache:
+    """What a rank caches of the model that `config` describes, in the fullest pipeline stage.
+
+    `config` is a config.json as a mapping. `dtype` is that of keys, values and latents. Over
+    `tensor_ranks` heads are divided, and repeated where they are fewer than the ranks; latents
+    and index keys are on every rank. Layers are divided over `stages` in their order, the first
+    stages taking one more where they don't divide. Raises UsageError for a model type or a field
+    that isn't known, and for heads or layers that can't be divided so.
+    """
+    model = describe(config)
+    layers = _fullest_stage(model.layers, stages)
+    binder = _Binder(model, layers, dtype, page_size, tensor_ranks)
+    geometry = {"gqa": binder.gqa, "mla": binder.mla, "delta": binder.delta}[model.kind]()
+    has_window = WINDOWED in model.layers[layers.start : layers.stop]
+    window_tokens = model.number("sliding_window") if has_window else None
+    return ModelCache(model.name, geometry, layers, len(model.layers), window_tokens)
+
+
+def _fullest_stage(kinds: Sequence[str], stages: int) -> range:
+    """The layers of the stage with the most of them; of those, with the most that keep tokens."""
+    if not 1 <= stages <= len(kinds):
+        raise UsageError(f"{len(kinds)} layers don't divide over {stages} pipeline stages")
+    size, larger = divmod(len(kinds), stages)
+    starts = [stage * size + min(stage, larger) for stage in range(stages + 1)]
+    weight = {FULL: 2, WINDOWED: 1, LINEAR: 0}
+    return max(
+        (range(first, stop) for first, stop in pairwise(starts)),
+        key=lambda layers: (len(layers), sum(weight[kinds[layer]] for layer in layers)),
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Binder:
+    """The layouts of each kind of model, bound to a rank's sizes."""
+
+    model: Description
+    layers: range
+    dtype: str
+    page_size: int
+    ranks: int
+
+    def gqa(self) -> Geometry:
+        """Keys and values, with windows in some layers, in all or in none."""
+        full, window = self._those_of(FULL), self._those_of(WINDOWED)
+        if full and window:
+            sizes = {**self._heads("full_", full), **self._heads("window_", window)}
+            return self._bind(WINDOW_AND_FULL, self.dtype, sizes)
+        layout = WINDOW if window else GQA
+        return self._bind(layout, self.dtype, self._heads("", len(self.layers)))
+
+    def mla(self) -> Geometry:
+        """Latents; and if the configuration has them, index keys and their scales.
+
+        An index key is one for all index heads, in fp8 with scales, a page's together. Beside
+        them an fp8 latent is a record of bytes: the latent, its scales, and rope in bfloat16;
+        656 bytes for DeepSeek-V3.2. Source of the record: FlashMLA.
+        """
+        rank, rope = self.model.number("kv_lora_rank"), self.model.number("qk_rope_head_dim")
+        sizes: dict[str, Size] = {"layer": len(self.layers), "latent_dim": rank + rope}
+        has_keys = self.model.field("index_head_dim") is not None
+        indexed = self._those_with_indexer() if has_keys else ()
+        if not indexed:
+            return self._bind(MLA, self.dtype, sizes)
+        sizes["index_layer"] = len(indexed) if len(indexed) == len(self.layers) else indexed
+        key_bytes = _with_scales(self.model.number("index_head_dim"))
+        sizes["index_page_bytes"] = self.page_size * key_bytes
+        if DTYPE_BYTES.get(self.dtype) != 1:
+            return self._bind(DSA, self.dtype, sizes)
+        sizes["latent_dim"] = _with_scales(rank) + rope * DTYPE_BYTES["bfloat16"]
+        return self._bind(DSA, "uint8", sizes)
+
+    def delta(self) -> Geometry:
+        """Keys and values in some layers, in the others a convolution's and a delta net's state.
+
+        Source: SGLang's Mamba2StateShape, as its Qwen3-Next makes it of the `linear_` fields.
+        `conv` keeps the last inputs of query, key and value, one fewer than the kernel is wide,
+        in the model's dtype; `ssm` is a matrix for each value head, float32 unless
+        `mamba_ssm_dtype` says otherwise.
+        """
+        full, linear = self._those_of(FULL), self._those_of(LINEAR)
+        if not linear:
+            return self._bind(GQA, self.dtype, self._heads("", len(self.layers)))
+        key_heads, key_dim = self._share("linear_num_key_heads"), "linear_key_head_dim"
+        value_heads, value_dim = self._share("linear_num_value_heads"), "linear_value_head_dim"
+        of = self.model.number
+        state: dict[str, Size] = {
+            "layer": linear if full else len(linear),
+            "channel": 2 * key_heads * of(key_dim) + value_heads * of(value_dim),
+            "width": of("linear_conv_kernel_dim", least=2) - 1,
+            "head": value_heads,
+            "head_dim": of(value_dim),
+            "state": of(key_dim),
+        }
+        own = "dtype" if self.model.field("dtype") else "torch_dtype"
+        conv, ssm = self._dtype(own, "bfloat16"), self._dtype("mamba_ssm_dtype", "float32")
+        if not full:
+            return self._bind(RECURRENT, {"conv": conv, "ssm": ssm}, state)
+        dtypes = {"full.k": self.dtype, "full.v": self.dtype, "state.conv": conv, "state.ssm": ssm}
+        sizes = {f"state_{axis}": size for axis, size in state.items()}
+        return self._bind(RECURRENT_AND_FULL, dtypes, {**self._heads("full_", full), **sizes})
+
+    def _bind(
+        self, layout: Layout, dtype: str | Mapping[str, str], sizes: Mapping[str, Size]
+    ) -> Geometry:
+        first = self.layers.start
+        return layout.bind(dtype=dtype, token=self.page_size, first_layer=first, rank=0, **sizes)
+
+    def _those_of(self, kind: str) -> tuple[int, ...]:
+        return tuple(layer for layer in self.layers if self.model.layers[layer] == kind)
+
+    def _heads(self, prefix: str, layers: Size) -> dict[str, Size]:
+        head_dim = self.model.head_dim
+        heads = self._divide(self.model.kv_heads, "KV heads")
+        sizes = {"layer": layers, "head": heads, "head_dim": head_dim, "v_head_dim": head_dim}
+        return {f"{prefix}{axis}": size for axis, size in sizes.items()}
+
+    def _share(self, name: str) -> int:
+        return self._divide(self.model.number(name), name)
+
+    def _divide(self, heads: int, what: str) -> int:
+        """A rank's heads: an equal share, or one that other ranks have too."""
+        if heads % self.ranks and self.ranks % heads:
+            raise self.model.error(f"{heads} {what} don't divide over {self.ranks} tensor ranks")
+        return max(1, heads // self.ranks)
+
+    def _dtype(self, name: str, default: str) -> str:
+        dtype = self.model.field(name) or default
+        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+            raise self.model.error(f"{name} is {dtype!r}, which isn't known")
+        return dtype
+
+    def _those_with_indexer(self) -> tuple[int, ...]:
+        """All layers, or those that don't take an earlier one's choice of tokens.
+
+        Source: the configuration of GLM-5 in transformers, whose fields these are.
+        """
+        of, count = self.model.field, len(self.model.layers)
+        kinds = of("indexer_types") or of("index_topk_pattern")
+        if kinds is None:
+            every = self.model.number("index_topk_freq") if of("index_topk_freq") else 1
+            offset = 2
+            if of("index_skip_topk_offset") is not None:
+                offset = self.model.number("index_skip_topk_offset", least=0)
+            return tuple(at for at in self.layers if max(0, at - offset + 1) % every == 0)
+        known = {"full": True, "F": True, "shared": False, "S": False}
+        named = [str(kind) for kind in kinds] if isinstance(kinds, list | str) else []
+        if len(named) != count or not known.keys() >= set(named):
+            raise self.model.error(f"which of {count} layers have an indexer isn't known: {kinds}")
+        return tuple(layer for layer in self.layers if known[named[layer]])
+
+
+def _with_scales(width: int) -> int:
+    """Bytes of so many fp8 elements and their scales."""
+    return width + -(-width // _SCALE_BLOCK) * DTYPE_BYTES["float32"]

@@ -1,0 +1,260 @@
+"""Model types: how each attends, layer by layer, as its Hugging Face configuration says.
+
+Only the types listed here are known. A configuration doesn't say by itself what a model caches:
+layers that share their KV, or have rows of another width, show in fields that no one else has.
+So what isn't listed, and what a listed type declares beyond its kind, is refused by name and
+never guessed.
+
+Source: the configurations and attention of transformers 5.24, for which layers have a window where
+`layer_types` is left out, and which fields may be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from kvtide.errors import UsageError
+
+Config = Mapping[str, Any]
+"""A config.json, read."""
+
+FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""The kinds of layers, as `layer_types` names them."""
+
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+_LARGEST = 1 << 24
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _ModelType:
+    """How a model type attends, and what its configurations may leave out.
+
+    Without `layer_types`, `window` says which layers have one: `none`; `all`, if there is a
+    `sliding_window`; `late`, from layer `max_window_layers` on, if `use_sliding_window`;
+    `declared`: none may have one. With a `period` each p-th layer is full and all others aren't;
+    a field may name another p.
+    """
+
+    kind: str = "gqa"
+    window: str = "none"
+    period: int = 0
+    period_field: str = ""
+    shares_heads: bool = True
+    """Whether there must be `num_key_value_heads`; else each attention head has its own KV."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """What this type calls the fields that others call otherwise."""
+
+
+def _types(names: str, **settings: Any) -> dict[str, _ModelType]:
+    return {name: _ModelType(**settings) for name in names.split()}
+
+
+_MODEL_TYPES = {
+    **_types(
+        "llama cohere olmo olmo2 olmoe flex_olmo granite granitemoe phi apertus arcee jais2 "
+        "gpt_neox persimmon",
+        shares_heads=False,
+    ),
+    **_types(
+        "gpt2",
+        shares_heads=False,
+        aliases={
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "hidden_size": "n_embd",
+        },
+    ),
+    **_types("ernie4_5_moe glm4_moe stablelm"),
+    **_types(
+        "ernie4_5 glm glm4 helium internlm3 minimax_m2 seed_oss solar_open qwen3_vl_text",
+        defaults={"head_dim": 128},
+    ),
+    **_types("gemma", defaults={"head_dim": 256}),
+    **_types("mistral mixtral phimoe starcoder2", window="all"),
+    **_types("ministral3", window="all", defaults={"head_dim": 128}),
+    **_types("phi3", window="all", shares_heads=False),
+    **_types("qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text", window="late"),
+    **_types("qwen3", window="late", defaults={"head_dim": 128}),
+    **_types("qwen2_moe qwen3_moe qwen3_vl_moe_text smollm3 exaone4", window="declared"),
+    **_types("cwm", window="declared", defaults={"head_dim": 128}),
+    **_types("gemma2", period=2, defaults={"head_dim": 256}),
+    **_types(
+        "gemma3_text",
+        period=6,
+        period_field="sliding_window_pattern",
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+        },
+    ),
+    **_types("cohere2", period=4, period_field="sliding_window_pattern", shares_heads=False),
+    **_types("olmo3", period=4, shares_heads=False),
+    **_types("gpt_oss", period=2, defaults={"head_dim": 64}),
+    **_types("deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa", kind="mla"),
+    **_types(
+        "qwen3_next qwen3_5_text qwen3_5_moe_text",
+        kind="delta",
+        period=4,
+        period_field="full_attention_interval",
+        defaults={"head_dim": 256},
+    ),
+}
+_LAYER_TYPES = {"gqa": {FULL, WINDOWED}, "mla": {FULL, *_INDEXED}, "delta": {FULL, LINEAR}}
+_KNOWN = (
+    "keys and values, in full or in windows (such as llama, qwen3, mistral, gemma3_text, gpt_oss), "
+    "latents, with index keys or without (deepseek_v3, deepseek_v32), "
+    "gated delta nets beside keys and values (qwen3_next)"
+)
+_TEXT_PARTS = ("text_config", "language_config", "llm_config")
+
+# Each changes what is cached, in a way that no kind here covers.
+_FOREIGN = {
+    "is_encoder_decoder": "it attends across to an encoder",
+    "add_cross_attention": "it attends across to an encoder",
+    "cross_attention_layers": "some layers attend across to an encoder",
+    "use_bidirectional_attention": "it attends to later tokens",
+    "attention_chunk_size": "its attention is chunked",
+    "num_kv_shared_layers": "some layers share their KV",
+    "swa_num_key_value_heads": "the layers with a window have other heads",
+    "global_head_dim": "the layers without a window have other heads",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a configuration says of its language model, checked as it is read.
+
+    `kind` is `gqa`, `mla` or `delta` (gated delta nets beside GQA), `layers` the kind of each
+    layer.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[str, ...]
+    text: Config
+    model: _ModelType
+
+    def field(self, name: str) -> Any:
+        """The field's value, or the type's default; None if there is neither."""
+        return self.text.get(self.model.aliases.get(name, name), self.model.defaults.get(name))
+
+    def number(self, name: str, *, least: int = 1) -> int:
+        """A size. Raises UsageError for a field that isn't there or isn't one."""
+        value, name = self.field(name), self.model.aliases.get(name, name)
+        if type(value) is int and least <= value <= _LARGEST:
+            return value
+        if value is None and name not in self.text:
+            raise self.error(f"the configuration has no {name}")
+        raise self.error(f"{name} is {value!r}, which isn't an integer from {least} to {_LARGEST}")
+
+    def error(self, reason: str) -> UsageError:
+        """One line that names the model type."""
+        return UsageError(f"model type {self.name!r}: {reason}")
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head's key, and of its value."""
+        if self.field("head_dim") is not None:
+            return self.number("head_dim")
+        width, heads = self.number("hidden_size"), self.number("num_attention_heads")
+        if width % heads:
+            raise self.error(
+                f"there is no head_dim, and hidden_size {width} doesn't divide into {heads} heads"
+            )
+        return width // heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads whose keys and values are cached."""
+        if not self.model.shares_heads and self.field("num_key_value_heads") is None:
+            return self.number("num_attention_heads")
+        return self.number("num_key_value_heads")
+
+
+def describe(config: Config) -> Description:
+    """Reads the part of `config` that is the language model.
+
+    Raises UsageError for a model type that isn't known, layers of a type that isn't known for
+    it, or a field that says something no kind here covers.
+    """
+    text = _text_of(config)
+    name = text.get("model_type")
+    if not isinstance(name, str):
+        fields = ", ".join(("model_type", *_TEXT_PARTS))
+        raise UsageError(f"this isn't a model's configuration: none of {fields} names a model type")
+    if name not in _MODEL_TYPES:
+        raise UsageError(
+            f"model type {name!r} isn't known, and what it caches isn't guessed from its fields "
+            f"(model_type is {name!r}, layer_types {_summary(text.get('layer_types'))}); known "
+            f"are {_KNOWN}"
+        )
+    model = _MODEL_TYPES[name]
+    bare = Description(name, model.kind, (), text, model)
+    for foreign, reason in _FOREIGN.items():
+        if text.get(foreign):
+            raise bare.error(f"{reason} ({foreign} is {text[foreign]!r}), which isn't known")
+    if model.kind != "mla" and text.get("kv_lora_rank") is not None:
+        raise bare.error(f"kv_lora_rank is {text['kv_lora_rank']!r}; it isn't known for latents")
+    return Description(name, model.kind, _layers(bare), text, model)
+
+
+def _text_of(config: Config) -> Config:
+    """The part that describes the language model."""
+    for name in _TEXT_PARTS:
+        if isinstance(config.get(name), Mapping):
+            return _text_of(config[name])
+    return config
+
+
+def _summary(layer_types: Any) -> Any:
+    if isinstance(layer_types, list):
+        return ", ".join(sorted({str(kind) for kind in layer_types}))
+    return layer_types
+
+
+def _layers(bare: Description) -> tuple[str, ...]:
+    """The kind of each layer: full, windowed or linear. Indexed ones attend in full."""
+    count, own = bare.number("num_hidden_layers"), bare.text.get("layer_types")
+    if own is not None and (not isinstance(own, list) or len(own) != count):
+        length = len(own) if isinstance(own, list) else repr(own)
+        raise bare.error(f"layer_types has {length} entries for num_hidden_layers {count}")
+    kinds = _default_layers(bare, count) if own is None else [str(kind) for kind in own]
+    foreign = sorted(set(kinds) - _LAYER_TYPES[bare.kind])
+    if foreign:
+        raise bare.error(
+            f"layer_types has {', '.join(foreign)}, which isn't known; known for it are "
+            f"{', '.join(sorted(_LAYER_TYPES[bare.kind]))}"
+        )
+    kinds = [FULL if kind in _INDEXED else kind for kind in kinds]
+    if WINDOWED in kinds:
+        window, limit = bare.number("sliding_window"), bare.field("max_position_embeddings")
+        if isinstance(limit, int) and window >= limit:  # no token ever leaves
+            return (FULL,) * count
+    return tuple(kinds)
+
+
+def _default_layers(bare: Description, count: int) -> list[str]:
+    """What transformers makes of a configuration without `layer_types`."""
+    model = bare.model
+    if model.period:
+        other = LINEAR if model.kind == "delta" else WINDOWED
+        named = model.period_field and bare.field(model.period_field) is not None
+        period = bare.number(model.period_field) if named else model.period
+        return [other if (layer + 1) % period else FULL for layer in range(count)]
+    has_window = bare.field("sliding_window") is not None
+    if model.window in ("late", "declared"):
+        used = bare.text.get("use_sliding_window", model.window == "declared")
+        has_window = has_window and bool(used)
+    if model.window == "none" or not has_window:
+        return [FULL] * count
+    if model.window == "declared":
+        raise bare.error("there is a sliding_window, and no layer_types to say in which layers")
+    first = bare.number("max_window_layers", least=0) if model.window == "late" else 0
+    return [WINDOWED if layer >= first else FULL for layer in range(count)]

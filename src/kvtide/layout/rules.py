@@ -1,0 +1,156 @@
+"""Row rules: how a request's token slots name rows. Pure.
+
+A rule takes some ids, in the order of the request's tokens, and gives other ids. A chain of rules
+begins with the token slots and ends with the rows of a buffer. Beside each id goes the number of
+the token that it stands for (the first one, where a row holds several): that is what tells
+whether a row at the target is the one that was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.errors import SlotError
+
+Ids = NDArray[np.int64]
+Maps = Mapping[str, Callable[[Ids], Ids]]
+"""What an engine knows by name: functions from ids to ids."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a buffer, int64 [row], and for each the number of its first token, int64 [row]."""
+
+    ids: Ids
+    tokens: Ids
+    are_shared: bool = False
+    """Whether a row may stand for several tokens."""
+
+    def of_tokens(self, tokens: Ids) -> Ids | None:
+        """The rows that stand for these tokens (ascending), or None if one of them has no row."""
+        at = np.searchsorted(self.tokens, tokens)
+        if at.size and (at[-1] >= self.tokens.size or (self.tokens[at] != tokens).any()):
+            return None
+        return self.ids[at]
+
+
+class Rule(Protocol):
+    """How ids name ids. Rules are values: equal rules make planes that move together."""
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """The rows that `rows` name. Raises SlotError, naming the id, for what can't be meant."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EveryToken:
+    """The rule of attention without a window: token slot s owns row s of each layer."""
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule."""
+        return rows
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EveryNth:
+    """`count` consecutive slots share a row, as in caches that compress, and in pages.
+
+    A row moves whole, so what lies where in it must be the same at the source and at the target:
+    the slots of a row begin at its first one and follow each other.
+    """
+
+    count: int
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule."""
+        ids, count = rows.ids, self.count
+        follows = np.zeros(ids.size, bool)
+        follows[1:] = (ids[1:] == ids[:-1] + 1) & (ids[1:] % count != 0)
+        wrong = ~follows & (ids % count != 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise SlotError(
+                f"slot {ids[at]} at position {at} stands in the middle of a row of {count}, and "
+                "the ones before it aren't there; begin such a row at its first slot"
+            )
+        return Rows(ids[~follows] // count, rows.tokens[~follows], are_shared=True)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Through a map of the engine's, as for a sliding window: token slot s owns row map[s].
+
+    Ids that map to `hole` or less own nothing: they have left the window.
+    """
+
+    name: str
+    hole: int = -1
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule."""
+        if self.name not in maps:
+            raise SlotError(f"there is no map {self.name!r}; the pool has {sorted(maps)}")
+        mapped = maps[self.name](rows.ids)
+        inside = mapped > self.hole
+        return Rows(mapped[inside], rows.tokens[inside], rows.are_shared)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One of `world` ranks that share a context: rank r owns the slots s with s % world == r."""
+
+    rank: int
+    world: int
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule."""
+        own = rows.ids % self.world == self.rank
+        return Rows(rows.ids[own] // self.world, rows.tokens[own], rows.are_shared)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OfRequest:
+    """The request's own row, whatever its tokens: recurrent state. The caller names the row."""
+
+    REQUEST = "request"
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule. The row is in `maps`, under `OfRequest.REQUEST`."""
+        if self.REQUEST not in maps:
+            raise SlotError("this layout has a row for each request; name it: request=ROW")
+        return Rows(maps[self.REQUEST](rows.ids), np.zeros(1, np.int64))
+
+
+def rows_of(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:
+    """The rows that `slots` (checked, int64 [token]) name by `rules`, applied one after another.
+
+    Raises SlotError for a row that isn't in 0 … `row_count` - 1, or that two tokens name.
+    """
+    rows = Rows(slots, np.arange(slots.size, dtype=np.int64))
+    if all(isinstance(rule, EveryToken) for rule in rules):
+        return rows  # which were checked as slots
+    for rule in rules:
+        rows = rule.apply(rows, maps)
+    outside = (rows.ids < 0) | (rows.ids >= row_count)
+    if outside.any():
+        at = int(outside.argmax())
+        raise SlotError(
+            f"token {rows.tokens[at]} names row {rows.ids[at]}, which isn't in 0 … {row_count - 1}"
+        )
+    ordered = np.sort(rows.ids)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if repeated.size:
+        tokens = rows.tokens[rows.ids == repeated[0]]
+        raise SlotError(f"tokens {tokens[0]} and {tokens[1]} both name row {repeated[0]}")
+    return rows

@@ -1,0 +1,87 @@
+"""An engine's tensors as rows of bytes: views, never copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtide.device import Device
+from kvtide.errors import LayoutError
+from kvtide.layout import PlaneGeometry
+
+
+def as_rows(
+    tensor: torch.Tensor, plane: PlaneGeometry, page_size: int, device: Device, where: str
+) -> torch.Tensor:
+    """`tensor` as [row, *row_shape], a view; LayoutError where it can't be that."""
+    dtype = getattr(torch, plane.dtype)
+    if tensor.dtype != dtype:
+        raise LayoutError(f"{where}: dtype {tensor.dtype}, declared {dtype}")
+    if tensor.device.type != device.torch_device.type:
+        raise LayoutError(f"{where}: on {tensor.device}, the pool's device is {device.name!r}")
+    shape, row = tuple(tensor.shape), plane.row_shape
+    if len(shape) == len(row) + 1 and shape[1:] == row:
+        return tensor
+    if plane.tokens_per_row == 1 and shape[1:] == (page_size, *row):
+        try:
+            return tensor.view(-1, *row)
+        except RuntimeError as error:
+            raise LayoutError(
+                f"{where}: pages of strides {tensor.stride()} leave gaps of other sizes than its "
+                "tokens do; give [slot, row] instead"
+            ) from error
+    raise LayoutError(
+        f"{where}: shape {list(shape)} is neither [row, {row}] nor [page, {page_size}, {row}]"
+    )
+
+
+def byte_rows(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:
+    """[row, *row_shape] as bytes, a view: uint8 [all bytes], or with gaps [row, row_bytes].
+
+    Raises LayoutError for gaps within a row, or rows that overlap.
+    """
+    if not rows[:1].is_contiguous():
+        raise LayoutError(f"{where}: strides {rows.stride()} leave gaps within a row")
+    flat = rows.unsqueeze(-1).view(torch.uint8)
+    if flat.is_contiguous():
+        return flat.view(-1)
+    stride = flat.stride(0)
+    if stride < row_bytes:
+        raise LayoutError(
+            f"{where}: rows of {row_bytes} bytes are {stride} bytes apart: they overlap"
+        )
+    return flat.as_strided((rows.shape[0], row_bytes), (stride, 1))
+
+
+def refuse_shared_memory(buffers: Sequence[torch.Tensor], name: str) -> None:
+    """LayoutError if two buffers overlap: a restore of one would write to the other.
+
+    Rows of one may lie in the gaps of another: then both have one stride.
+    """
+    spans = sorted(
+        (buffer.data_ptr(), buffer.data_ptr() + _span_bytes(buffer), number)
+        for number, buffer in enumerate(buffers)
+    )
+    open_spans: list[tuple[int, int, int]] = []
+    for start, stop, number in spans:
+        open_spans = [one for one in open_spans if one[1] > start]
+        for _, _, earlier in open_spans:
+            if not _interleaved(buffers[earlier], buffers[number]):
+                raise LayoutError(f"pool {name!r}: two of its tensors share memory at {start:#x}")
+        open_spans.append((start, stop, number))
+
+
+def _span_bytes(buffer: torch.Tensor) -> int:
+    if buffer.dim() == 1:
+        return buffer.numel()
+    return (buffer.shape[0] - 1) * buffer.stride(0) + buffer.shape[1]
+
+
+def _interleaved(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the rows of `second`, which begins later, lie in the gaps of `first`."""
+    if first.dim() != 2 or second.dim() != 2 or first.stride(0) != second.stride(0):
+        return False
+    stride = first.stride(0)
+    offset = (second.data_ptr() - first.data_ptr()) % stride
+    return offset >= first.shape[1] and offset + second.shape[1] <= stride

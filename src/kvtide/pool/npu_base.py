@@ -1,0 +1,383 @@
+"""What SGLang's NPU pools have in common: its names and signatures, over a kvtide Pool.
+
+Source of the names, signatures and shapes: SGLang 0.5.23, hardware_backend/npu/memory_pool_npu.py
+and mem_cache/memory_pool.py.
+
+Fences. SGLang waits for the whole device before and after a copy, since who wrote the slots may
+have done so on any stream. So do these pools before it; what a copy itself asks of the device has
+happened when it returns, because it waits for the ticket of its move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.device import CPUDevice, Device, open_device
+from kvtide.errors import LayoutError, SlotError
+from kvtide.layout import Geometry
+from kvtide.pool.npu_copy import CopyPart, CPUCopy, planes_of_lists
+from kvtide.pool.npu_planes import KEPT_AS_BYTES, BufferInfos, PlaneBuffer, infos_of, refuse
+from kvtide.pool.pool import Pool
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+from kvtide.transfer import Mover, checked_slots
+
+_DEFAULT_CHUNK_SIZE = 8192
+_LEAST_HOST_BYTES = 64 << 20
+
+
+class Layer(Protocol):
+    """What these pools need of an attention layer."""
+
+    @property
+    def layer_id(self) -> int:
+        """Its number in the whole model."""
+        ...
+
+
+class NPUTokenToKVPool:
+    """The base of SGLang's NPU pools: one pipeline stage's KV, in pages, on one device.
+
+    Layer ids are the model's in every call; inside they count from `start_layer`. Page 0 is
+    padding, so there are `size // page_size + 1` pages. `device` is a device's name or a kvtide
+    Device. Not thread-safe: one thread schedules.
+    """
+
+    k_buffer: torch.Tensor | list[torch.Tensor]
+    v_buffer: torch.Tensor | list[torch.Tensor]
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: str | torch.device | Device,
+        enable_memory_saver: bool,
+        start_layer: int | None,
+        end_layer: int | None,
+        host_limit_bytes: int | None,
+    ) -> None:
+        """For the pools, which call `_hold` when their buffers are there."""
+        refuse("enable_memory_saver", enable_memory_saver, False, "its tensors move in memory")
+        if page_size < 1 or size < page_size:
+            raise LayoutError(f"NPU pool: size {size} doesn't hold a page of {page_size} tokens")
+        self._owns_device = isinstance(device, str | torch.device)
+        self._device = _opened(device)
+        self.size, self.page_size = size, page_size
+        self.dtype = dtype
+        self.store_dtype = torch.uint8 if dtype in KEPT_AS_BYTES else dtype
+        self.device = self._device.name
+        self.layer_num, self.start_layer = layer_num, start_layer or 0
+        last = self.start_layer + layer_num - 1
+        self.end_layer = last if end_layer is None else end_layer
+        if self.start_layer < 0 or self.end_layer < last:
+            raise LayoutError(
+                f"NPU pool: {layer_num} layers don't fit between start_layer {self.start_layer} "
+                f"and end_layer {self.end_layer}"
+            )
+        self._chunk_size = _DEFAULT_CHUNK_SIZE
+        self._host_limit_bytes = host_limit_bytes
+
+    def _zeros(self, layer_count: int, *row: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[layer, page, token, *row] on the device."""
+        shape = (layer_count, self.size // self.page_size + 1, self.page_size, *row)
+        return torch.zeros(shape, dtype=dtype or self.store_dtype, device=self._device.torch_device)
+
+    def _hold(self, geometry: Geometry, planes: Sequence[PlaneBuffer]) -> None:
+        """Takes the stage's planes, in the order of a copy's tensors; those that have any width
+        are the geometry's."""
+        self._planes = list(planes)
+        held = [plane for plane in planes if not plane.is_empty]
+        declared = {plane.name: plane for plane in geometry.planes}
+        adopted = {plane.name: plane.rows(declared[plane.name].dtype) for plane in held}
+        self._pool = Pool.adopt(geometry, self._device, adopted)
+        limit = self._host_limit_bytes
+        if limit is None:
+            # All that the pool holds, four times over: pages of retracted requests are used again.
+            limit = max(_LEAST_HOST_BYTES, 4 * self._pool.size_bytes)
+        block_bytes = self._device.chunk_bytes
+        self._arena = HostArena(self._device, limit_bytes=limit, block_bytes=block_bytes)
+        self._tide = Tide(self._pool, self._arena)
+        self._sections = Mover(self._pool).sections(block_bytes)
+        self._parts = self._parts_of(geometry, held)
+
+    def _parts_of(self, geometry: Geometry, held: Sequence[PlaneBuffer]) -> list[list[CopyPart]]:
+        """For each layer, its tensors in a CPU copy."""
+        names = [plane.name for plane in geometry.planes]
+        assert names == [plane.name for plane in held], "buffers are counted in this order"
+        parts: list[list[CopyPart]] = [[] for _ in range(self.layer_num)]
+        buffer = 0
+        for plane in self._planes:
+            for layer in plane.layers:
+                number, group = None, 0
+                if not plane.is_empty:
+                    number, group = buffer, self._pool.buffer_rows[buffer].group
+                    buffer += 1
+                part = CopyPart(
+                    plane.name,
+                    number,
+                    group,
+                    plane.row_shape,
+                    torch.uint8 if plane.tensor.dtype in KEPT_AS_BYTES else plane.tensor.dtype,
+                    plane.tiles,
+                    self.page_size,
+                )
+                parts[layer - self.start_layer].append(part)
+        return parts
+
+    # ---- buffers ---------------------------------------------------------------------
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """A layer's keys (of MLA: its latents), a view of the dtype that the model uses.
+
+        [page, token, head, head_dim], or [slot, 1, head, head_dim] as FIA takes them.
+        """
+        return self._typed(self.k_buffer[self._local(layer_id)])
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """A layer's values (of MLA: its rotary keys; of packed records: [page, token, 1, 0])."""
+        return self._typed(self.v_buffer[self._local(layer_id)])
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`get_key_buffer` and `get_value_buffer`."""
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:
+        """A layer's index keys, a view [page, token, 1, index_head_dim]; LayoutError if it has
+        none."""
+        plane, number = self._place("index_k", layer_id)
+        return self._typed(plane.tensor[number])
+
+    def get_index_k_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        """The scales of a layer's index keys, a view, float32 [page, token, 1]; LayoutError if it
+        has none."""
+        plane, number = self._place("index_scale", layer_id)
+        return plane.tensor[number]
+
+    def set_kv_buffer(
+        self,
+        layer: Layer,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        layer_id_override: int | None = None,
+        dcp_kv_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Writes tokens to slots: `loc_info` is integers [token], or has them as its `loc`.
+
+        `cache_k` and `cache_v` are [token, …] and are converted to the pool's dtype, after a
+        division by the scales where there are any; they themselves stay as they are. Slots are
+        not checked, since that would wait for the device. Raises LayoutError for a layer of
+        another stage, or rows of another width.
+        """
+        refuse("dcp_kv_mask", dcp_kv_mask, None, "the pool isn't shared by ranks")
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        number = self._local(layer_id)
+        loc = self._on_device(getattr(loc_info, "loc", loc_info))
+        stored = self._stored(cache_k, cache_v, k_scale, v_scale)
+        for plane, values in zip(self._planes, stored, strict=False):
+            self._check_rows(plane, loc, values)
+        for plane, values in zip(self._planes, stored, strict=False):
+            plane.write(number, loc, values)
+
+    def set_index_k_buffer(self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor) -> None:
+        """Writes index keys, [token, …], to slots; raises as `set_kv_buffer` does."""
+        plane, number = self._place("index_k", layer_id)
+        self._write(plane, number, loc, self._cast(index_k))
+
+    def set_index_k_scale_buffer(
+        self, layer_id: int, loc: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """Writes the scales of index keys, [token, …], to slots; raises as `set_kv_buffer` does."""
+        plane, number = self._place("index_scale", layer_id)
+        self._write(plane, number, loc, scale.to(torch.float32))
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copies all that the tokens in `src_loc` own to `tgt_loc`, integers [token] both.
+
+        Every token arrives as it was before the call, also where the slots overlap. Slots are
+        not checked; SlotError for a different number of them.
+        """
+        target, source = self._on_device(tgt_loc), self._on_device(src_loc)
+        if target.numel() != source.numel():
+            raise SlotError(f"{source.numel()} slots to move to {target.numel()} slots")
+        for plane in self._planes:
+            for number in range(0 if plane.is_empty else len(plane.layers)):
+                plane.move(number, target, source)
+
+    # ---- what transfer engines register ------------------------------------------------
+
+    def get_contiguous_buf_infos(self) -> BufferInfos:
+        """Of all buffers, one a plane and layer: addresses, lengths, page lengths in bytes."""
+        return infos_of([plane for plane in self._planes if not plane.is_empty])
+
+    def get_state_buf_infos(self) -> BufferInfos:
+        """The same of index keys and their scales alone."""
+        names = ("index_k", "index_scale")
+        return infos_of([plane for plane in self._planes if plane.name in names])
+
+    def get_kv_size_bytes(self) -> int | tuple[int, int]:
+        """Bytes on the device: of keys and of values, or of MLA one number for all planes."""
+        return sum(plane.tensor.nbytes for plane in self._planes)
+
+    # ---- host copies -------------------------------------------------------------------
+
+    @property
+    def cpu_offloading_chunk_size(self) -> int:
+        """How many tokens a chunk of a CPU copy has; what is copied already keeps its own."""
+        return self._chunk_size
+
+    @cpu_offloading_chunk_size.setter
+    def cpu_offloading_chunk_size(self, token_count: int) -> None:
+        if type(token_count) is not int or token_count < 1:
+            raise LayoutError(f"cpu_offloading_chunk_size {token_count!r} isn't an integer from 1")
+        self._chunk_size = token_count
+
+    @property
+    def host_used_bytes(self) -> int:
+        """Host memory that CPU copies take of the limit."""
+        return self._arena.used_bytes
+
+    def get_cpu_copy(
+        self, indices: Any, mamba_indices: Any = None, req_pool_index: int | None = None
+    ) -> CPUCopy:
+        """All that the tokens in `indices` (integers [token], anywhere) own, in host memory.
+
+        The result is `copy[layer][chunk] -> [k, v]`, or `[latent, rope]` and where the layer has
+        them `index_k` and `index_scale`. It holds host memory until it is released or dropped.
+        Blocks until the bytes are there; the slots may then be reused. Raises SlotError for slots
+        that can't be meant, in NZ order also for pages that aren't begun at their first slot,
+        and ArenaFull when the host limit leaves no room: nothing was taken then. These pools
+        have no recurrent state and no rows of requests, so the last two arguments name nothing.
+        """
+        del mamba_indices, req_pool_index
+        self._synchronize()
+        snapshot = self._tide.offload(_host_ids(indices))
+        return CPUCopy(snapshot, self._sections, self._parts, self._chunk_size)
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: Any,
+        indices: Any,
+        mamba_indices: Any = None,
+        req_pool_index: int | None = None,
+    ) -> None:
+        """Writes a copy to the slots `indices` (integers [token], as many as its tokens).
+
+        The copy stays the caller's. Nested lists of host tensors, as engines make them, are
+        taken too; they say nothing of the stage that they are from, and are copied once more.
+        Blocks until the bytes are there. Before a byte is written it raises SnapshotMiss for a
+        copy of another geometry, stage or length or one that was released, LayoutError for lists
+        of another form, SlotError, ArenaFull (lists only), and SnapshotDamaged for bytes
+        that have changed since. In NZ order pages move whole: what follows the last token in its
+        page is overwritten too, from lists with zeros.
+        """
+        del mamba_indices, req_pool_index
+        self._synchronize()
+        slots = checked_slots(_host_ids(indices), self._pool.slot_count)
+        if isinstance(kv_cache_cpu, CPUCopy):
+            self._tide.restore(kv_cache_cpu.snapshot, slots)
+            return
+        snapshot = self._snapshot_of(kv_cache_cpu, slots.size)
+        try:
+            self._tide.restore(snapshot, slots)
+        finally:
+            self._tide.discard(snapshot)
+
+    def close(self) -> None:
+        """Ends the threads of the pool's device, unless that was given; CPU copies stay."""
+        self._tide.close()
+        if self._owns_device:
+            self._device.close()
+
+    # ---- within ------------------------------------------------------------------------
+
+    def _stored(
+        self,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor | None,
+        k_scale: float | None,
+        v_scale: float | None,
+    ) -> list[torch.Tensor]:
+        """Tokens as the first planes store them, [token, …] of their dtypes."""
+        raise NotImplementedError
+
+    def _snapshot_of(self, lists: Any, token_count: int) -> Snapshot:
+        """Engines' lists as a snapshot of this pool's geometry, by way of a pool on the host."""
+        geometry = self._pool.geometry
+        planes = planes_of_lists(self._parts, lists, token_count, self.page_size)
+        dtypes = {plane.name: getattr(torch, plane.dtype) for plane in geometry.planes}
+        typed = {name: [one.view(dtypes[name]) for one in own] for name, own in planes.items()}
+        device = CPUDevice(lanes=1)
+        try:
+            host = Tide(Pool.adopt(geometry, device, typed), self._arena)
+            return host.offload(np.arange(token_count))
+        finally:
+            device.close()
+
+    def _cast(self, values: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """Values in the pool's dtype, scaled where that isn't theirs."""
+        if values.dtype == self.dtype:
+            return values
+        return (values if scale is None else values / scale).to(self.dtype)
+
+    def _write(
+        self, plane: PlaneBuffer, number: int, loc: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        loc = self._on_device(loc)
+        self._check_rows(plane, loc, values)
+        plane.write(number, loc, values)
+
+    def _check_rows(self, plane: PlaneBuffer, loc: torch.Tensor, values: torch.Tensor) -> None:
+        needed = loc.numel() * prod(plane.row_shape)
+        if values.numel() != needed:
+            raise LayoutError(
+                f"plane {plane.name!r}: {list(values.shape)} for {loc.numel()} slots of "
+                f"{list(plane.row_shape)}"
+            )
+
+    def _on_device(self, loc: torch.Tensor) -> torch.Tensor:
+        return loc.reshape(-1).to(device=self._device.torch_device, dtype=torch.int64)
+
+    def _local(self, layer_id: int) -> int:
+        """A layer's number in this stage; LayoutError for one of another stage."""
+        number = layer_id - self.start_layer
+        if not 0 <= number < self.layer_num:
+            last = self.start_layer + self.layer_num - 1
+            raise LayoutError(f"layer {layer_id} isn't in this stage's {self.start_layer} … {last}")
+        return number
+
+    def _place(self, name: str, layer_id: int) -> tuple[PlaneBuffer, int]:
+        """A plane that only some layers have, and the layer's place in it."""
+        for plane in self._planes:
+            if plane.name == name and layer_id in plane.layers:
+                return plane, list(plane.layers).index(layer_id)
+        layers = [layer for plane in self._planes if plane.name == name for layer in plane.layers]
+        raise LayoutError(f"layer {layer_id} has no {name!r} here; the layers that do: {layers}")
+
+    def _typed(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer if self.store_dtype == self.dtype else buffer.view(self.dtype)
+
+    def _synchronize(self) -> None:
+        """Waits for whatever any stream does to the slots; a ticket would for its own alone."""
+        if self._device.torch_device.type != "cpu":
+            torch.accelerator.synchronize(self._device.torch_device)
+
+
+def _opened(device: str | torch.device | Device) -> Device:
+    return open_device(str(device)) if isinstance(device, str | torch.device) else device
+
+
+def _host_ids(indices: Any) -> Any:
+    """Slots where numpy can read them; waits for a device that has them."""
+    return indices.detach().cpu() if isinstance(indices, torch.Tensor) else indices

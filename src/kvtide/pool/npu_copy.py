@@ -1,0 +1,247 @@
+"""What `get_cpu_copy` gives an engine: a snapshot, read as lists of tensors by layer and chunk."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+import xxhash
+
+from kvtide.errors import LayoutError, SnapshotDamaged, SnapshotMiss
+from kvtide.layout import Ids
+from kvtide.snapshot import Snapshot
+from kvtide.transfer.plan import Section
+
+TILE_COLUMNS = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CopyPart:
+    """One tensor of a layer: where a snapshot has it, and in which form engines expect it.
+
+    A plane without width is in no snapshot: its `buffer` is None. `tiles` is 0 where a token is a
+    row. Otherwise the row is a page of `page_size` tokens, [tile, token, 16].
+    """
+
+    name: str
+    buffer: int | None
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tiles: int = 0
+    page_size: int = 1
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows (uint8 [row, row_bytes]) as tokens, [row * page_size, *shape]."""
+        typed = rows.view(self.dtype)
+        if self.tiles:
+            paged = typed.view(-1, self.tiles, self.page_size, TILE_COLUMNS)
+            typed = paged.transpose(1, 2)
+        return typed.reshape(-1, *self.shape)
+
+    def to_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens of whole pages, [token, *shape], as rows: [page, tile, token, 16] if tiled."""
+        if not self.tiles:
+            return tokens
+        paged = tokens.view(-1, self.page_size, self.tiles, TILE_COLUMNS)
+        return paged.transpose(1, 2).contiguous()
+
+
+Parts = Sequence[Sequence[CopyPart]]
+"""For each layer of the stage, its tensors in order."""
+
+
+@final
+class CPUCopy:
+    """`copy[layer][chunk]` is a list of host tensors [token, *shape]; layers are the stage's.
+
+    The bytes are a snapshot's, in host memory that counts against the pool's limit until
+    `release`, or until nobody holds the copy or a layer of it any more. A tensor is put together
+    when it is asked for, and belongs to whoever asked: it stays valid after the release, and
+    writing to it changes no snapshot. What is read is checked against its seal first, each chunk
+    of it once.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, sections: Sequence[Section], parts: Parts, chunk_size: int
+    ) -> None:
+        """For the pools: `sections` are those of the snapshot, `chunk_size` counts tokens."""
+        self.snapshot = snapshot
+        self.chunk_size = chunk_size
+        self._parts = parts
+        self._reader = _Reader(snapshot, sections)
+        # Not with this object: a layer that was taken out of it still reads. And not __del__:
+        # the order in which a cycle's members are finalised is anybody's guess.
+        self._release = weakref.finalize(self._reader, snapshot.lease.release)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, layer: int) -> LayerCopy:
+        return LayerCopy(self._reader, self._parts[layer], self.chunk_size)
+
+    def __iter__(self) -> Iterator[LayerCopy]:
+        return (self[layer] for layer in range(len(self)))
+
+    @property
+    def token_count(self) -> int:
+        """Tokens in it; the slots that it is loaded to must be as many."""
+        return self.snapshot.token_count
+
+    def release(self) -> None:
+        """Gives the host memory back; reading or loading it raises SnapshotMiss from then on."""
+        self._release()
+
+
+@final
+class LayerCopy:
+    """One layer of a CPUCopy: `layer[chunk]` is a list of tensors, in the order of the pool."""
+
+    def __init__(self, reader: _Reader, parts: Sequence[CopyPart], chunk_size: int) -> None:
+        self._reader = reader
+        self._parts = parts
+        self._chunk_size = chunk_size
+
+    def __len__(self) -> int:
+        return -(-self._reader.token_count // self._chunk_size)
+
+    def __getitem__(self, chunk: int) -> list[torch.Tensor]:
+        first = range(len(self))[chunk] * self._chunk_size
+        stop = min(first + self._chunk_size, self._reader.token_count)
+        return [self._reader.tokens(part, first, stop) for part in self._parts]
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return (self[chunk] for chunk in range(len(self)))
+
+
+@final
+class _Reader:
+    """Reads single planes and layers out of a snapshot's blocks."""
+
+    def __init__(self, snapshot: Snapshot, sections: Sequence[Section]) -> None:
+        self.token_count = snapshot.token_count
+        self._lease = snapshot.lease
+        self._checksums = snapshot.seal.checksums
+        self._firsts = [snapshot.seal.tokens_of(n) for n in range(len(snapshot.seal.tokens))]
+        self._checked: set[int] = set()
+        self._places: dict[int, tuple[Section, int, int, int]] = {}
+        chunk = 0
+        for section in sections:
+            before = 0
+            for buffer, rows in zip(section.buffers, section.rows, strict=True):
+                assert len(rows.layer_rows) == 1, "a buffer of these pools is one layer"
+                self._places[buffer] = (section, chunk, before, rows.row_bytes)
+                before += rows.row_bytes
+            chunk += section.chunk_count(self._firsts[section.group].size)
+
+    def tokens(self, part: CopyPart, first: int, stop: int) -> torch.Tensor:
+        """The tokens `first` to `stop` - 1 of a part, [token, *shape]."""
+        if self._lease.released:
+            raise SnapshotMiss(f"the CPU copy of {self.token_count} tokens was released already")
+        if part.buffer is None:
+            return torch.empty((stop - first, *part.shape), dtype=part.dtype)
+        numbers = np.arange(first, stop)
+        firsts: Ids = self._firsts[part.group]
+        rows = np.searchsorted(firsts, numbers, side="right") - 1
+        tokens = part.to_tokens(self._rows(part, int(rows[0]), int(rows[-1]) + 1))
+        if not part.tiles:
+            return tokens
+        # A page holds fewer tokens than it could where a request's last one does.
+        at = (rows - rows[0]) * part.page_size + numbers - firsts[rows]
+        return tokens[torch.from_numpy(at)]
+
+    def _rows(self, part: CopyPart, first: int, stop: int) -> torch.Tensor:
+        """Some rows of a part as a copy, uint8 [row, row_bytes]."""
+        assert part.buffer is not None
+        section, chunk, before, width = self._places[part.buffer]
+        row_count = self._firsts[section.group].size * section.pieces
+        start, end, size = first * section.pieces, stop * section.pieces, section.chunk_rows
+        pieces = []
+        for number in range(start // size, -(-end // size)):
+            held = min(size, row_count - number * size)
+            self._check(chunk + number, held * section.row_bytes)
+            block = self._lease.blocks[chunk + number]
+            low, high = max(0, start - number * size), min(held, end - number * size)
+            offset = block.offset + held * before
+            pieces.append(block.slab[offset + low * width : offset + high * width])
+        return torch.cat(pieces).view(stop - first, -1)
+
+    def _check(self, chunk: int, size_bytes: int) -> None:
+        if chunk in self._checked:
+            return
+        block, sealed = self._lease.blocks[chunk], self._checksums[chunk]
+        found = xxhash.xxh3_64_intdigest(block.bytes_view(size_bytes))
+        if found != sealed:
+            raise SnapshotDamaged(
+                f"chunk {chunk}: {size_bytes} bytes with checksum {found:016x}, sealed as "
+                f"{sealed:016x}; nothing was read, so recompute this request"
+            )
+        self._checked.add(chunk)
+
+
+def planes_of_lists(
+    parts: Parts, lists: Any, token_count: int, page_size: int
+) -> dict[str, list[torch.Tensor]]:
+    """Nested lists [layer][chunk] -> tensors [token, *shape] as planes of whole pages, copied.
+
+    Chunks may be of any lengths. Raises LayoutError, naming layer and chunk, unless there are
+    as many layers, tensors and tokens as there must be, and each of the right shape and dtype,
+    on the CPU.
+    """
+    if not isinstance(lists, list | tuple) or len(lists) != len(parts):
+        found = len(lists) if isinstance(lists, list | tuple) else type(lists).__name__
+        raise LayoutError(f"CPU copy: {found} layers, the pool has {len(parts)}")
+    padded = max(1, -(-token_count // page_size)) * page_size
+    planes: dict[str, list[torch.Tensor]] = {}
+    for layer, (own, chunks) in enumerate(zip(parts, lists, strict=True)):
+        checked = _checked_chunks(own, chunks, token_count, f"CPU copy, layer {layer}")
+        for number, part in enumerate(own):
+            if part.buffer is None:
+                continue
+            whole = torch.zeros((padded, *part.shape), dtype=part.dtype)
+            first = 0
+            for chunk in checked:
+                tokens = chunk[number]
+                whole[first : first + len(tokens)].copy_(tokens)
+                first += len(tokens)
+            planes.setdefault(part.name, []).append(part.to_rows(whole))
+    return planes
+
+
+def _checked_chunks(
+    parts: Sequence[CopyPart], chunks: Any, token_count: int, where: str
+) -> Sequence[Sequence[torch.Tensor]]:
+    if not isinstance(chunks, list | tuple):
+        raise LayoutError(f"{where}: {type(chunks).__name__} instead of a list of chunks")
+    total = 0
+    for number, chunk in enumerate(chunks):
+        if not isinstance(chunk, list | tuple) or len(chunk) != len(parts):
+            names = [part.name for part in parts]
+            raise LayoutError(f"{where}, chunk {number}: it isn't a list of {names}")
+        lengths = set[int]()
+        for part, tensor in zip(parts, chunk, strict=True):
+            lengths.add(_checked_length(part, tensor, f"{where}, chunk {number}, {part.name!r}"))
+        if len(lengths) > 1:
+            raise LayoutError(f"{where}, chunk {number}: tensors of {sorted(lengths)} tokens")
+        total += lengths.pop()
+    if total != token_count:
+        raise LayoutError(f"{where}: {total} tokens for {token_count} slots")
+    return chunks
+
+
+def _checked_length(part: CopyPart, tensor: Any, where: str) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"{where}: {type(tensor).__name__} instead of a tensor")
+    found = (tensor.dtype, tuple(tensor.shape[1:]), tensor.device.type, tensor.dim())
+    wanted = (part.dtype, part.shape, "cpu", len(part.shape) + 1)
+    if found != wanted:
+        raise LayoutError(
+            f"{where}: {tensor.dtype} {list(tensor.shape)} on {tensor.device}, not {part.dtype} "
+            f"[token, {', '.join(map(str, part.shape))}] on the CPU"
+        )
+    return len(tensor)

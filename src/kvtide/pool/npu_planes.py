@@ -1,0 +1,102 @@
+"""The planes of the NPU pools: tensors by pages, and how tokens are written to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import final
+
+import torch
+
+from kvtide.errors import LayoutError
+from kvtide.pool.npu_copy import TILE_COLUMNS
+
+# SGLang keeps these as bytes, and in lists on the host they are bytes.
+KEPT_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+BufferInfos = tuple[list[int], list[int], list[int]]
+"""Of each buffer: its address, its length and the length of a page, in bytes."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PlaneBuffer:
+    """A plane of these pools: [layer, page, token, *row], in the dtype that is stored.
+
+    `layers` are its layers' numbers in the model. `tiles` is 0, or in Ascend's NZ order how many
+    tiles of 16 columns a page has: its bytes are [tile, token, 16].
+    """
+
+    name: str
+    tensor: torch.Tensor
+    layers: Sequence[int]
+    tiles: int = 0
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """What a token owns, in elements."""
+        return tuple(self.tensor.shape[3:])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether tokens own nothing of it: packed records leave the second plane no width."""
+        return not self.tensor.numel()
+
+    def rows(self, dtype: str) -> list[torch.Tensor]:
+        """The layers as `Pool.adopt` takes them."""
+        typed = self.tensor.view(getattr(torch, dtype))
+        if self.tiles:
+            layers, pages, tokens = typed.shape[:3]
+            typed = typed.view(layers, pages, self.tiles, tokens, TILE_COLUMNS)
+        return list(typed)
+
+    def write(self, layer: int, loc: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes tokens (of the stored dtype) to the slots `loc`, int64 [token]."""
+        rows = self._rows(layer)
+        rows.index_copy_(0, self._index(loc), _bytes(values).view(-1, rows.shape[1]))
+
+    def move(self, layer: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies tokens from slots to slots, all as they were before."""
+        rows = self._rows(layer)
+        rows.index_copy_(0, self._index(target), rows.index_select(0, self._index(source)))
+
+    def _rows(self, layer: int) -> torch.Tensor:
+        """A layer as uint8 [row, row_bytes]: a row is a token, or its part of a tile."""
+        width = TILE_COLUMNS if self.tiles else prod(self.row_shape)
+        return _bytes(self.tensor[layer]).view(-1, width * self.tensor.itemsize)
+
+    def _index(self, loc: torch.Tensor) -> torch.Tensor:
+        """The rows of some slots, in the order of the tokens."""
+        if not self.tiles:
+            return loc
+        size = self.tensor.shape[2]
+        tiles = torch.arange(self.tiles, device=loc.device)
+        page, token = loc.div(size, rounding_mode="floor"), loc.remainder(size)
+        rows: torch.Tensor = (page[:, None] * self.tiles + tiles) * size + token[:, None]
+        return rows.reshape(-1)
+
+
+def infos_of(planes: Sequence[PlaneBuffer]) -> BufferInfos:
+    """Of the planes' buffers, one a layer."""
+    buffers = [layer for plane in planes for layer in plane.tensor]
+    return (
+        [buffer.data_ptr() for buffer in buffers],
+        [buffer.nbytes for buffer in buffers],
+        [buffer[0].nbytes for buffer in buffers],
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As layouts write it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def refuse(name: str, value: object, only: object, reason: str) -> None:
+    """LayoutError unless `value` is the only one that there is."""
+    if value is not only:
+        raise LayoutError(f"NPU pool: {name}={value!r} isn't supported: {reason}; leave it {only}")

@@ -1,0 +1,100 @@
+"""The kit itself: what it needs, what it says, and that its reference is none of kvtide's code."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvtide.conformance
+from kvtide.conformance import ways
+from kvtide.conformance.reference import Place, first_difference, rows_of_plane
+from kvtide.conformance.samples import SAMPLES, sample
+from kvtide.conformance.subjects import KINDS
+from kvtide.conformance.trips import INDICES, ORDERS, counts_of, make_trip
+from kvtide.device import CPUDevice
+
+PACKAGE = Path(kvtide.conformance.__file__).parent
+
+
+def test_samples_and_checks_need_no_pytest() -> None:
+    """`kvtide doctor` uses them where it may not be installed."""
+    program = (
+        "import sys, kvtide.conformance.checks, kvtide.cli.checkup.roundtrips; "
+        "sys.exit('pytest' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
+    assert 0 == done.returncode
+
+
+def test_public_names_are_there() -> None:
+    """Each is found in its home."""
+    for name in kvtide.conformance.__all__:
+        assert name == getattr(getattr(kvtide.conformance, name), "__name__", name)
+    with pytest.raises(AttributeError, match="no attribute 'TierTests'"):
+        _ = kvtide.conformance.TierTests
+
+
+def test_reference_imports_declarations_alone() -> None:
+    """What is compared with kvtide's plans is not made by them."""
+    tree = ast.parse((PACKAGE / "reference.py").read_text(encoding="utf-8"))
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = {node.module for node in froms if (node.module or "").startswith("kvtide")}
+    names = {alias.name for node in froms if node.module == "kvtide.layout" for alias in node.names}
+    assert {"kvtide.layout"} == own
+    assert names.isdisjoint({"rows_of", "Rows", "BufferRows"})
+
+
+def test_reference_reads_a_known_case() -> None:
+    """Worked by hand: pages of 4, a window with a hole, a request's row."""
+    pages = sample("gqa_hnd").geometry.planes[0]
+    assert {0: 2, 4: 0} == rows_of_plane(pages, Place([8, 9, 10, 11, 0], None, {}))
+    held = {"full_to_window": np.array([0, 5, 0, 2])}
+    window = sample("window").geometry.planes[0]
+    assert {0: 2, 2: 5} == rows_of_plane(window, Place([3, 2, 1], None, held))
+    state = sample("recurrent").geometry.planes[0]
+    assert {0: 3} == rows_of_plane(state, Place([], 3, {}))
+
+
+def test_difference_is_named_by_plane_layer_row_and_byte() -> None:
+    """And counted."""
+    expected = {("k", 0): np.zeros((4, 3), np.uint8), ("v", 1): np.zeros((4, 3), np.uint8)}
+    found = {part: rows.copy() for part, rows in expected.items()}
+    assert first_difference(expected, found) is None
+    found["v", 1][2, 1] = 0x5A
+    found["v", 1][3, 0] = 1
+    assert (
+        "plane v, layer 1, row 2, byte 1 is 0x5a, not 0x00; 2 of 12 bytes of that layer differ"
+    ) == first_difference(expected, found)
+
+
+@pytest.mark.parametrize("one", SAMPLES, ids=lambda one: one.name)
+def test_trips_go_elsewhere_in_every_order(device: CPUDevice, one: object) -> None:
+    """Distinct slots of the pool, and never all of them the same ones."""
+    subject = KINDS["created"](one, device)  # type: ignore[arg-type] # a sample
+    count = ways.some_tokens(subject)
+    for order in ORDERS:
+        seen = set()
+        for seed in range(8):
+            trip = make_trip(subject, count, seed, order)
+            for place in (trip.source, trip.target):
+                assert count == len({*place.slots})
+                assert 0 <= min(place.slots) <= max(place.slots) < subject.pool.slot_count
+            seen.add(trip.source.slots == trip.target.slots)
+        assert False in seen
+
+
+def test_counts_lie_around_the_boundaries_of_chunks(device: CPUDevice) -> None:
+    """Zero, one, n - 1, n, n + 1, and multiples; of pages also parts."""
+    assert [0, 1, 2, 3, 4, 5, 7, 8, 9] == counts_of(KINDS["created"](sample("gqa"), device), 4)
+    pages = counts_of(KINDS["created"](sample("gqa_hnd"), device), 4)
+    assert {0, 1, 3, 5, 12, 15, 16, 17, 20, 31, 32, 36} == {*pages}
+
+
+def test_indices_are_of_every_kind() -> None:
+    """32 and 64 bits, host and device."""
+    assert 7 == len(INDICES)

@@ -1,0 +1,72 @@
+"""Every declared layout passes the kit, in pools of every kind, on the CPU and the simulated
+accelerator in all its schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pkgutil import iter_modules
+
+import pytest
+
+import kvtide.layout
+from kvtide.conformance import SAMPLES, LayoutTests, Sample
+from kvtide.device import AcceleratorDevice
+from kvtide.layout import Layout
+from support.simulated import SCHEDULES, simulated
+
+
+class TestOnTheCPU(LayoutTests):
+    """All of the kit."""
+
+    def samples(self) -> Sequence[Sample]:
+        """Every layout of the package."""
+        return SAMPLES
+
+
+class TestOnASimulatedAccelerator(LayoutTests):
+    """What isn't waited for hasn't happened."""
+
+    thorough = False
+
+    def samples(self) -> Sequence[Sample]:
+        """Every layout of the package."""
+        return SAMPLES
+
+    @pytest.fixture(scope="class", params=SCHEDULES)
+    @classmethod
+    def device(cls, request: pytest.FixtureRequest) -> Iterator[AcceleratorDevice]:
+        """In each schedule; a mistake in waiting that went unnoticed is one at the end."""
+        with simulated(request.param) as name:
+            device = AcceleratorDevice(name)
+            yield device
+            device.close()
+
+
+def declared_layouts() -> dict[str, Layout]:
+    """Every layout that a module of kvtide.layout declares, by module and name."""
+    found: dict[str, Layout] = {}
+    for module in iter_modules(kvtide.layout.__path__):
+        members = vars(import_module(f"kvtide.layout.{module.name}"))
+        found |= {f"{module.name}.{k}": v for k, v in members.items() if isinstance(v, Layout)}
+    return found
+
+
+def test_every_declared_layout_has_a_sample() -> None:
+    """A layout that nobody tries isn't there."""
+    declared = declared_layouts()
+    assert len(declared) >= 22
+    sampled = {id(sample.layout) for sample in SAMPLES}
+    assert [] == [name for name, layout in declared.items() if id(layout) not in sampled]
+
+
+def test_every_optional_plane_is_in_a_sample() -> None:
+    """The kit tries it without, too."""
+    for layout in declared_layouts().values():
+        tried = {name for sample in SAMPLES if sample.layout is layout for name in sample.planes}
+        assert {plane.name for plane in layout.planes} == tried, layout.name
+
+
+def test_samples_have_names_of_their_own() -> None:
+    """A failing test is found by it."""
+    assert len(SAMPLES) == len({sample.name for sample in SAMPLES})

@@ -1,0 +1,423 @@
+"""The kit finds bugs: each of these is planted in a layout, plan, mover, pool, tide or device, and
+the kit's own tests are run on it. One that no test notices would be a hole in the kit."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import simnpu
+
+from conformance.test_devices import OnAnAccelerator
+from kvtide import tide as tide_module
+from kvtide.conformance import LayoutTests, Sample
+from kvtide.conformance.samples import sample
+from kvtide.conformance.subjects import KINDS
+from kvtide.device import AcceleratorDevice, CPUDevice, Device, Step
+from kvtide.device import accelerator as accelerator_module
+from kvtide.layout import BufferRows, EveryNth, Geometry, Layout, Mapped, Owned, Rows
+from kvtide.layout import spec as spec_module
+from kvtide.pool import Pool
+from kvtide.pool import pool as pool_module
+from kvtide.snapshot import Snapshot
+from kvtide.transfer import mover as mover_module
+from kvtide.transfer import plan as plan_module
+from kvtide.transfer.mover import Mover
+from kvtide.transfer.plan import Section
+from support.simulated import simulated
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+class Kit(LayoutTests):
+    """The tests of a layout, on some samples."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def samples(self) -> Sequence[Sample]:
+        """Those that were named."""
+        return [sample(name) for name in self.names]
+
+
+class DeviceKit(OnAnAccelerator):
+    """The tests of a device."""
+
+    def make_device(self) -> Device:
+        """The simulated one."""
+        return AcceleratorDevice("npu")
+
+
+def failed_tests(kit: Kit, device: Device) -> set[str]:
+    """The names of the kit's tests that fail."""
+    failed: set[str] = set()
+    for name, test in inspect.getmembers(kit, inspect.ismethod):
+        if not name.startswith("test_"):
+            continue
+        wanted = inspect.signature(test).parameters
+        for one in kit.samples():
+            for kind in KINDS if "kind" in wanted else [""]:
+                given = {"sample": one, "kind": kind, "device": device}
+                try:
+                    test(**{key: given[key] for key in wanted})
+                except Exception:
+                    failed.add(name)
+    return failed
+
+
+# ---- layouts and rules -------------------------------------------------------------------
+
+
+def head_dim_for_v_head_dim(patch: pytest.MonkeyPatch) -> None:
+    """The values are taken to be as wide as the keys."""
+    with_sizes = spec_module._with_sizes
+
+    def mistaken(plane: Any, counts: Any, dtype: str) -> Any:
+        return with_sizes(plane, {**counts, "v_head_dim": counts["head_dim"]}, dtype)
+
+    patch.setattr(spec_module, "_with_sizes", mistaken)
+
+
+def scales_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A geometry is of two planes, whatever is declared."""
+    bind = Layout.bind
+
+    def two_planes(self: Layout, **sizes: Any) -> Geometry:
+        geometry = bind(self, **sizes)
+        return replace(geometry, planes=geometry.planes[:2])
+
+    patch.setattr(Layout, "bind", two_planes)
+
+
+def page_for_slot(patch: pytest.MonkeyPatch) -> None:
+    """A row of several tokens is looked for where its slot's number says."""
+
+    def apply(self: EveryNth, rows: Rows, maps: Any) -> Rows:
+        first = rows.ids % self.count == 0
+        return Rows(rows.ids[first], rows.tokens[first])
+
+    patch.setattr(EveryNth, "apply", apply)
+
+
+def holes_closed_up(patch: pytest.MonkeyPatch) -> None:
+    """What a window has kept is numbered anew, as if nothing had left it."""
+
+    def apply(self: Mapped, rows: Rows, maps: Any) -> Rows:
+        mapped = maps[self.name](rows.ids)
+        inside = mapped > self.hole
+        return Rows(mapped[inside], rows.tokens[: int(inside.sum())])
+
+    patch.setattr(Mapped, "apply", apply)
+
+
+def padding_taken_for_a_row(patch: pytest.MonkeyPatch) -> None:
+    """Row 0, which stands for no row, is moved."""
+
+    def apply(self: Mapped, rows: Rows, maps: Any) -> Rows:
+        mapped = maps[self.name](rows.ids)
+        first = np.unique(np.maximum(mapped, 0), return_index=True)[1]
+        first.sort()
+        return Rows(np.maximum(mapped, 0)[first], rows.tokens[first])
+
+    patch.setattr(Mapped, "apply", apply)
+
+
+def first_rank_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Every rank moves what rank 0 owns."""
+
+    def apply(self: Owned, rows: Rows, maps: Any) -> Rows:
+        own = rows.ids % self.world == 0
+        return Rows(rows.ids[own] // self.world, rows.tokens[own])
+
+    patch.setattr(Owned, "apply", apply)
+
+
+def fingerprint_without_sizes(patch: pytest.MonkeyPatch) -> None:
+    """Geometries of one layout are all the same."""
+    own = property(lambda self: self.layout.name.encode().ljust(16)[:16])
+    patch.setattr(Geometry, "fingerprint", own)
+
+
+# ---- plan and mover -------------------------------------------------------------------------
+
+
+def off_by_one_chunk(patch: pytest.MonkeyPatch) -> None:
+    """The last row of a full chunk is the one before it."""
+    plan = plan_module.plan_moves
+
+    def mistaken(buffers: Any, rows: Any, chunk_rows: int, longest: int) -> Any:
+        rows = rows.copy()
+        if rows.size >= chunk_rows > 1:
+            rows[chunk_rows - 1] = rows[chunk_rows - 2]
+        return plan(buffers, rows, chunk_rows, longest)
+
+    patch.setattr(mover_module, "plan_moves", mistaken)
+
+
+def last_chunk_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Whole chunks are moved alone."""
+    patch.setattr(
+        Section, "chunk_count", lambda self, count: count * self.pieces // self.chunk_rows
+    )
+
+
+def plane_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The last buffer of the pool stays behind."""
+    sections_of = plan_module.sections_of
+    patch.setattr(mover_module, "sections_of", lambda rows, size: sections_of(rows[:-1], size))
+
+
+def request_planes_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Only what has a row for each token is moved."""
+    sections_of = plan_module.sections_of
+    patch.setattr(
+        mover_module,
+        "sections_of",
+        lambda rows, size: sections_of([one for one in rows if one.group == 0], size),
+    )
+
+
+def wrong_order_of_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Rows cut in pieces move piece by piece, not row by row."""
+
+    def ids(self: Section, rows: Any) -> Any:
+        return (rows[None, :] * self.pieces + np.arange(self.pieces)[:, None]).reshape(-1)
+
+    patch.setattr(Section, "ids", ids)
+
+
+def checksum_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Chunks are hashed, and what comes of it is not looked at."""
+    patch.setattr(mover_module, "_checking", lambda number, chunk, sealed: chunk.checksum)
+
+
+def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
+    """Each chunk is checked when the one before it was written."""
+
+    def scatter(
+        self: Mover, blocks: Any, rows: Any, *, chunk_bytes: int, checksums: Sequence[int]
+    ) -> Any:
+        def phases() -> Any:
+            chunks = self._chunks(rows, blocks, chunk_bytes)
+            for number, chunk in enumerate(chunks):
+                check = mover_module._checking(number, chunk, checksums[number])
+                yield [Step(check)]
+                yield [Step(mover_module._nothing, chunk.scatter)]
+
+        return self._submit(phases, chunk_bytes)
+
+    patch.setattr(Mover, "scatter", scatter)
+
+
+# ---- pool, tide, snapshot ---------------------------------------------------------------------
+
+
+def global_layer_id(patch: pytest.MonkeyPatch) -> None:
+    """A later stage's planes are asked for by the model's layers."""
+    plane = Pool.plane
+    patch.setattr(
+        Pool,
+        "plane",
+        lambda self, name, layer: plane(self, name, layer - self.geometry.first_layer),
+    )
+
+
+def layers_the_other_way_round(patch: pytest.MonkeyPatch) -> None:
+    """A created pool's layers lie last to first."""
+    rows = BufferRows
+    patch.setattr(
+        pool_module,
+        "BufferRows",
+        lambda size, starts, *rest: rows(size, starts[::-1].copy(), *rest),
+    )
+
+
+def stale_index_map(patch: pytest.MonkeyPatch) -> None:
+    """The engine's map is read once, when the pool is made."""
+    init = Pool.__init__
+
+    def keep(self: Pool, *arguments: Any) -> None:
+        maps = {name: held.clone() for name, held in arguments[6].items()}
+        given: tuple[Any, ...] = (*arguments[:6], maps)
+        init(self, *given)
+
+    patch.setattr(Pool, "__init__", keep)
+
+
+def request_row_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Every request's state is in row 0."""
+    rows_of = Pool.rows_of
+
+    def first(self: Pool, slots: Any, request: int | None = None) -> Any:
+        return rows_of(self, slots, None if request is None else 0)
+
+    patch.setattr(Pool, "rows_of", first)
+
+
+def window_by_place(patch: pytest.MonkeyPatch) -> None:
+    """Rows are restored to the target's first ones, whichever tokens those stand for."""
+
+    def rows_in(self: Snapshot, group: int, target: Rows) -> Any:
+        return target.ids[: self.seal.tokens_of(group).size]
+
+    patch.setattr(Snapshot, "rows_in", rows_in)
+
+
+def key_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Whoever has a snapshot of that length may restore it."""
+    check = Snapshot.check
+
+    def without_key(self: Snapshot, *, fingerprint: bytes, key: str, token_count: int) -> None:
+        check(self, fingerprint=fingerprint, key=self.seal.key, token_count=token_count)
+
+    patch.setattr(Snapshot, "check", without_key)
+
+
+def slots_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """Slots are taken as they come: -1 is the last row, and a row may be written twice."""
+    patch.setattr(tide_module, "checked_slots", lambda slots, count: np.array(slots, np.int64))
+
+
+def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
+    """The caller's array is kept, and what it says later is moved."""
+    kept = plan_module.checked_slots
+
+    def checked(slots: Any, count: int) -> Any:
+        kept(slots, count)
+        return np.asarray(slots) if len(slots) else np.empty(0, np.int64)
+
+    patch.setattr(tide_module, "checked_slots", checked)
+
+
+def snapshot_is_a_range(patch: pytest.MonkeyPatch) -> None:
+    """Which tokens have rows is kept as first and last alone."""
+    patch.setattr(
+        tide_module,
+        "ranges_of",
+        lambda tokens: (range(int(tokens[0]), int(tokens[-1]) + 1),) if tokens.size else (),
+    )
+
+
+PLANTED: list[tuple[Plant, tuple[str, ...]]] = [
+    (head_dim_for_v_head_dim, ("gqa",)),
+    (scales_forgotten, ("gqa_scaled",)),
+    (page_for_slot, ("gqa_hnd",)),
+    (page_for_slot, ("compressed_4",)),
+    (holes_closed_up, ("window",)),
+    (holes_closed_up, ("window-of-pages",)),
+    (padding_taken_for_a_row, ("window_and_full",)),
+    (first_rank_for_all, ("gqa-context-parallel",)),
+    (fingerprint_without_sizes, ("mla",)),
+    (off_by_one_chunk, ("k_only",)),
+    (last_chunk_dropped, ("mla_split",)),
+    (plane_dropped, ("mla_split-index-keys-on-some-layers",)),
+    (plane_dropped, ("target_and_draft",)),
+    (request_planes_dropped, ("recurrent_and_full",)),
+    (request_planes_dropped, ("compressed_4-pending",)),
+    (wrong_order_of_pieces, ("gqa_fp4",)),
+    (checksum_not_compared, ("gqa",)),
+    (written_before_all_is_checked, ("gqa",)),
+    (global_layer_id, ("gqa-fp8-late-stage",)),
+    (layers_the_other_way_round, ("gqa",)),
+    (stale_index_map, ("window",)),
+    (request_row_forgotten, ("recurrent",)),
+    (window_by_place, ("window",)),
+    (key_not_compared, ("gqa",)),
+    (slots_not_checked, ("gqa",)),
+    (slots_by_reference, ("recurrent_and_mla",)),
+    (snapshot_is_a_range, ("window_and_full",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "names"), PLANTED, ids=[f"{plant.__name__}-{names[0]}" for plant, names in PLANTED]
+)
+def test_planted_bug_is_found(
+    plant: Plant, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By at least one of the kit's tests, all of which pass without it."""
+    device, kit = CPUDevice(lanes=1), Kit(*names)
+    plant(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # a test that fails leaves its snapshot
+        failed = failed_tests(kit, device)
+        device.close()
+        gc.collect()
+    assert failed
+
+
+@pytest.mark.parametrize("names", sorted({names for _, names in PLANTED}), ids=lambda n: n[0])
+def test_nothing_is_found_where_nothing_was_planted(names: tuple[str, ...]) -> None:
+    """The same runs pass without a bug."""
+    device = CPUDevice(lanes=1)
+    assert set() == failed_tests(Kit(*names), device)
+    device.close()
+
+
+# ---- devices ----------------------------------------------------------------------------------
+
+
+def staging_shared(patch: pytest.MonkeyPatch) -> None:
+    """Both streams stage in the same memory."""
+    shared: list[Any] = []
+    prepare = accelerator_module._Way.prepare
+
+    def prepare_one(self: Any, staging_bytes: int) -> None:
+        prepare(self, staging_bytes)
+        shared[:] = [one for one in shared if one.numel() >= staging_bytes] or [self._staging]
+        self._staging = shared[0]
+
+    patch.setattr(accelerator_module._Way, "prepare", prepare_one)
+
+
+def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """What was asked for is taken for done."""
+
+    class Over:
+        def synchronize(self) -> None:
+            """Doesn't."""
+
+    issue = accelerator_module._Way.issue
+
+    def issue_alone(self: Any, step: Any) -> Any:
+        issue(self, step)
+        return Over()
+
+    patch.setattr(accelerator_module._Way, "issue", issue_alone)
+
+
+DEVICE_PLANTED: list[tuple[Plant, str, str]] = [
+    (staging_shared, "test_staging_is_a_steps_own", "random:0"),
+    (copies_not_waited_for, "test_bytes_have_arrived_when_the_host_is_called", "lazy"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "test", "schedule"), DEVICE_PLANTED, ids=[one[0].__name__ for one in DEVICE_PLANTED]
+)
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_planted_bug_of_a_device_is_found(
+    plant: Plant, test: str, schedule: str, is_planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the test that is there for it, on the simulated accelerator."""
+    with simulated(schedule):
+        if is_planted:
+            plant(monkeypatch)
+        kit = DeviceKit()
+        device = kit.make_device()
+        try:
+            getattr(kit, test)(device)
+        except (AssertionError, RuntimeError):
+            noticed = True
+        else:
+            noticed = False
+        finally:
+            device.close()
+            simnpu.reset()
+    assert is_planted == noticed

@@ -1,0 +1,354 @@
+"""What published models cache: figures from their papers and reviews, or plain arithmetic.
+
+The files in configs/ have the fields that matter of the config.json that each model is published
+with. "Gallery" is the LLM Architecture Gallery, which gives the KV cache of a token in bf16 for
+many models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.errors import UsageError
+from kvtide.layout.from_config import cache_of
+
+CONFIGS = Path(__file__).parent / "configs"
+KIB = 1024
+
+
+def load(name: str, **changes: Any) -> dict[str, Any]:
+    """A published configuration, with some fields changed, and those that are `...` left out."""
+    config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_bytes())
+    text = config.get("text_config", config)
+    text.update(changes)
+    for field in [field for field, value in text.items() if value is ...]:
+        del text[field]
+    return config
+
+
+def plane_rows(name: str, **options: Any) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    """Dtype, layers and row shape of each plane of a published model."""
+    planes = cache_of(load(name), **options).geometry.planes
+    return {plane.name: (plane.dtype, plane.layer_count, plane.row_shape) for plane in planes}
+
+
+def test_llama_3_1() -> None:
+    """8B: 128 KiB a token (gallery); 70B: 2.5 times the layers, 320 KiB (80 * 2 * 8 * 128 * 2).
+
+    405B: 516.096 KB, in table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343).
+    """
+    sizes = [
+        cache_of(load(f"llama-3.1-{size}")).geometry.token_bytes for size in ("8b", "70b", "405b")
+    ]
+    assert [128 * KIB, 320 * KIB, 516_096] == sizes
+
+
+def test_qwen2_5_72b() -> None:
+    """327.680 KB a token: table 1 of arXiv 2505.09343. A window that is switched off is none."""
+    cache = cache_of(load("qwen2.5-72b"))
+    assert (327_680, None) == (cache.geometry.token_bytes, cache.window_tokens)
+
+
+def test_qwen3() -> None:
+    """Layers and KV heads of the model cards: 8B has 36 and 8, 32B has 64 and 8, all of 128.
+
+    So 36 * 2 * 8 * 128 * 2 bytes are 144 KiB, and 64 layers are 256 KiB.
+    """
+    sizes = [cache_of(load(f"qwen3-{size}")).geometry.token_bytes for size in ("8b", "32b")]
+    assert [144 * KIB, 256 * KIB] == sizes
+
+
+def test_gpt2_xl() -> None:
+    """300 KiB a token (gallery): 48 layers with 25 heads of 64, and field names of its own."""
+    assert 300 * KIB == cache_of(load("gpt2-xl")).geometry.token_bytes
+
+
+def test_deepseek_v3() -> None:
+    """70.272 KB a token: table 1 of arXiv 2505.09343. 512 + 64 elements in each of 61 layers."""
+    geometry = cache_of(load("deepseek-v3")).geometry
+    assert ("mla", 70_272) == (geometry.layout.name, geometry.token_bytes)
+
+
+def test_deepseek_v3_2_has_index_keys_beside_the_latents() -> None:
+    """A page's keys take 64 * (128 + 4) bytes in each layer, as SGLang's DSA pool says."""
+    assert {
+        "kv": ("bfloat16", 61, (1, 576)),
+        "index_k": ("uint8", 61, (64 * 132,)),
+    } == plane_rows("deepseek-v3.2", page_size=64)
+    assert 70_272 + 61 * 132 == cache_of(load("deepseek-v3.2")).geometry.token_bytes
+
+
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_deepseek_v3_2_may_say_that_its_attention_is_indexed(kind: str) -> None:
+    """By the new name in transformers or the old one: the cache is the same."""
+    config = load("deepseek-v3.2", layer_types=[kind] * 61)
+    assert cache_of(load("deepseek-v3.2")) == cache_of(config)
+
+
+def test_deepseek_v3_2_packs_an_fp8_latent() -> None:
+    """656 bytes a token: 512 of fp8, 4 scales, 64 of bfloat16, says FlashMLA's README."""
+    assert ("uint8", 61, (1, 656)) == plane_rows("deepseek-v3.2", dtype="float8_e4m3fn")["kv"]
+
+
+def test_gemma_3_27b() -> None:
+    """Five layers with a window of 1,024 for each without: arXiv 2503.19786.
+
+    Of 62 layers so 10 keep all, at 2 * 16 * 128 * 2 bytes a layer.
+    """
+    cache = cache_of(load("gemma-3-27b"))
+    assert ("window_and_full", 1024) == (cache.geometry.layout.name, cache.window_tokens)
+    assert (62 * 8192, 10 * 8192) == (cache.geometry.token_bytes, cache.lasting.token_bytes)
+    assert (5, 11, 17) == dict(cache.geometry.sizes)["full_layer"][:3]  # type: ignore[index]
+
+
+def test_gemma_3_4b_leaves_out_what_its_type_defaults_to() -> None:
+    """Its config.json names no heads: 4 KV heads of 256, in 34 layers of which 5 keep all."""
+    cache = cache_of(load("gemma-3-4b"))
+    assert (34 * 4096, 5 * 4096) == (cache.geometry.token_bytes, cache.lasting.token_bytes)
+
+
+@pytest.mark.parametrize(("size", "layers"), [("20b", 24), ("120b", 36)])
+@pytest.mark.parametrize("changes", [{}, {"layer_types": ...}], ids=["declared", "by default"])
+def test_gpt_oss(size: str, layers: int, changes: dict[str, Any]) -> None:
+    """Every other layer has a window of 128 tokens: the model card, arXiv 2508.10925.
+
+    A layer's token is 2 * 8 * 64 * 2 bytes: 48 KiB in 24 layers, 72 KiB in 36, half of it lasts.
+    """
+    cache = cache_of(load(f"gpt-oss-{size}", **changes))
+    assert (layers * 2 * KIB, layers * KIB) == (
+        cache.geometry.token_bytes,
+        cache.lasting.token_bytes,
+    )
+    assert (128, tuple(range(1, layers, 2))) == (
+        cache.window_tokens,
+        dict(cache.geometry.sizes)["full_layer"],
+    )
+
+
+def test_qwen3_next_80b() -> None:
+    """12 layers of attention with 2 KV heads of 256, 36 gated delta nets: the model card.
+
+    SGLang gives the shape of a state as (32, 128, 128) in float32. The convolution over query,
+    key and value, 2 * 16 * 128 + 32 * 128 channels, is 4 wide and so keeps 3 inputs.
+    """
+    assert {
+        "full.k": ("bfloat16", 12, (2, 256)),
+        "full.v": ("bfloat16", 12, (2, 256)),
+        "state.conv": ("bfloat16", 36, (8192, 3)),
+        "state.ssm": ("float32", 36, (32, 128, 128)),
+    } == plane_rows("qwen3-next-80b-a3b")
+    geometry = cache_of(load("qwen3-next-80b-a3b")).geometry
+    assert ("recurrent_and_full", 24 * KIB) == (geometry.layout.name, geometry.token_bytes)
+    assert 36 * (8192 * 3 * 2 + 32 * 128 * 128 * 4) == geometry.request_bytes
+    sizes = dict(geometry.sizes)
+    assert tuple(range(3, 48, 4)) == sizes["full_layer"]
+
+
+def test_state_has_dtypes_of_its_own() -> None:
+    """The model's for the convolution, a field for the state; the cache's for neither."""
+    config = load(
+        "qwen3-next-80b-a3b", torch_dtype=..., dtype="float16", mamba_ssm_dtype="bfloat16"
+    )
+    planes = cache_of(config, dtype="float8_e4m3fn").geometry.planes
+    assert ["float8_e4m3fn", "float8_e4m3fn", "float16", "bfloat16"] == [p.dtype for p in planes]
+
+
+def test_state_is_a_matrix_of_value_by_key() -> None:
+    """As SGLang shapes it: for each value head, its head_dim, then the key's."""
+    config = load("qwen3-next-80b-a3b", linear_value_head_dim=64)
+    ssm = cache_of(config).geometry.planes[-1]
+    assert (32, 64, 128) == ssm.row_shape
+
+
+def test_mistral_7b_has_a_window_in_all_layers() -> None:
+    """4,096 tokens: table 1 of arXiv 2310.06825. Beyond them a token costs nothing more."""
+    cache = cache_of(load("mistral-7b-v0.1"))
+    assert ("window", 4096) == (cache.geometry.layout.name, cache.window_tokens)
+    assert (128 * KIB, 0) == (cache.geometry.token_bytes, cache.lasting.token_bytes)
+    assert cache.bytes_of(4096) == cache.bytes_of(40_960) == 4096 * 128 * KIB
+
+
+@pytest.mark.parametrize("changes", [{"sliding_window": None}, {"sliding_window": 32_768}])
+def test_window_that_nothing_leaves_is_none(changes: dict[str, Any]) -> None:
+    """Where there is no width, or one as large as the longest context."""
+    cache = cache_of(load("mistral-7b-v0.1", **changes))
+    assert ("gqa", None) == (cache.geometry.layout.name, cache.window_tokens)
+
+
+@pytest.mark.parametrize("used", [False, None, ...])
+def test_window_that_qwen_does_not_switch_on_is_none(used: object) -> None:
+    """Configurations give its width all the same."""
+    changes = {"use_sliding_window": used, "sliding_window": 512, "max_window_layers": 0}
+    assert "gqa" == cache_of(load("qwen2.5-72b", **changes)).geometry.layout.name
+
+
+def test_late_layers_have_the_window_that_qwen_switches_on() -> None:
+    """From layer `max_window_layers` on, says the configuration of Qwen2 in transformers."""
+    changes = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 60}
+    cache = cache_of(load("qwen2.5-72b", **changes))
+    assert tuple(range(60, 80)) == dict(cache.geometry.sizes)["window_layer"]
+
+
+def test_ranks_divide_heads_and_repeat_those_that_are_few() -> None:
+    """Llama's 8 KV heads over 4 ranks are 2 each, over 16 ranks one that two ranks have."""
+    heads = [
+        cache_of(load("llama-3.1-8b"), tensor_ranks=ranks).geometry.planes[0].row_shape[0]
+        for ranks in (1, 4, 8, 16)
+    ]
+    assert [8, 2, 1, 1] == heads
+
+
+def test_ranks_divide_the_heads_of_a_state() -> None:
+    """32 value heads and 16 key heads over 4 ranks; the 2 KV heads are repeated."""
+    planes = plane_rows("qwen3-next-80b-a3b", tensor_ranks=4)
+    assert (1, 256) == planes["full.k"][2]
+    assert (2 * 4 * 128 + 8 * 128, 3) == planes["state.conv"][2]
+    assert (8, 128, 128) == planes["state.ssm"][2]
+
+
+def test_ranks_all_have_the_latents() -> None:
+    """A latent is one for all heads."""
+    assert 70_272 == cache_of(load("deepseek-v3"), tensor_ranks=8).geometry.token_bytes
+
+
+def test_stages_divide_the_layers_and_the_fullest_is_meant() -> None:
+    """61 layers over 4 stages are 16, 15, 15 and 15."""
+    cache = cache_of(load("deepseek-v3"), stages=4)
+    assert (range(16), 61) == (cache.layers, cache.layer_count)
+    assert 16 * 1152 == cache.geometry.token_bytes
+
+
+def test_stage_of_as_many_layers_is_the_one_that_keeps_more() -> None:
+    """Three of 5 stages of Qwen3-Next have 10 layers; of 10 to 19 three attend, of others two."""
+    cache = cache_of(load("qwen3-next-80b-a3b"), stages=5)
+    assert (range(10, 20), 10) == (cache.layers, cache.geometry.first_layer)
+    assert (11, 15, 19) == dict(cache.geometry.sizes)["full_layer"]
+
+
+def test_stage_without_a_window_has_none() -> None:
+    """Each layer of gpt-oss its own stage: the fullest one keeps all its tokens."""
+    cache = cache_of(load("gpt-oss-20b"), stages=24)
+    assert ("gqa", range(1, 2), None) == (
+        cache.geometry.layout.name,
+        cache.layers,
+        cache.window_tokens,
+    )
+
+
+def test_stage_of_one_kind_has_the_layout_of_that_kind() -> None:
+    """Each layer its own stage: the fullest one attends, and has no state."""
+    cache = cache_of(load("qwen3-next-80b-a3b"), stages=48)
+    assert ("gqa", range(3, 4), 0) == (
+        cache.geometry.layout.name,
+        cache.layers,
+        cache.geometry.request_bytes,
+    )
+    only_states = load("qwen3-next-80b-a3b", layer_types=["linear_attention"] * 48)
+    geometry = cache_of(only_states).geometry
+    assert ("recurrent", 0) == (geometry.layout.name, geometry.token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, 6),
+        ({"indexer_types": ["full", "shared", "shared"] * 2}, (0, 3)),
+        ({"index_topk_pattern": "FFSSSF"}, (0, 1, 5)),
+        ({"index_topk_freq": 3}, (0, 1, 4)),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, (0, 2, 4)),
+    ],
+)
+def test_only_layers_with_an_indexer_have_index_keys(
+    changes: dict[str, Any], layers: int | tuple[int, ...]
+) -> None:
+    """As GLM-5's configuration in transformers says it, by kinds, a pattern or a schedule."""
+    config = load("deepseek-v3.2", model_type="glm_moe_dsa", num_hidden_layers=6, **changes)
+    assert layers == dict(cache_of(config).geometry.sizes)["index_layer"]
+
+
+def pages_of(first: int, stop: int, page_size: int) -> int:
+    """In how many pages the tokens from `first` to before `stop` lie."""
+    return len({token // page_size for token in range(first, stop)})
+
+
+@given(token_count=st.integers(1, 300), page_size=st.integers(1, 40), window=st.integers(1, 100))
+def test_request_keeps_the_pages_that_its_tokens_and_its_window_lie_in(
+    token_count: int, page_size: int, window: int
+) -> None:
+    """Counted token by token: all in layers that keep all, the last ones in the others."""
+    cache = cache_of(load("gpt-oss-20b", sliding_window=window), page_size=page_size)
+    kept = pages_of(0, token_count, page_size)
+    in_window = pages_of(max(0, token_count - window), token_count, page_size)
+    assert (kept + in_window) * page_size * 12 * 2 * KIB == cache.bytes_of(token_count)
+
+
+def test_request_has_its_state_beside_its_pages() -> None:
+    """17 tokens are two pages of 16."""
+    cache = cache_of(load("qwen3-next-80b-a3b"))
+    assert 32 * 24 * KIB + 77_266_944 == cache.bytes_of(17)
+
+
+KINDS = ("full_attention", "mamba")
+EXAONE = {"model_type": "exaone4", "use_sliding_window": ...}
+REFUSED = [
+    ("llama-3.1-8b", {"model_type": "jamba", "layer_types": [*KINDS]}, "'jamba'.*mamba.*gpt_oss"),
+    ("llama-3.1-8b", {"model_type": ...}, "model_type, text_config"),
+    ("llama-3.1-8b", {"model_type": ["llama"]}, "model_type, text_config"),
+    ("llama-3.1-8b", {"num_hidden_layers": 2, "layer_types": [*KINDS]}, "has mamba, which isn't"),
+    ("llama-3.1-8b", {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}, "linear"),
+    ("llama-3.1-8b", {"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers 32"),
+    ("llama-3.1-8b", {"layer_types": 3}, "layer_types has 3 entries"),
+    ("llama-3.1-8b", {"num_hidden_layers": ...}, "has no num_hidden_layers"),
+    ("llama-3.1-8b", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ("llama-3.1-8b", {"num_hidden_layers": True}, "num_hidden_layers is True"),
+    ("llama-3.1-8b", {"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776"),
+    ("llama-3.1-8b", {"num_key_value_heads": [8, 4]}, r"num_key_value_heads is \[8, 4\]"),
+    ("llama-3.1-8b", {"hidden_size": 4097}, "4097 doesn't divide into 32 heads"),
+    ("llama-3.1-8b", {"kv_lora_rank": 512}, "kv_lora_rank is 512"),
+    ("llama-3.1-8b", {"is_encoder_decoder": True}, "across to an encoder"),
+    ("llama-3.1-8b", {"num_kv_shared_layers": 10}, "num_kv_shared_layers is 10"),
+    ("llama-3.1-8b", {"attention_chunk_size": 8192}, "attention_chunk_size is 8192"),
+    ("qwen3-8b", {"num_key_value_heads": ...}, "has no num_key_value_heads"),
+    ("qwen3-8b", {**EXAONE, "sliding_window": 64}, "no layer_types"),
+    ("gemma-3-27b", {"sliding_window": None}, "sliding_window is None"),
+    ("gemma-3-27b", {"use_bidirectional_attention": True}, "later tokens"),
+    ("deepseek-v3", {"qk_rope_head_dim": ...}, "has no qk_rope_head_dim"),
+    ("deepseek-v3.2", {"indexer_types": ["full"]}, "of 61 layers have an indexer"),
+    ("deepseek-v3.2", {"indexer_types": ["half"] * 61}, "of 61 layers have an indexer"),
+    ("deepseek-v3.2", {"indexer_types": 61}, "of 61 layers have an indexer"),
+    ("qwen3-next-80b-a3b", {"mamba_ssm_dtype": "float64"}, "mamba_ssm_dtype is 'float64'"),
+    ("qwen3-next-80b-a3b", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), REFUSED)
+def test_what_is_not_known_is_refused_by_name(
+    name: str, changes: dict[str, Any], reason: str
+) -> None:
+    """One line that names the field, and nothing is guessed."""
+    with pytest.raises(UsageError, match=reason) as caught:
+        cache_of(load(name, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_ranks": 3}, "8 KV heads don't divide over 3"),
+        ({"tensor_ranks": 12}, "8 KV heads don't divide over 12"),
+        ({"stages": 33}, "32 layers don't divide over 33"),
+        ({"stages": 0}, "32 layers don't divide over 0"),
+    ],
+)
+def test_ranks_and_stages_that_do_not_divide_are_refused(
+    options: dict[str, int], reason: str
+) -> None:
+    """Heads must be shared equally, and a stage has a layer."""
+    with pytest.raises(UsageError, match=reason):
+        cache_of(load("llama-3.1-8b"), **options)  # type: ignore[arg-type]

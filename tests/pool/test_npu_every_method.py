@@ -1,0 +1,268 @@
+"""Every public method of every class of kvtide.pool: its signature is its base's, and it works.
+
+The classes are found by scanning the package. A new one without a maker here, or a new method
+without a call, fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvtide.pool
+from kvtide.device import CPUDevice
+from kvtide.errors import LayoutError
+from kvtide.pool import PageAllocator, Pool
+from kvtide.pool.npu import (
+    CPUCopy,
+    NPUMHATokenToKVPool,
+    NPUMLATokenToKVPool,
+    NPUPagedTokenToKVPoolAllocator,
+    NPUTokenToKVPool,
+    TokenToKVPoolAllocator,
+)
+from kvtide.pool.npu_copy import CopyPart, LayerCopy
+from kvtide.pool.npu_planes import PlaneBuffer
+from support.npu_pools import AnyLayer, mha, mla, packed
+from support.pools import small_geometry
+
+Call = Callable[[Any], Any]
+
+
+def paged() -> NPUPagedTokenToKVPoolAllocator:
+    """Over a pool, with two pages taken."""
+    allocator = NPUPagedTokenToKVPoolAllocator(64, 4, torch.bfloat16, "cpu", mha("cpu"), False)
+    allocator.alloc(8)
+    return allocator
+
+
+def tokens() -> TokenToKVPoolAllocator:
+    """The same by tokens."""
+    pool = mha("cpu", page_size=1)
+    allocator = TokenToKVPoolAllocator(64, torch.bfloat16, "cpu", pool, False)
+    allocator.alloc(8)
+    return allocator
+
+
+def a_part() -> CopyPart:
+    """Of tokens in two tiles, pages of 4."""
+    return CopyPart("latent", 0, 0, (1, 32), torch.bfloat16, 2, 4)
+
+
+def taken_pages() -> PageAllocator:
+    """Page 0 is held."""
+    pages = PageAllocator(3)
+    pages.acquire(1)
+    return pages
+
+
+MAKERS: dict[type, list[Callable[[], Any]]] = {
+    Pool: [lambda: Pool.create(small_geometry(), CPUDevice(lanes=1), page_count=2)],
+    PageAllocator: [taken_pages],
+    NPUMHATokenToKVPool: [lambda: mha("cpu"), lambda: mha("cpu", use_fia=True)],
+    NPUMLATokenToKVPool: [
+        lambda: mla("cpu", index_head_dim=8),
+        lambda: mla("cpu", use_fia_nz=True, index_head_dim=8),
+        lambda: packed("cpu"),
+    ],
+    NPUPagedTokenToKVPoolAllocator: [paged],
+    TokenToKVPoolAllocator: [tokens],
+    CPUCopy: [lambda: mha("cpu").get_cpu_copy([4])],
+    LayerCopy: [lambda: mha("cpu").get_cpu_copy([4])[0]],
+    CopyPart: [a_part],
+    PlaneBuffer: [lambda: PlaneBuffer("k", torch.zeros(1, 2, 4, 2, 3), (5,))],
+}
+ABSTRACT = {NPUTokenToKVPool}
+
+
+def has_index_keys(pool: Any) -> bool:
+    """Whether the pool can be asked for index keys."""
+    return isinstance(pool, NPUMLATokenToKVPool)
+
+
+def refused(call: Callable[[], Any]) -> None:
+    """Asserts that a pool says by name what it doesn't have."""
+    with pytest.raises(LayoutError, match="has no 'index_"):
+        call()
+
+
+def on_index(call: Call, needs_scales: bool = False) -> Call:
+    """A call that pools without index keys, or without their scales, refuse."""
+
+    def ask(pool: Any) -> None:
+        there = has_index_keys(pool) and (not needs_scales or pool.dsa_kv_cache_store_fp8)
+        if there:
+            call(pool)
+        else:
+            refused(lambda: call(pool))
+
+    return ask
+
+
+def write_kv(pool: Any) -> None:
+    """Writes ones in the form that the layer's buffers have."""
+    keys, values = pool.get_kv_buffer(5)
+    widths = [one.shape[-2:] for one in (keys, values)]
+    if not widths[1][-1]:
+        widths = [torch.Size((1, 128)), torch.Size((1, 8))]
+    pool.set_kv_buffer(AnyLayer(5), torch.tensor([4, 5]), *(torch.ones(2, *w) for w in widths))
+    assert pool.get_key_buffer(5).view(torch.uint8).any()
+
+
+def load(owner: Any) -> None:
+    """A copy goes into other slots, by every argument there is."""
+    copy = owner.get_cpu_copy([4, 5])
+    owner.load_cpu_copy(copy, [8, 9], mamba_indices=None, req_pool_index=3)
+    owner.load_cpu_copy(copy, [8, 9], None, 3)
+
+
+ONE, TWO = torch.tensor([1]), torch.tensor([2])
+CALLS: dict[str, Call] = {
+    "acquire": lambda pages: pages.acquire(2),
+    "release": lambda owner: owner.release([0]) if isinstance(owner, PageAllocator)
+    else owner.release(),
+    "plane": lambda pool: pool.plane("k", 0),
+    "rows_of": lambda pool: pool.rows_of(np.arange(3), None),
+    "create": lambda pool: type(pool).create(pool.geometry, pool.device, page_count=1),
+    "adopt": lambda pool: type(pool).adopt(
+        pool.geometry, pool.device, {"k": torch.zeros(2, 4, 1, 6).bfloat16(),
+                                     "v": torch.zeros(2, 4, 1, 3).bfloat16()}
+    ),
+    "get_key_buffer": lambda pool: pool.get_key_buffer(6),
+    "get_value_buffer": lambda pool: pool.get_value_buffer(6),
+    "get_kv_buffer": lambda pool: pool.get_kv_buffer(6),
+    "get_index_k_buffer": on_index(lambda pool: pool.get_index_k_buffer(6)),
+    "get_index_k_scale_buffer": on_index(lambda pool: pool.get_index_k_scale_buffer(6), True),
+    "set_kv_buffer": write_kv,
+    "set_index_k_buffer": on_index(
+        lambda pool: pool.set_index_k_buffer(6, torch.tensor([4]), torch.ones(1, 1, 8))
+    ),
+    "set_index_k_scale_buffer": on_index(
+        lambda pool: pool.set_index_k_scale_buffer(6, torch.tensor([4]), torch.ones(1, 1)), True
+    ),
+    "move_kv_cache": lambda pool: pool.move_kv_cache(torch.tensor([4]), torch.tensor([5])),
+    "get_contiguous_buf_infos": lambda pool: pool.get_contiguous_buf_infos(),
+    "get_state_buf_infos": lambda pool: pool.get_state_buf_infos(),
+    "get_kv_size_bytes": lambda pool: pool.get_kv_size_bytes(),
+    "get_cpu_copy": lambda owner: owner.get_cpu_copy([4], mamba_indices=[1], req_pool_index=3),
+    "load_cpu_copy": load,
+    "close": lambda pool: pool.close(),
+    "clear": lambda allocator: allocator.clear(),
+    "available_size": lambda allocator: allocator.available_size(),
+    "get_kvcache": lambda allocator: allocator.get_kvcache(),
+    "alloc": lambda allocator: allocator.alloc(8),
+    "alloc_extend": lambda allocator: allocator.alloc_extend(
+        ONE, ONE, TWO, TWO, torch.tensor([4]), 1, None
+    ),
+    "alloc_decode": lambda allocator: allocator.alloc_decode(TWO, TWO, torch.tensor([4])),
+    "free": lambda allocator: allocator.free(torch.tensor([4])),
+    "to_tokens": lambda part: part.to_tokens(torch.zeros(1, 256, dtype=torch.uint8)),
+    "to_rows": lambda part: part.to_rows(torch.zeros(4, 1, 32).bfloat16()),
+    "rows": lambda plane: plane.rows("float32"),
+    "write": lambda plane: plane.write(0, torch.tensor([1]), torch.ones(1, 2, 3)),
+    "move": lambda plane: plane.move(0, torch.tensor([1]), torch.tensor([2])),
+}  # fmt: skip
+
+
+def pool_classes() -> list[type]:
+    """All public classes that modules of kvtide.pool define, in any depth."""
+    found: set[type] = set()
+    for module in pkgutil.walk_packages(kvtide.pool.__path__, "kvtide.pool."):
+        for name, one in vars(importlib.import_module(module.name)).items():
+            is_own = inspect.isclass(one) and one.__module__ == module.name
+            if is_own and not name.startswith("_") and not getattr(one, "_is_protocol", False):
+                found.add(one)
+    return sorted(found, key=lambda one: one.__name__)
+
+
+def methods_of(one: type) -> Iterator[str]:
+    """Its public methods, those of its bases too."""
+    for name, member in inspect.getmembers(one):
+        if not name.startswith("_") and callable(member):
+            yield name
+
+
+def test_the_classes_are_found() -> None:
+    """All that there are, by the makers; what is only a base is the base of one of them."""
+    assert set(MAKERS) | ABSTRACT == set(pool_classes())
+    assert all(any(issubclass(one, base) for one in MAKERS) for base in ABSTRACT)
+
+
+def test_every_call_is_of_a_method_that_there_is() -> None:
+    """A method that was renamed takes its call with it."""
+    assert set(CALLS) == {name for one in MAKERS for name in methods_of(one)}
+
+
+@pytest.mark.parametrize("one", pool_classes(), ids=lambda one: one.__name__)
+def test_methods_have_their_bases_signatures(one: type) -> None:
+    """Names, order, kinds and defaults of all parameters: whoever calls one calls any."""
+    for base in one.__mro__[1:-1]:
+        for name in methods_of(base):
+            expected, found = (inspect.signature(getattr(at, name)) for at in (base, one))
+            assert [*expected.parameters.values()] == [*found.parameters.values()], name
+
+
+METHODS = [(one, name) for one in MAKERS for name in methods_of(one)]
+
+
+@pytest.mark.parametrize(("one", "name"), METHODS)
+def test_methods_work(one: type, name: str) -> None:
+    """On every kind of object of the class."""
+    for make in MAKERS[one]:
+        CALLS[name](make())
+
+
+SGLANG_CONSTRUCTORS = {
+    NPUMHATokenToKVPool: (
+        "size page_size dtype head_num head_dim layer_num device enable_memory_saver v_head_dim "
+        "swa_head_num swa_head_dim swa_v_head_dim start_layer end_layer enable_alt_stream "
+        "enable_kv_cache_copy kv_cache_layout quant_method post_capture_active allocation_label"
+    ),
+    NPUMLATokenToKVPool: (
+        "size page_size dtype kv_lora_rank qk_rope_head_dim layer_num device enable_memory_saver "
+        "index_head_dim index_size start_layer end_layer index_page_size indexer_layer_ids "
+        "kv_cache_dim is_draft_worker"
+    ),
+    NPUPagedTokenToKVPoolAllocator: "size page_size dtype device kvcache need_sort",
+    TokenToKVPoolAllocator: "size dtype device kvcache need_sort",
+}
+SGLANG_METHODS = {
+    "get_key_buffer": "layer_id",
+    "get_value_buffer": "layer_id",
+    "get_kv_buffer": "layer_id",
+    "get_index_k_buffer": "layer_id",
+    "set_kv_buffer": "layer loc_info cache_k cache_v k_scale v_scale layer_id_override dcp_kv_mask",
+    "set_index_k_buffer": "layer_id loc index_k",
+    "get_contiguous_buf_infos": "",
+    "get_state_buf_infos": "",
+    "get_kv_size_bytes": "",
+    "move_kv_cache": "tgt_loc src_loc",
+    "get_cpu_copy": "indices mamba_indices req_pool_index",
+    "load_cpu_copy": "kv_cache_cpu indices mamba_indices req_pool_index",
+    "alloc": "need_size",
+    "alloc_extend": (
+        "prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages"
+    ),
+    "alloc_decode": "seq_lens seq_lens_cpu last_loc",
+    "free": "free_index",
+}
+
+
+@pytest.mark.parametrize("one", SGLANG_CONSTRUCTORS)
+def test_names_are_sglangs(one: type) -> None:
+    """Of constructors and methods, as SGLang 0.5.23 has them; what is ours is named in calls."""
+    parameters = inspect.signature(one).parameters.values()
+    shared = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert SGLANG_CONSTRUCTORS[one].split() == shared
+    for name, expected in SGLANG_METHODS.items():
+        if hasattr(one, name):
+            assert ["self", *expected.split()] == [
+                *inspect.signature(getattr(one, name)).parameters
+            ]

@@ -1,0 +1,143 @@
+"""What the NPU pools refuse to copy or to load, before a byte is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtide.errors import SlotError, SnapshotDamaged, SnapshotMiss
+from support.npu_pools import (
+    KINDS,
+    LIMIT_BYTES,
+    TILED,
+    differences,
+    image_of,
+    mha,
+    refuses,
+    saved,
+    scramble,
+    small_device,
+    with_tokens,
+)
+
+# ---- refusals --------------------------------------------------------------------------------
+
+STRANGERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "layers": ("mla", "mla", {"layer_num": 2}),
+    "stage": ("mla", "mla", {"start_layer": 8}),
+    "width": ("mla", "mla", {"kv_lora_rank": 64}),
+    "rope": ("mla", "mla", {"qk_rope_head_dim": 32}),
+    "dtype": ("mla", "mla", {"dtype": torch.float16}),
+    "planes": ("mla", "mla_index", {}),
+    "index layers": ("mla_index", "mla_index", {"indexer_layer_ids": (5, 6)}),
+    "order": ("mla", "mla_nz", {}),
+    "pool": ("mla", "mha", {}),
+    "stage of heads": ("mha", "mha", {"start_layer": 8}),
+    "layers of heads": ("mha", "mha", {"layer_num": 2}),
+    "heads": ("mha", "mha", {"head_num": 1}),
+    "values": ("mha", "mha", {"v_head_dim": 6}),
+    "stage of records": ("packed", "packed", {"start_layer": 8}),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_copy_of_another_pool_is_refused(stranger: str) -> None:
+    """Before a byte is written."""
+    kind, other_kind, changes = STRANGERS[stranger]
+    pool, before = saved(kind)
+    other = KINDS[other_kind]("cpu", **changes)
+    with pytest.raises(SnapshotMiss, match="geometry"):
+        pool.load_cpu_copy(other.get_cpu_copy([4, 5]), [4, 5])
+    assert [] == differences(before, image_of(pool))
+
+
+def test_fp8_kinds_are_told_apart() -> None:
+    """Both are bytes in lists, but they are other numbers."""
+    pool = mha("cpu", dtype=torch.float8_e4m3fn)
+    other = mha("cpu", dtype=torch.float8_e5m2)
+    with pytest.raises(SnapshotMiss, match="geometry"):
+        pool.load_cpu_copy(other.get_cpu_copy([4]), [4])
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla_nz_index"])
+def test_a_copy_of_an_equal_pool_is_taken(kind: str) -> None:
+    """As when a request moves to another process's pool of the same stage."""
+    pool, before = saved(kind)
+    other = KINDS[kind]("cpu")
+    scramble(other, 9)
+    theirs, copy = image_of(other), other.get_cpu_copy(list(range(4, 10)))
+    pool.load_cpu_copy(copy, list(range(20, 26)))
+    expected = with_tokens(pool, before, list(range(20, 26)), theirs, list(range(4, 10)))
+    assert [] == differences(expected, image_of(pool))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind: str) -> None:
+    """Another length, slots that can't be meant, and a copy that was released."""
+    pool, _ = saved(kind)
+    copy = pool.get_cpu_copy([8, 9, 10])
+    refuses(pool, copy, [12, 13], SnapshotMiss, "token count")
+    refuses(pool, copy, [12, 13, 14, 15], SnapshotMiss, "token count")
+    refuses(pool, copy, [12, 13, -1], SlotError, "-1")
+    refuses(pool, copy, [12, 13, 68], SlotError, "68")
+    refuses(pool, copy, [12, 13, 13], SlotError, "13")
+    refuses(pool, copy, torch.tensor([12.0, 13.0, 14.0]), SlotError, "integers")
+    copy.release()
+    refuses(pool, copy, [12, 13, 14], SnapshotMiss, "discarded")
+    with pytest.raises(SnapshotMiss, match="released"):
+        copy[0][0]
+
+
+@pytest.mark.parametrize("slots", [[-1], [68], [4, 4], [[4]]])
+def test_slots_that_cannot_be_meant_are_not_copied(slots: Any) -> None:
+    """And take no host memory."""
+    pool, _ = saved("mha")
+    with pytest.raises(SlotError):
+        pool.get_cpu_copy(slots)
+    assert 0 == pool.host_used_bytes
+
+
+@pytest.mark.parametrize("kind", TILED)
+def test_tiles_take_pages_from_their_first_slot(kind: str) -> None:
+    """The page is the row, so the middle of one can't move alone."""
+    pool, _ = saved(kind)
+    for slots in ([5, 6], [4, 6], [5, 4]):
+        with pytest.raises(SlotError, match="middle of a row"):
+            pool.get_cpu_copy(slots)
+
+
+def test_pages_that_are_filled_otherwise_are_refused() -> None:
+    """Tokens that shared a page can't go to two, nor those of two pages into one."""
+    pool, _ = saved("mla_nz")
+    copy = pool.get_cpu_copy(list(range(4, 12)))
+    refuses(pool, copy, [20, 21, 24, 25, 28, 29, 30, 31], SnapshotMiss, "begins a row at token 2")
+    refuses(pool, copy, [20, 21, 24, 25, 26, 27, 32, 33], SnapshotMiss, "token 4")
+    short_pages = pool.get_cpu_copy([4, 5, 8, 9])
+    refuses(pool, short_pages, [20, 21, 22, 23], SnapshotMiss, "token 2")
+    assert short_pages[0][0][0].shape == (4, 1, 32)
+
+
+def test_pages_that_are_not_full_come_back() -> None:
+    """To pages that are filled as those were; and they read by tokens all the same."""
+    pool, before = saved("mla_nz_index")
+    source, target = [4, 5, 8, 9, 10], [20, 21, 16, 17, 18]
+    copy = pool.get_cpu_copy(source)
+    rows = before["k", 1][source]
+    assert rows.tobytes() == copy[1][0][0].view(torch.uint8).numpy().tobytes()
+    pool.load_cpu_copy(copy, target)
+    assert [] == differences(with_tokens(pool, before, target, before, source), image_of(pool))
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla_nz"])
+def test_damage_is_found_before_a_byte_is_read_or_written(kind: str) -> None:
+    """A flipped bit in any block."""
+    device = small_device("cpu", 200)
+    pool, _ = saved(kind, device, host_limit_bytes=LIMIT_BYTES + 4 * device.chunk_bytes)
+    copy = pool.get_cpu_copy(list(range(4, 20)))
+    copy.snapshot.lease.blocks[-1].bytes_view(1)[0] ^= 1
+    refuses(pool, copy, list(range(24, 40)), SnapshotDamaged, "sealed as")
+    with pytest.raises(SnapshotDamaged, match="nothing was read"):
+        [copy[layer][chunk] for layer in range(3) for chunk in range(2)]
+    device.close()
