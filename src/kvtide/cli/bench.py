@@ -81,6 +81,9 @@ def copy_command(
         int | None,
         typer.Option(min=1, max=1024, help="Copying threads.", show_default="torch's"),
     ] = None,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="A case for each layout, at its own row sizes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare gather and scatter with memcpy of as many bytes, and with what engines do."""
@@ -89,15 +92,38 @@ def copy_command(
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
+    how = f"{counted(threads or before, 'thread')}, median of {counted(rounds, 'round')}"
     try:
+        if layouts:
+            _bench_layouts(size_bytes, rounds, how, as_json=as_json)
+            return
         figures = measure_copy(size_bytes, rounds)
     finally:
         torch.set_num_threads(before)
     if as_json:
         typer.echo(json.dumps(to_json(figures)))
     else:
-        lanes = counted(threads or before, "thread")
-        _print_figures(figures, f"{lanes}, median of {counted(rounds, 'round')}")
+        _print_figures(figures, how)
+
+
+def _bench_layouts(size_bytes: int, rounds: int, how: str, *, as_json: bool) -> None:
+    from kvtide.cli.bench_layouts import layout_json, measure_layouts
+
+    entries = [layout_json(one) for one in measure_layouts(size_bytes, rounds)]
+    if as_json:
+        typer.echo(json.dumps({"layouts": entries}))
+        return
+    console = Console()
+    console.print(f"{machine_name()}, {how}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"about {format_size(size_bytes)} each, pages of {_PAGE_SIZE} tokens, scattered")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("layout", "bytes a row", "gather", "scatter", "seal"):
+        table.add_column(heading, justify="left" if heading == "layout" else "right", no_wrap=True)
+    for entry in entries:
+        widths = dict.fromkeys(f"{width:,}" for width in entry["row_bytes"])
+        ratios = [f"{entry[key]:.2f}" for key in ("gather_ratio", "scatter_ratio", "seal_ratio")]
+        table.add_row(entry["layout"], " … ".join(widths), *ratios)
+    console.print(table)
 
 
 @bench.callback()
@@ -177,26 +203,27 @@ def make_operations(
             for part, chunk in zip(index, chunks, strict=True):
                 tensor[part] = chunk
 
-    moves = make_moves(pool, slots, blocks, chunk_bytes=_PAGE_BYTES)
+    moves = make_moves(pool, [slots], blocks, chunk_bytes=_PAGE_BYTES)
     return {**moves, "engine_gather": engine_gather, "engine_scatter": engine_scatter}
 
 
 def make_moves(
-    pool: Pool, slots: NDArray[np.int64], blocks: Sequence[Block], *, chunk_bytes: int
+    pool: Pool, rows: Sequence[NDArray[np.int64]], blocks: Sequence[Block], *, chunk_bytes: int
 ) -> dict[str, Operation]:
-    """kvtide's own part of a case: gather, sealed_gather, scatter; a block holds a chunk."""
+    """kvtide's own part of a case: gather, sealed_gather, scatter of these rows of each group of
+    planes; a block holds a chunk."""
     from kvtide.transfer import Mover
 
     mover = Mover(pool)
 
     def gather(*, seal: bool) -> list[int]:
-        return mover.gather([slots], blocks, chunk_bytes=chunk_bytes, seal=seal).wait()
+        return mover.gather(rows, blocks, chunk_bytes=chunk_bytes, seal=seal).wait()
 
     return {
         "gather": lambda: gather(seal=False),
         "sealed_gather": lambda: gather(seal=True),
         "scatter": lambda: mover.scatter(
-            blocks, [slots], chunk_bytes=chunk_bytes, checksums=None
+            blocks, rows, chunk_bytes=chunk_bytes, checksums=None
         ).wait(),
     }
 

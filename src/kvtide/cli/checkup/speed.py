@@ -109,7 +109,7 @@ def _operations(
         operations = _yardsticks(opened, device, here, size_bytes)
         token_count = size_bytes // pool.geometry.token_bytes
         for case, slots in make_slots(token_count, pool.slot_count).items():
-            moves = make_moves(pool, slots, lease.blocks, chunk_bytes=block_bytes)
+            moves = make_moves(pool, [slots], lease.blocks, chunk_bytes=block_bytes)
             operations.update({(case, name): call for name, call in moves.items()})
         yield operations
 

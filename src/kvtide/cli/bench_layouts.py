@@ -1,0 +1,158 @@
+"""`kvtide bench copy --layouts`: the same for every declared layout, at row sizes that models have.
+
+Slots lie in scattered pages of 64 tokens (128 where so many share a row), as a paged allocator
+leaves them. Each layout is measured beside a memcpy of its own, in turns with it: ratios are of
+bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtide.cli.bench import Timing, make_moves, time_in_turns
+
+if TYPE_CHECKING:
+    from kvtide.device import Device
+    from kvtide.layout import Geometry, Layout
+    from kvtide.pool import Pool
+
+_PAGE_SIZE = 64
+_BLOCK_BYTES = 1 << 20
+_POOL_SHARE = 4
+
+# Axes as in an 8B model for attention with heads, as in DeepSeek-V3 for latents, as in Qwen3-Next
+# for recurrent state, as in SGLang's pools for scales and index keys.
+AXES: Mapping[str, int] = {
+    "layer": 4, "head": 8, "head_dim": 128, "v_head_dim": 128,
+    "k_scale_dim": 1, "v_scale_dim": 1, "packed_dim": 64, "v_packed_dim": 64,
+    "scale_block": 4, "v_scale_block": 4, "scale_dim": 16,
+    "latent_dim": 576, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "record_bytes": 656,
+    "latent_tile": 32, "rope_tile": 4, "index_layer": 4, "index_head_dim": 128,
+    "index_scale_dim": 1, "index_page_bytes": 64 * 132, "tail_layer": 4, "tail_token": 64,
+    "channel": 8192, "width": 3, "state": 128, "ring": 128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayoutFigures:
+    """What one layout's moves took; each moved `size_bytes`, and so did its `memcpy`.
+
+    `row_bytes` are those of its narrowest and its widest plane.
+    """
+
+    name: str
+    size_bytes: int
+    row_bytes: tuple[int, int]
+    memcpy: Timing
+    moves: Mapping[str, Timing]
+
+
+def declared_layouts() -> list[Layout]:
+    """Every layout that kvtide declares, once; a test of the kit finds those without a sample."""
+    from kvtide.conformance.samples import SAMPLES
+
+    return list({sample.layout.name: sample.layout for sample in SAMPLES}.values())
+
+
+def bind_for_models(layout: Layout) -> Geometry:
+    """The layout with axes as models have them, its optional planes included."""
+    from kvtide.layout import EveryNth
+
+    axes = {axis for plane in layout.planes for axis in plane.sized_axes} - {"token"}
+    # A joined layout's axes are called by their part first: full_layer, draft_head_dim.
+    sizes: dict[str, Any] = {
+        axis: AXES[axis] if axis in AXES else AXES[axis.partition("_")[2]] for axis in axes
+    }
+    shared = [
+        rule.count for plane in layout.planes for rule in plane.rows if isinstance(rule, EveryNth)
+    ]
+    return layout.bind(dtype="bfloat16", token=max(_PAGE_SIZE, *shared, 1), **sizes)
+
+
+def measure_layouts(size_bytes: int, rounds: int) -> Iterator[LayoutFigures]:
+    """One for each declared layout, as it becomes known; `size_bytes` is about what is moved."""
+    from kvtide.device import open_device
+
+    with closing(open_device("cpu")) as device:
+        for layout in declared_layouts():
+            yield _measure(bind_for_models(layout), device, size_bytes, rounds)
+
+
+def layout_json(figures: LayoutFigures) -> dict[str, Any]:
+    """One entry of the list that `--json` prints."""
+    memcpy = figures.memcpy.seconds
+    moves = {name: timing.seconds for name, timing in figures.moves.items()}
+    return {
+        "layout": figures.name,
+        "row_bytes": list(figures.row_bytes),
+        "memcpy_gb_s": round(figures.size_bytes / memcpy / 1e9, 3),
+        "gather_ratio": round(memcpy / moves["gather"], 3),
+        "scatter_ratio": round(memcpy / moves["scatter"], 3),
+        "seal_ratio": round(moves["sealed_gather"] / moves["gather"], 3),
+    }
+
+
+def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -> LayoutFigures:
+    import numpy as np
+    import torch
+
+    from kvtide.arena import HostArena
+    from kvtide.transfer import Mover
+
+    # Recurrent state alone has no pages: then one request's row is all that moves.
+    page_count = max(1, size_bytes // geometry.page_bytes) if geometry.page_bytes else 1
+    pool = _make_pool(geometry, device, page_count)
+    pages = np.random.default_rng(0).permutation(np.arange(1, pool.page_count))[:page_count]
+    page_size = geometry.page_size
+    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+    rows = [group.ids for group in pool.rows_of(slots, request=1)]
+    mover = Mover(pool)
+    count, moved_bytes = mover.chunk_count(rows, _BLOCK_BYTES), mover.size_bytes(rows)
+    arena = HostArena(device, limit_bytes=count * _BLOCK_BYTES, block_bytes=_BLOCK_BYTES)
+    lease = arena.lease(count)
+    moves = make_moves(pool, rows, lease.blocks, chunk_bytes=_BLOCK_BYTES)
+    source = torch.ones(moved_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    timings = time_in_turns(
+        {("", "memcpy"): lambda: target.copy_(source)}
+        | {("moves", name): call for name, call in moves.items()},
+        rounds,
+    )
+    lease.release()
+    widths = [plane.row_bytes for plane in geometry.planes]
+    return LayoutFigures(
+        geometry.layout.name,
+        moved_bytes,
+        (min(widths), max(widths)),
+        timings["", "memcpy"],
+        {name: timings["moves", name] for name in moves},
+    )
+
+
+def _make_pool(geometry: Geometry, device: Device, moved_pages: int) -> Pool:
+    """Several times as large as what is moved, filled; its maps lead each slot to its own row."""
+    import numpy as np
+    import torch
+
+    from kvtide.layout import Mapped
+    from kvtide.pool import Pool
+
+    page_count = _POOL_SHARE * moved_pages + 1
+    names = {
+        rule.name for plane in geometry.planes for rule in plane.rules if isinstance(rule, Mapped)
+    }
+    slot_count = page_count * geometry.page_size
+    pool = Pool.create(
+        geometry,
+        device,
+        page_count=page_count,
+        request_count=2,
+        maps={name: np.arange(slot_count) for name in names},
+        mapped_rows=dict.fromkeys(names, slot_count),
+    )
+    for buffer in pool.buffers:
+        buffer.copy_(torch.randint(256, (buffer.numel(),), dtype=torch.uint8))
+    return pool
