@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,10 @@ from kvtide.device import CPUDevice
 # How long an example takes says something about the machine, nothing about the code.
 settings.register_profile("kvtide", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvtide")
+
+
+# A shell starts what runs in the background with Ctrl-C ignored, and the tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
