@@ -38,6 +38,7 @@ def build() -> None:
     setup(
         install_requires=[
             f"torch=={torch.__version__.split('+')[0]}",
+            "numpy",  # without it torch warns at the first copy
             "tomli>=2; python_version < '3.11'",
         ],
         ext_modules=[extension],
