@@ -18,6 +18,7 @@ import numpy as np
 
 from kvtide.arena import HostArena
 from kvtide.errors import LayoutError, SlotError
+from kvtide.layout import RequestRows
 from kvtide.pool import PageAllocator, Pool
 from kvtide.snapshot import Seal, Snapshot, Ticket, ranges_of
 from kvtide.transfer import Mover, checked_slots
@@ -57,12 +58,12 @@ class Tide:
 
     # ---- slots: the caller holds them ------------------------------------------------
 
-    def offload(self, slots: Any, *, key: str = "", request: int | None = None) -> Snapshot:
+    def offload(self, slots: Any, *, key: str = "", request: RequestRows = None) -> Snapshot:
         """Copies what `slots` (integers [token]) own to host memory, and seals it.
 
-        `request` is the request's own row, where the layout has such planes. Blocks until that
-        is done; the slots may then be reused. Raises SlotError for slots that can't be meant,
-        ArenaFull when the arena has no room: nothing was taken then.
+        `request` is the request's own row, where the layout has such planes, or its rows by
+        their kinds. Blocks until that is done; the slots may then be reused. Raises SlotError for
+        slots that can't be meant, ArenaFull when the arena has no room: nothing was taken then.
         """
         ticket = self.start_offload(slots, key=key, request=request)
         try:
@@ -74,7 +75,7 @@ class Tide:
             raise
 
     def start_offload(
-        self, slots: Any, *, key: str = "", request: int | None = None
+        self, slots: Any, *, key: str = "", request: RequestRows = None
     ) -> Ticket[Snapshot]:
         """Like `offload`, without waiting; the slots must not be written before it is done."""
         slot_ids = checked_slots(slots, self.pool.slot_count)
@@ -99,7 +100,7 @@ class Tide:
         return self._track(Ticket(job, succeed=succeed, fail=lease.release))
 
     def restore(
-        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: int | None = None
+        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: RequestRows = None
     ) -> None:
         """Writes a snapshot's bytes to `slots` (integers [token], as many as its tokens).
 
@@ -116,7 +117,7 @@ class Tide:
             raise
 
     def start_restore(
-        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: int | None = None
+        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: RequestRows = None
     ) -> Ticket[None]:
         """Like `restore`, without waiting; the slots must not be read before it is done.
 
@@ -159,7 +160,7 @@ class Tide:
         token_count: int,
         *,
         key: str = "",
-        request: int | None = None,
+        request: RequestRows = None,
     ) -> Snapshot:
         """Offloads the first `token_count` tokens of a request's pages, then releases the pages.
 
@@ -183,7 +184,7 @@ class Tide:
         return snapshot
 
     def resume(
-        self, snapshot: Snapshot, page_count: int, *, key: str = "", request: int | None = None
+        self, snapshot: Snapshot, page_count: int, *, key: str = "", request: RequestRows = None
     ) -> list[int] | None:
         """Acquires `page_count` pages, restores a request into the first of them, discards it.
 

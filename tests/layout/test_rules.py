@@ -118,7 +118,7 @@ def test_ranks_share_all_tokens(slots: list[int], world: int, data: st.DataObjec
 @given(distinct, st.integers(0, 9))
 def test_request_has_one_row_whatever_its_tokens(slots: list[int], row: int) -> None:
     """Without any, too."""
-    assert [(row, 0)] == apply([OfRequest()], slots, {OfRequest.REQUEST: lambda _: ids([row])})
+    assert [(row, 0)] == apply([OfRequest()], slots, {"request": lambda _: ids([row])})
 
 
 # ---- chains ---------------------------------------------------------------------------------
@@ -157,6 +157,8 @@ def test_request_that_is_not_named_is_refused() -> None:
     """Its state isn't any row's."""
     with pytest.raises(SlotError, match="request=ROW"):
         apply([OfRequest()], [1])
+    with pytest.raises(SlotError, match=r"each state; name it: request={'state': ROW}"):
+        apply([OfRequest("state")], [1], {"request": by_list([0, 0])})
 
 
 @pytest.mark.parametrize(("row", "count"), [(5, 5), (9, 5)])

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from kvtide.errors import LayoutError
+from kvtide.errors import LayoutError, SlotError
+from kvtide.layout import Layout, Mapped, OfRequest, Plane
 from kvtide.pool import Pool
 from support.lazy_device import LazyDevice
 from support.pools import POOL_KINDS, fill, image_of, make_pool, rows_of, small_geometry
@@ -184,3 +186,28 @@ def test_tensors_without_slots_are_refused() -> None:
     planes = {name: [tensor[:0] for tensor in layers] for name, layers in engine_tensors().items()}
     with pytest.raises(LayoutError, match=r"plane 'k' has rows \[0\]"):
         Pool.adopt(small_geometry(), LazyDevice(), planes)
+
+
+MANY_ROWS = Layout(
+    "many_rows",
+    Plane("k", "layer page token 3", rows=(Mapped("moved"),)),
+    Plane("state", "layer request 5", rows=(OfRequest("state"),)),
+    Plane("tail", "layer request 2", rows=(OfRequest("tail"),)),
+)
+
+
+def test_a_request_has_a_row_of_each_kind() -> None:
+    """Planes of requests may number them differently; a map may be a function."""
+    geometry = MANY_ROWS.bind(dtype="float32", layer=1)
+    planes = {"k": (9, 3), "state": (4, 5), "tail": (6, 2)}
+    pool = Pool.adopt(
+        geometry,
+        LazyDevice(),
+        {name: [torch.zeros(shape)] for name, shape in planes.items()},
+        maps={"moved": lambda slots: slots + 4},
+        slot_count=5,
+    )
+    rows = pool.rows_of(np.array([3, 1]), {"state": 2, "tail": 5})
+    assert [[7, 5], [2], [5]] == [group.ids.tolist() for group in rows]
+    with pytest.raises(SlotError, match=r"each tail; name it: request={'tail': ROW}"):
+        pool.rows_of(np.array([3, 1]), {"state": 2})

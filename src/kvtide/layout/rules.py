@@ -20,6 +20,8 @@ from kvtide.errors import SlotError
 Ids = NDArray[np.int64]
 Maps = Mapping[str, Callable[[Ids], Ids]]
 """What an engine knows by name: functions from ids to ids."""
+RequestRows = int | Mapping[str, int] | None
+"""A request's own row, or where its layout has rows of several kinds, each by its kind."""
 
 
 @final
@@ -121,15 +123,20 @@ class Owned:
 @final
 @dataclass(frozen=True, slots=True)
 class OfRequest:
-    """The request's own row, whatever its tokens: recurrent state. The caller names the row."""
+    """The request's own row, whatever its tokens: recurrent state. The caller names the row.
 
-    REQUEST = "request"
+    A request may have rows of several kinds, in planes that number them differently; `kind` says
+    which of them this is.
+    """
+
+    kind: str = "request"
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """See Rule. The row is in `maps`, under `OfRequest.REQUEST`."""
-        if self.REQUEST not in maps:
-            raise SlotError("this layout has a row for each request; name it: request=ROW")
-        return Rows(maps[self.REQUEST](rows.ids), np.zeros(1, np.int64))
+        """See Rule. The row is in `maps`, under `kind`."""
+        if self.kind not in maps:
+            name = "request=ROW" if self.kind == "request" else f"request={{{self.kind!r}: ROW}}"
+            raise SlotError(f"this layout has a row for each {self.kind}; name it: {name}")
+        return Rows(maps[self.kind](rows.ids), np.zeros(1, np.int64))
 
 
 def rows_of(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:

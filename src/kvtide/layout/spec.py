@@ -30,7 +30,7 @@ class Plane:
 
     - `page token …`: one token is one row.
     - `page … token …` or `page …`: the row is the page. It moves whole.
-    - `request …`: one row a request.
+    - `request …`: one row a request; an `OfRequest` in `rows` says by which of its numbers.
 
     `rows` are the rules by which token slots name rows, one after another. `dtype` is given
     where it isn't that of the bind. An `optional` plane is left out of a geometry whose bind
@@ -235,7 +235,8 @@ def _with_sizes(plane: Plane, counts: Mapping[str, int], dtype: str) -> PlaneGeo
         rules = (*rules, EveryNth(counts["token"]))
         tokens *= counts["token"]
     if unit == "request":
-        rules, tokens = (OfRequest(),), 0
+        own = tuple(rule for rule in plane.rows if isinstance(rule, OfRequest))
+        rules, tokens = own or (OfRequest(),), 0
     return PlaneGeometry(plane.name, dtype, prod(sizes_of(before)), sizes_of(row), rules, tokens)
 
 

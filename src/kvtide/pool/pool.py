@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvtide.layout import (
     OfRequest,
     Owned,
     PlaneGeometry,
+    RequestRows,
     Rows,
     rows_of,
 )
@@ -90,7 +91,7 @@ class Pool:
             raise LayoutError(f"pool has no plane {name!r}, layer {layer}; its layers are {counts}")
         return layers[layer]
 
-    def rows_of(self, slots: Ids, request: int | None = None) -> list[Rows]:
+    def rows_of(self, slots: Ids, request: RequestRows = None) -> list[Rows]:
         """What a request with these slots (checked, int64 [token]) owns, for each group of planes.
 
         `request` is its own row, where the layout has planes of requests. Raises SlotError for
@@ -98,7 +99,8 @@ class Pool:
         """
         maps: dict[str, Any] = {name: self._lookup(name) for name in self._maps}
         if request is not None:
-            maps[OfRequest.REQUEST] = lambda _: np.array([request], np.int64)
+            own = request if isinstance(request, Mapping) else {OfRequest().kind: request}
+            maps.update({kind: _one_row(row) for kind, row in own.items()})
         return [rows_of(rules, slots, maps, count) for rules, count in self._groups]
 
     def _lookup(self, name: str) -> Any:
@@ -106,9 +108,11 @@ class Pool:
         held = self._maps[name]
 
         def look_up(ids: Ids) -> Ids:
-            if ids.size and int(ids.max()) >= len(held):
+            if not callable(held) and ids.size and int(ids.max()) >= len(held):
                 raise SlotError(f"slot {ids.max()} isn't in the map {name!r} of {len(held)} slots")
-            if isinstance(held, torch.Tensor):
+            if callable(held):
+                found = held(ids)
+            elif isinstance(held, torch.Tensor):
                 found = held[torch.from_numpy(ids).to(held.device)].cpu().numpy()
             else:
                 found = np.asarray(held)[ids]
@@ -163,7 +167,8 @@ class Pool:
 
         `planes` gives each plane one tensor a layer, or one of all layers. A tensor is
         [row, *row], or [page, token, *row] where a token is a row; gaps between rows are left
-        alone. `maps` are the engine's own, read at each call. `slot_count` is needed where no
+        alone. `maps` are the engine's own, read at each call: one id a slot, or a function from
+        ids to ids (int64). `slot_count` is needed where no
         plane has a row for each slot. Raises LayoutError, naming the tensor, for missing or
         extra planes, a wrong layer count, shape, dtype or device, gaps within a row, no rows,
         or two tensors that share memory.
@@ -227,6 +232,11 @@ class _Layers:
                 f"pool {name!r}: slot counts differ: {found}, slot_count given as {given}"
             )
         return slots.pop()
+
+
+def _one_row(row: int) -> Callable[[Ids], Ids]:
+    """The map of all ids to a request's row."""
+    return lambda _: np.array([row], np.int64)
 
 
 def row_count(
