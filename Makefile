@@ -6,6 +6,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 OUT := out
+# A process to a core, four at most. More threads in each would wait for those of the others.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive '$(CURDIR)/$(PY)' -m pytest -n auto --maxprocesses 4
 
 # SmolLM2 keeps 22.5 KiB of KV a token, so this is room for about a quarter of the demo's tokens.
 KV_MEMORY ?= 45MiB
@@ -60,8 +62,8 @@ demo: setup
 	  --verify --out $(OUT)/answers.jsonl --report $(OUT)/report.json
 
 test: lint types
-	cd simnpu && ../$(PY) -m pytest
-	$(PY) -m pytest
+	cd simnpu && $(PYTEST)
+	$(PYTEST)
 
 lint: setup
 	$(PY) -m ruff check
