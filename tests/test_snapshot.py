@@ -4,11 +4,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
 from kvtide.errors import SnapshotDamaged, SnapshotMiss
+from kvtide.layout import Mapped, Owned
+from kvtide.layout.gqa import GQA_HND
 from kvtide.layout.mla import MLA_NZ
 from kvtide.pool import Pool
 from kvtide.snapshot import Seal, Snapshot, Ticket
@@ -286,4 +290,27 @@ def test_tokens_that_share_a_row_stay_together(
     for slot, other in zip(target, source, strict=True):
         expected = before[other // 4] if text is None else before[slot // 4]
         assert expected.equal(pool.plane("latent", 0)[slot // 4])
+    tide.discard(snapshot)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pages_that_had_left_a_window_are_not_asked_for(device: CPUDevice, world: int) -> None:
+    """The target may have a row for tokens that have none in the snapshot: it keeps its bytes."""
+    layout = GQA_HND.through("window", Mapped("window", hole=0), Owned(0, world))
+    geometry = layout.bind(dtype="uint8", token=4, layer=1, head=1, head_dim=3, v_head_dim=1)
+    window = np.arange(world * 4, world * 36)
+    maps = {"window": window}
+    pool = Pool.create(
+        geometry, device, page_count=8 * world, maps=maps, mapped_rows={"window": 36 * world}
+    )
+    tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=256))
+    keys = pool.plane("k", 0)
+    keys.copy_(torch.arange(keys.numel()).view(keys.shape))
+    page = 4 * world
+    window[page : 2 * page] = 0
+    snapshot, before = tide.offload(range(3 * page)), keys.clone()
+    tide.restore(snapshot, range(3 * page, 6 * page))
+    expected = before.clone()
+    expected[4], expected[6] = before[1], before[3]
+    assert expected.equal(keys)
     tide.discard(snapshot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, final
 
@@ -24,7 +24,8 @@ class Seal:
     `fingerprint` is the geometry's, `key` whatever the caller needs to tell apart (model,
     revision, adapter, request), `checksums` are XXH3 64 of each chunk. `tokens` says for each
     group of planes which tokens of the request have rows, as ranges: all of them, or those of a
-    window, or of a rank.
+    window, or of a rank; a row of several tokens is there with its first one, and in `lasts` with
+    its last.
     """
 
     fingerprint: bytes
@@ -33,16 +34,25 @@ class Seal:
     tokens: tuple[tuple[range, ...], ...]
     chunk_bytes: int
     checksums: tuple[int, ...]
+    lasts: tuple[tuple[range, ...], ...] = ()
 
     def tokens_of(self, group: int) -> Ids:
-        """The tokens that have rows in that group of planes, int64 [row]."""
-        parts = [np.arange(one.start, one.stop, one.step) for one in self.tokens[group]]
-        return np.concatenate([np.empty(0, np.int64), *parts])
+        """The first token of each row in that group of planes, int64 [row]."""
+        return _numbers(self.tokens[group])
+
+    def lasts_of(self, group: int) -> Ids:
+        """The last token of each row in that group of planes, int64 [row]."""
+        return _numbers(self.lasts[group])
 
 
-def ranges_of(tokens: Ids) -> tuple[range, ...]:
-    """Ascending token numbers, int64 [row], as ranges."""
-    if not tokens.size:
+def _numbers(ranges: Sequence[range]) -> Ids:
+    parts = [np.arange(one.start, one.stop, one.step) for one in ranges]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def ranges_of(tokens: Ids | None) -> tuple[range, ...]:
+    """Ascending token numbers, int64 [row], as ranges; none for None."""
+    if tokens is None or not tokens.size:
         return ()
     steps = np.diff(tokens)
     ranges: list[range] = []
@@ -108,8 +118,10 @@ class Snapshot:
                 f"snapshot has a row for token {missing} of {self.token_count}, the target none: "
                 "its window, or its share of the context, is another one"
             )
-        if target.are_shared and tokens.size:
+        if target.lasts is not None and tokens.size:
             begun = target.tokens[(target.tokens > tokens[0]) & ~np.isin(target.tokens, tokens)]
+            holder = np.searchsorted(tokens, begun) - 1
+            begun = begun[begun <= self.seal.lasts_of(group)[holder]]
             if begun.size:
                 raise SnapshotMiss(
                     f"the target begins a row at token {begun[0]}, the snapshot has that token in "

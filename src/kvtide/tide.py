@@ -94,7 +94,9 @@ class Tide:
             self.stats.offloaded_bytes += self._mover.size_bytes(rows)
             fingerprint = self.pool.geometry.fingerprint
             tokens = tuple(ranges_of(group.tokens) for group in groups)
-            seal = Seal(fingerprint, key, slot_ids.size, tokens, chunk_bytes, tuple(checksums))
+            lasts = tuple(ranges_of(group.lasts) for group in groups)
+            sums = tuple(checksums)
+            seal = Seal(fingerprint, key, slot_ids.size, tokens, chunk_bytes, sums, lasts)
             return Snapshot(seal, lease)
 
         return self._track(Ticket(job, succeed=succeed, fail=lease.release))

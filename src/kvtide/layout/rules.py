@@ -27,12 +27,19 @@ RequestRows = int | Mapping[str, int] | None
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a buffer, int64 [row], and for each the number of its first token, int64 [row]."""
+    """Rows of a buffer, int64 [row], and for each the number of its first token, int64 [row].
+
+    `lasts` are those of their last tokens, int64 [row], or None where a row stands for one alone.
+    """
 
     ids: Ids
     tokens: Ids
-    are_shared: bool = False
-    """Whether a row may stand for several tokens."""
+    lasts: Ids | None = None
+
+    def only(self, kept: NDArray[np.bool_], ids: Ids) -> Rows:
+        """Those that are `kept` (bool [row]), under other `ids`."""
+        lasts = None if self.lasts is None else self.lasts[kept]
+        return Rows(ids, self.tokens[kept], lasts)
 
     def of_tokens(self, tokens: Ids) -> Ids | None:
         """The rows that stand for these tokens (ascending), or None if one of them has no row."""
@@ -83,7 +90,10 @@ class EveryNth:
                 f"slot {ids[at]} at position {at} stands in the middle of a row of {count}, and "
                 "the ones before it aren't there; begin such a row at its first slot"
             )
-        return Rows(ids[~follows] // count, rows.tokens[~follows], are_shared=True)
+        ends = np.ones(ids.size, bool)
+        ends[:-1] = ~follows[1:]
+        lasts = rows.tokens if rows.lasts is None else rows.lasts
+        return Rows(ids[~follows] // count, rows.tokens[~follows], lasts[ends])
 
 
 @final
@@ -103,7 +113,7 @@ class Mapped:
             raise SlotError(f"there is no map {self.name!r}; the pool has {sorted(maps)}")
         mapped = maps[self.name](rows.ids)
         inside = mapped > self.hole
-        return Rows(mapped[inside], rows.tokens[inside], rows.are_shared)
+        return rows.only(inside, mapped[inside])
 
 
 @final
@@ -117,7 +127,7 @@ class Owned:
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
         own = rows.ids % self.world == self.rank
-        return Rows(rows.ids[own] // self.world, rows.tokens[own], rows.are_shared)
+        return rows.only(own, rows.ids[own] // self.world)
 
 
 @final

@@ -235,8 +235,8 @@ def _with_sizes(plane: Plane, counts: Mapping[str, int], dtype: str) -> PlaneGeo
         rules = (*rules, EveryNth(counts["token"]))
         tokens *= counts["token"]
     if unit == "request":
-        own = tuple(rule for rule in plane.rows if isinstance(rule, OfRequest))
-        rules, tokens = own or (OfRequest(),), 0
+        says_which = any(isinstance(rule, OfRequest) for rule in plane.rows)
+        rules, tokens = plane.rows if says_which else (OfRequest(),), 0
     return PlaneGeometry(plane.name, dtype, prod(sizes_of(before)), sizes_of(row), rules, tokens)
 
 
