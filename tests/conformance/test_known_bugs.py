@@ -2,9 +2,8 @@
 
 The numbers are those of the list of defects that kvtide was designed by: contract drift (K01 to
 K11), state left behind (K12 to K22), order and aliasing (K23 to K35), index spaces (K37 to K46),
-boundaries (K48 to K52), dtypes (K92 to K95). Those that aren't here concern what kvtide doesn't
-have yet: K20 (checkpoints of a prefix cache), K34 (a reader and a writer of one disk entry), K40
-(host capacity agreed between ranks). Gathers under all schedules (K23, K25, K28, K32) are also in
+boundaries (K48 to K52), dtypes (K92 to K95). K40 (host capacity agreed between ranks) isn't here:
+one process has one arena. Gathers under all schedules (K23, K25, K28, K32) are also in
 tests/test_fences_simulated.py, where each fence is taken away.
 """
 
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -29,10 +29,11 @@ from kvtide.conformance.subjects import KINDS
 from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotMiss
-from kvtide.layout import GQA, BufferRows, EveryNth, Layout, Plane, rows_of
+from kvtide.layout import GQA, BufferRows, EveryNth, Layout, OfRequest, Plane, rows_of
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import PageAllocator, Pool
 from kvtide.tide import Tide
+from kvtide.transfer import mover
 from kvtide.transfer.plan import plan_moves
 from support.lazy_device import LazyDevice
 from support.pools import fill, image_of, make_pool, poison, same_image, small_geometry, with_rows
@@ -218,6 +219,37 @@ def test_k18_what_is_kept_beside_a_slot_moves_with_it(device: CPUDevice) -> None
         round_trip(KINDS[kind](one, device), 6)
 
 
+def test_k20_checkpoints_of_a_state_come_back_with_it_or_are_missed_by_name(
+    device: CPUDevice,
+) -> None:
+    """A restore of the state without them would succeed, and nobody could reuse it."""
+    layout = Layout(
+        "checkpointed",
+        Plane("k", "layer page token 3"),
+        Plane("state", "layer request 5", rows=(OfRequest("state"),)),
+        Plane("checkpoint", "layer request 5", rows=(OfRequest("checkpoint"),)),
+    )
+    geometry = layout.bind(dtype="uint8", token=4, layer=2)
+    pool = Pool.create(geometry, device, page_count=4, request_count=4)
+    for name in ("k", "state", "checkpoint"):
+        for layer in range(2):
+            rows = pool.plane(name, layer)
+            rows.copy_(torch.arange(rows.numel()).view(rows.shape) + layer)
+    tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=256))
+    with pytest.raises(SlotError, match="each checkpoint"):
+        tide.offload(range(6), request={"state": 1})
+    assert 0 == tide.arena.used_bytes
+    snapshot = tide.offload(range(6), request={"state": 1, "checkpoint": 2})
+    before = [buffer.clone() for buffer in pool.buffers]
+    with pytest.raises(SlotError, match="each checkpoint"):
+        tide.restore(snapshot, range(8, 14), request={"state": 3})
+    assert all(map(torch.equal, before, pool.buffers))
+    expected = [pool.plane("checkpoint", layer)[2].tolist() for layer in range(2)]
+    tide.restore(snapshot, range(8, 14), request={"state": 3, "checkpoint": 0})
+    tide.discard(snapshot)
+    assert expected == [pool.plane("checkpoint", layer)[0].tolist() for layer in range(2)]
+
+
 def test_k22_second_restore_is_as_good_as_the_first(device: CPUDevice) -> None:
     """Recurrent state too."""
     checks.check_snapshot_owns(subject_of("recurrent_and_full", device))
@@ -302,6 +334,32 @@ def test_k29_save_without_room_is_no_save(device: CPUDevice) -> None:
 def test_k33_snapshot_owns_its_memory(device: CPUDevice, one: Sample) -> None:
     """It is no view of slots that are another's by now."""
     checks.check_snapshot_owns(KINDS["created"](one, device))
+
+
+def test_k34_what_is_being_written_is_read_whole_or_not_at_all(
+    device: CPUDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow writer: its entry isn't there for anybody until its last byte is."""
+    tide = make_tide(device)
+    before = image_of(tide.pool)
+    go_on, checksum = threading.Event(), mover._Chunk.checksum
+
+    def slow(chunk: mover._Chunk) -> int:
+        assert go_on.wait(60)
+        return checksum(chunk)
+
+    monkeypatch.setattr(mover._Chunk, "checksum", slow)
+    ticket = tide.start_offload(range(8))
+    assert not ticket.done()
+    assert 0 == tide.stats.offloads
+    go_on.set()
+    snapshot = ticket.wait()
+    poison(tide.pool, range(20))
+    poisoned = image_of(tide.pool)
+    tide.restore(snapshot, range(12, 20))
+    tide.discard(snapshot)
+    expected = with_rows(poisoned, range(12, 20), before, range(8))
+    assert same_image(expected, image_of(tide.pool))
 
 
 def test_k35_chunks_that_do_not_divide_evenly_overwrite_no_live_one(device: CPUDevice) -> None:
