@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import final
 
 import torch
@@ -16,6 +14,9 @@ from kvtide.errors import SnapshotDamaged
 from kvtide.layout import Ids
 from kvtide.pool import Pool
 from kvtide.transfer.plan import Moves, Section, plan_moves, sections_of
+
+# So many views of buffers are kept from move to move; each is some hundred bytes.
+_MOST_UNITS = 4096
 
 _Phases = Iterator[Sequence[Step[int]]]
 
@@ -33,6 +34,7 @@ class Mover:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._known: dict[int, list[Section]] = {}
+        self._units: dict[tuple[int, int, int], _Units] = {}
 
     def chunk_count(self, rows: Sequence[Ids], chunk_bytes: int) -> int:
         """The chunks, which is as many blocks, that these rows of each group make."""
@@ -121,30 +123,50 @@ class Mover:
             stop = len(chunks) + len(part[0].units)
             for run in _runs_of(blocks[len(chunks) : stop]):
                 first = len(chunks) - stop + len(part[0].units)
-                copies = [self._copies(section, moves, run, first) for moves in part]
+                copies = self._copies(section, part, run, first)
                 chunks += [
                     _Chunk(number, run.block(number, size_bytes), copies)
                     for number in range(run.count)
                 ]
         return chunks
 
-    def _copies(self, section: Section, moves: Moves, run: _Run, first: int) -> _Copies:
-        """The copies of the chunks in `run`, the first of which is number `first` of `moves`."""
-        device, row_bytes = self._pool.device, section.rows[moves.buffer].row_bytes
-        unit_bytes = moves.unit_rows * row_bytes
-        buffer = self._pool.buffers[section.buffers[moves.buffer]]
-        sizes = [unit_bytes, moves.block_offset, run.first, run.step]
-        if buffer.dim() == 1:
-            buffer = buffer[moves.skip_rows * row_bytes :]
-            buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes].view(-1, unit_bytes)
-        dtype = _widest(device.elements, [*sizes, buffer.stride(0)], buffer, run.slab)
-        shape = (moves.units.shape[1], unit_bytes // dtype.itemsize)
-        return _Copies(
-            buffer.view(dtype),
-            device.upload(torch.from_numpy(moves.units)[first : first + run.count]),
-            run.parts(moves.block_offset, dtype, shape),
-            moves.block_offset,
+    def _copies(
+        self, section: Section, part: Sequence[Moves], run: _Run, first: int
+    ) -> list[_Copies]:
+        """The copies of the chunks in `run`, the first of which is number `first` of `part`."""
+        device = self._pool.device
+        indices: dict[int, Sequence[torch.Tensor]] = {}
+        copies: list[_Copies] = []
+        for moves in part:
+            if id(moves.units) not in indices:
+                units = torch.from_numpy(moves.units)[first : first + run.count]
+                indices[id(moves.units)] = device.upload(units).unbind()
+            source = self._units_of(section, moves)
+            dtype = _widest(device.elements, source.bits | run.bits | moves.block_offset)
+            shape = (moves.units.shape[1], source.unit_bytes // dtype.itemsize)
+            copies.append(
+                _Copies(
+                    source.as_type(dtype),
+                    indices[id(moves.units)],
+                    run.parts(moves.block_offset, dtype, shape),
+                    moves.block_offset,
+                )
+            )
+        return copies
+
+    def _units_of(self, section: Section, moves: Moves) -> _Units:
+        """A buffer as units of that size; known from the last time, mostly."""
+        row_bytes = section.rows[moves.buffer].row_bytes
+        form = (
+            section.buffers[moves.buffer],
+            moves.skip_rows * row_bytes,
+            moves.unit_rows * row_bytes,
         )
+        if form not in self._units:
+            if len(self._units) >= _MOST_UNITS:
+                self._units.clear()
+            self._units[form] = _Units(self._pool.buffers[form[0]], *form[1:])
+        return self._units[form]
 
 
 @final
@@ -154,10 +176,10 @@ class _Copies:
 
     units: torch.Tensor
     """The buffer, as units [unit, element]."""
-    index: torch.Tensor
-    """The units that move, int64 [chunk, unit]."""
-    parts: torch.Tensor
-    """Their place in the blocks [chunk, unit, element]."""
+    index: Sequence[torch.Tensor]
+    """Of each chunk the units that move, int64 [unit]."""
+    parts: Sequence[torch.Tensor]
+    """Of each chunk their place in its block, [unit, element]."""
     block_offset: int
     """In bytes, where that place begins in each block."""
 
@@ -166,6 +188,25 @@ class _Copies:
         place, size_bytes = self.parts[0], self.parts[0].nbytes
         part = staging[self.block_offset : self.block_offset + size_bytes]
         return part.view(place.dtype).view(place.shape)
+
+
+@final
+class _Units:
+    """A buffer less its first bytes, read as units: rows that adjoin, taken together."""
+
+    def __init__(self, buffer: torch.Tensor, skip_bytes: int, unit_bytes: int) -> None:
+        self.unit_bytes = unit_bytes
+        if buffer.dim() == 1:
+            buffer = buffer[skip_bytes:]
+            buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes].view(-1, unit_bytes)
+        self._typed = {torch.uint8: buffer}
+        self.bits = unit_bytes | buffer.stride(0) | _bits_of(buffer)
+
+    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
+        """The units as [unit, element]."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._typed[torch.uint8].view(dtype)
+        return self._typed[dtype]
 
 
 @final
@@ -215,6 +256,8 @@ class _Run:
         self.first = block.offset
         self.step = 0
         self.count = 1
+        self.bits = _bits_of(block.slab) | block.offset
+        """See _bits_of."""
 
     def join(self, block: Block) -> bool:
         """Takes the block into the run, if it is the next one."""
@@ -224,6 +267,7 @@ class _Run:
         if block.offset != self.first + self.count * step:
             return False
         self.step = step
+        self.bits |= step
         self.count += 1
         return True
 
@@ -232,13 +276,16 @@ class _Run:
         start = self.first + number * self.step
         return self.slab[start : start + size_bytes]
 
-    def parts(self, block_offset: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
-        """What lies at `block_offset` bytes of each block, as `dtype` [block, *shape]."""
+    def parts(
+        self, block_offset: int, dtype: torch.dtype, shape: tuple[int, int]
+    ) -> Sequence[torch.Tensor]:
+        """What lies at `block_offset` bytes of each block, as `dtype` [*shape]."""
         size = dtype.itemsize
         strides = (self.step // size, shape[1], 1)
         start = (self.first + block_offset) // size
         wide = self.slab.view(dtype)
-        return wide.as_strided((self.count, *shape), strides, wide.storage_offset() + start)
+        parts = wide.as_strided((self.count, *shape), strides, wide.storage_offset() + start)
+        return parts.unbind()
 
 
 def _runs_of(blocks: Sequence[Block]) -> list[_Run]:
@@ -249,15 +296,14 @@ def _runs_of(blocks: Sequence[Block]) -> list[_Run]:
     return runs
 
 
-def _widest(
-    dtypes: Sequence[torch.dtype], numbers: Sequence[int], *tensors: torch.Tensor
-) -> torch.dtype:
-    """The first of `dtypes` that fits these sizes and places in bytes."""
-    places = [*numbers]
-    for tensor in tensors:
-        places += [tensor.data_ptr(), int(tensor.storage_offset()), tensor.numel()]
-    together = reduce(or_, places)
-    return next(dtype for dtype in dtypes if together % dtype.itemsize == 0)
+def _bits_of(tensor: torch.Tensor) -> int:
+    """Its place and size in bytes, or-ed: what divides them all divides this, if a power of two."""
+    return tensor.data_ptr() | int(tensor.storage_offset()) | tensor.numel()
+
+
+def _widest(dtypes: Sequence[torch.dtype], bits: int) -> torch.dtype:
+    """The first of `dtypes` that fits sizes and places of these bits."""
+    return next(dtype for dtype in dtypes if bits % dtype.itemsize == 0)
 
 
 def _checking(number: int, chunk: _Chunk, sealed: int) -> Callable[[], int]:

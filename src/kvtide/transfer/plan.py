@@ -66,7 +66,7 @@ class Moves:
 
     The buffer, less its first `skip_rows` rows, is read as units of `unit_rows` rows. Chunk i
     consists of the units `units[i]` (int64 [chunk, unit]); in its block they lie without gaps
-    from byte `block_offset` on.
+    from byte `block_offset` on. Buffers whose rows lie alike have one array of units.
     """
 
     buffer: int
@@ -183,21 +183,30 @@ def _plan_part(buffers: Sequence[BufferRows], chunks: Slots, longest_bytes: int)
     """The moves of chunks of equal length, rows int64 [chunk, row]."""
     group, skip = _grouping(chunks)
     moves: list[Moves] = []
+    known: dict[tuple[int, bool, bytes], tuple[int, list[Slots]]] = {}
     block_offset = 0
     for number, buffer in enumerate(buffers):
-        # A unit must not straddle two layers, so each layer has to begin at one.
-        unit_rows = 1 if buffer.is_padded else min(group, _alignment(buffer.layer_rows))
-        skip_rows = skip % unit_rows
-        firsts = (chunks[:, ::unit_rows] - skip_rows) // unit_rows
-        bases = buffer.layer_rows // unit_rows
-        units = (bases[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
-        unit_bytes = unit_rows * buffer.row_bytes
-        step = max(1, longest_bytes // unit_bytes)
-        for first in range(0, units.shape[1], step):
-            part = units[:, first : first + step]
-            moves.append(Moves(number, skip_rows, unit_rows, part, block_offset))
-            block_offset += part.shape[1] * unit_bytes
+        form = (buffer.row_bytes, buffer.is_padded, buffer.layer_rows.tobytes())
+        if form not in known:
+            known[form] = _units_of(buffer, chunks, group, skip, longest_bytes)
+        unit_rows, parts = known[form]
+        for units in parts:
+            moves.append(Moves(number, skip % unit_rows, unit_rows, units, block_offset))
+            block_offset += units.shape[1] * unit_rows * buffer.row_bytes
     return moves
+
+
+def _units_of(
+    buffer: BufferRows, chunks: Slots, group: int, skip: int, longest_bytes: int
+) -> tuple[int, list[Slots]]:
+    """How many rows of that buffer are a unit; and the units [chunk, unit] of each move."""
+    # A unit must not straddle two layers, so each layer has to begin at one.
+    unit_rows = 1 if buffer.is_padded else min(group, _alignment(buffer.layer_rows))
+    firsts = (chunks[:, ::unit_rows] - skip % unit_rows) // unit_rows
+    bases = buffer.layer_rows // unit_rows
+    units = (bases[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
+    step = max(1, longest_bytes // (unit_rows * buffer.row_bytes))
+    return unit_rows, [units[:, at : at + step] for at in range(0, units.shape[1], step)]
 
 
 def _grouping(chunks: Slots) -> tuple[int, int]:
