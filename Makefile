@@ -4,25 +4,32 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check
+# Python compiles what is imported; all of torch takes a minute.
+INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
 OUT := out
 # A process to a core, four at most. More threads in each would wait for those of the others.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive '$(CURDIR)/$(PY)' -m pytest -n auto --maxprocesses 4
+ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+PYTEST := $(ONE_THREAD) '$(CURDIR)/$(PY)' -m pytest -n auto --maxprocesses 4
 
 # SmolLM2 keeps 22.5 KiB of KV a token, so this is room for about a quarter of the demo's tokens.
 KV_MEMORY ?= 45MiB
 
+# SGLang wants other versions of what kvtide's own engine uses.
+SGLANG := .venv-sglang
+
 SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup demo test test-sglang lint types bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo    answer examples/prompts.jsonl with a real model in a quarter of the KV memory,'
-	@echo '             then check every answer against a run with room for all'
-	@echo 'make test    lint, types and all tests; builds the simulated accelerator for them'
-	@echo 'make bench   bandwidth of gather and scatter, as ratios to memcpy'
-	@echo 'make clean   remove the virtual environment and everything else that make and tests made'
+	@echo 'make demo         answer examples/prompts.jsonl with a real model in a quarter of the KV'
+	@echo '                  memory, then check every answer against a run with room for all'
+	@echo 'make test         lint, types and all tests; builds the simulated accelerator for them, and'
+	@echo '                  an environment with SGLang'
+	@echo 'make test-sglang  the tests under SGLang alone'
+	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
+	@echo 'make clean        remove the environments and everything else that make and tests made'
 	@echo
 	@echo 'PYTHON=python3.12 make ... picks another Python; KV_MEMORY=64MiB make demo another pool.'
 
@@ -42,9 +49,9 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo 'installing torch (the largest part; minutes on a slow line)'
-	@$(PIP) install --quiet -c constraints.txt torch
+	@$(PY) $(INSTALL) -c constraints.txt torch
 	@echo 'installing kvtide, its engine and the tools for its tests'
-	@$(PIP) install --quiet -c constraints.txt -e '.[serve,dev]'
+	@$(PY) $(INSTALL) -c constraints.txt -e '.[serve,dev]'
 	@touch $@
 
 # Built against the torch of the environment, which a build of its own would download again.
@@ -53,7 +60,14 @@ $(VENV)/.simnpu: $(VENV)/.installed $(SIMNPU)
 	  echo 'error: there is no C++ compiler, which simnpu, the simulated accelerator, needs.' >&2; \
 	  echo '       On Debian or Ubuntu: apt install g++' >&2; exit 1; }
 	@echo 'building simnpu, the simulated accelerator of the tests (a minute)'
-	@$(PIP) install --quiet --no-build-isolation --no-deps -e ./simnpu
+	@$(PY) $(INSTALL) --no-build-isolation --no-deps -e ./simnpu
+	@touch $@
+
+$(SGLANG)/.installed: $(VENV)/.simnpu engines/sglang/requirements.txt
+	@echo 'installing SGLang into $(SGLANG), an environment of its own (minutes)'
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python $(INSTALL) --no-deps -r engines/sglang/requirements.txt
+	@$(SGLANG)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: setup
@@ -64,6 +78,11 @@ demo: setup
 test: lint types
 	cd simnpu && $(PYTEST)
 	$(PYTEST)
+	$(MAKE) test-sglang
+
+test-sglang: $(SGLANG)/.installed
+	cd engines/sglang && $(ONE_THREAD) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins:../../simnpu/src \
+	  '$(CURDIR)/$(SGLANG)/bin/python' -m pytest
 
 lint: setup
 	$(PY) -m ruff check
@@ -78,5 +97,5 @@ bench: setup
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so
-	rm -rf $(VENV) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find src tests simnpu -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(SGLANG) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests engines simnpu -name __pycache__ -type d -prune -exec rm -rf {} +

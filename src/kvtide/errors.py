@@ -41,3 +41,9 @@ class SnapshotMiss(KvtideError):
 
 class SnapshotDamaged(KvtideError):
     """A chunk's checksum differs from its seal; the target is unchanged."""
+
+
+def first_line(error: BaseException) -> str:
+    """The error's class, and the first line of what it says."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

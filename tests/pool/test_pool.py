@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvtide.arena import HostArena
+from kvtide.device import CPUDevice
 from kvtide.errors import LayoutError, SlotError
 from kvtide.layout import Layout, Mapped, OfRequest, Plane
 from kvtide.pool import Pool
+from kvtide.tide import Tide
 from support.lazy_device import LazyDevice
 from support.pools import POOL_KINDS, fill, image_of, make_pool, rows_of, small_geometry
 
@@ -179,6 +182,30 @@ def test_tensors_that_share_memory_are_refused() -> None:
     planes["v"] = [planes["v"][0]] * len(planes["v"])
     with pytest.raises(LayoutError, match="share memory"):
         Pool.adopt(small_geometry(), LazyDevice(), planes)
+
+
+def test_an_engine_may_promise_that_each_byte_has_one_owner_at_a_time(device: CPUDevice) -> None:
+    """Rows of 12 bytes by one map, and of 8 by another, in one buffer, where they don't meet."""
+    layout = Layout(
+        "shared",
+        Plane("wide", "layer page token 12", rows=(Mapped("wide"),)),
+        Plane("narrow", "layer page token 8", rows=(Mapped("narrow"),)),
+    )
+    buffer = torch.randint(0, 256, (96,), dtype=torch.uint8)
+    planes = {"wide": [buffer.view(8, 12)], "narrow": [buffer.view(12, 8)]}
+    maps = {"wide": np.array([0, 1, 2, 3]), "narrow": np.array([11, 10, 9, 8])}
+    geometry = layout.bind(dtype="uint8", token=1, layer=1)
+    pool = Pool.adopt(geometry, device, planes, maps=maps, slot_count=4, shares_memory=True)
+    tide = Tide(pool, HostArena(device, limit_bytes=4096, block_bytes=256))
+    before = buffer.clone()
+    snapshot = tide.offload([0, 1])
+    buffer.random_()
+    poisoned = buffer.clone()
+    tide.restore(snapshot, [3, 2])
+    poisoned[36:48], poisoned[24:36] = before[0:12], before[12:24]
+    poisoned[64:72], poisoned[72:80] = before[88:96], before[80:88]
+    assert poisoned.equal(buffer)
+    tide.discard(snapshot)
 
 
 def test_tensors_without_slots_are_refused() -> None:

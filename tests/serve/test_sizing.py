@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvtide.device import open_device
@@ -30,24 +28,12 @@ def test_room_for_all_is_the_sum_of_their_pages() -> None:
     assert 1 == sizing.count_pages(GEOMETRY, None, ())
 
 
-def test_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool counts as taken, though nobody has written to it yet."""
+def test_what_would_not_fit_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool and its host memory together, to the byte."""
     monkeypatch.setattr(sizing, "free_memory_bytes", lambda: 1000)
-    assert 100 == sizing.default_host_bytes(600)
-    assert 0 == sizing.default_host_bytes(1001)
     sizing.check_memory(600, 400)
     with pytest.raises(UsageError, match="only 1000 are free"):
         sizing.check_memory(600, 401)
-
-
-def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The system would kill the process for what lies beyond it."""
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("2000\n")
-    monkeypatch.setattr(sizing, "_CONTROL_GROUP", tmp_path)
-    assert 3000 == sizing.free_memory_bytes()
-    (tmp_path / "memory.max").write_text("max\n")
-    assert sizing.free_memory_bytes() > 3000
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory")])

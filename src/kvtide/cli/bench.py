@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtide.cli.display import counted, printable
-from kvtide.cli.sizes import format_size, parse_size
 from kvtide.errors import UsageError
+from kvtide.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtide.cli.sizes import format_size
+from kvtide.sizes import format_size
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats

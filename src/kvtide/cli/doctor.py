@@ -6,23 +6,32 @@ Each line is printed as it becomes known, so that the last one tells where a dri
 from __future__ import annotations
 
 import json
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, final
+from typing import TYPE_CHECKING, Annotated, NoReturn, final
 
 import typer
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from kvtide.cli.bench import check_size
-from kvtide.cli.display import counted, print_table, printable
+from kvtide.cli.display import counted, print_table
+from kvtide.cli.findings import (
+    count_failed,
+    finding_to_json,
+    print_finding,
+    print_heading,
+    print_value,
+    print_verdict,
+)
 from kvtide.cli.serving import check_schedule
 from kvtide.cli.simulated import simulate
-from kvtide.cli.sizes import format_size
+from kvtide.errors import UsageError
+from kvtide.sizes import format_size
 
 if TYPE_CHECKING:
     from kvtide.cli.checkup.finding import Finding
@@ -37,7 +46,6 @@ _SIZE_BYTES = 64 << 20
 _SIMULATED_ROUNDS = 1
 _SIMULATED_SIZE_BYTES = 4 << 20
 _SIMULATED_DEVICE = "npu"
-_NAME_WIDTH = 68
 
 
 @final
@@ -61,7 +69,7 @@ class Report:
     @property
     def failed_count(self) -> int:
         """How many checks failed."""
-        return sum(not finding.ok for finding in self.findings)
+        return count_failed(self.findings)
 
 
 def doctor(
@@ -84,15 +92,37 @@ def doctor(
             help="How much is moved to measure speed.", show_default="64MiB; simulated 4MiB"
         ),
     ] = None,
+    sglang: Annotated[
+        bool,
+        typer.Option(
+            "--sglang", help="Instead: is kvtide active in this SGLang, and exact for its pools?"
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Try what kvtide needs of a device: exact copies of every layout, and their speed."""
+    console = Console(quiet=as_json, file=sys.stdout)
+    if sglang:
+        given = {"--device": device, "--simulate": simulate, "--schedule": schedule, "--size": size}
+        _examine_sglang([name for name, value in given.items() if value], console, as_json)
     schedule = check_schedule(schedule, simulate=simulate)
     size_bytes = None if size is None else check_size(size)
-    console = Console(quiet=as_json)
     report = examine(device, schedule, size_bytes, console)
     if as_json:
         typer.echo(json.dumps(to_json(report)))
+    raise typer.Exit(1 if report.failed_count else 0)
+
+
+def _examine_sglang(others: Sequence[str], console: Console, as_json: bool) -> NoReturn:
+    from kvtide.cli import doctor_sglang
+
+    if others:
+        raise UsageError(
+            f"--sglang looks at SGLang, not at a device; leave out {' and '.join(others)}"
+        )
+    report = doctor_sglang.examine_sglang(console)
+    if as_json:
+        typer.echo(json.dumps(doctor_sglang.to_json(report)))
     raise typer.Exit(1 if report.failed_count else 0)
 
 
@@ -113,15 +143,15 @@ def examine(
     with _closing(opened), _said_already():
         report = Report(opened, look_around(opened), schedule)
         _print_here(console, report)
-        _print_heading(console, "What kvtide needs of it")
+        print_heading(console, "What kvtide needs of it")
         for need in check_needs(opened, report.here):
             report.needs.append(need)
-            _print_finding(console, need)
+            print_finding(console, need)
         if opened.device is None:
-            _print_heading(console, "Neither copies nor speed were tried: no device to move on")
+            print_heading(console, "Neither copies nor speed were tried: no device to move on")
         else:
             _try_moves(console, report, size_bytes)
-    _print_verdict(console, report)
+    print_verdict(console, f"device {opened.name}", report.findings)
     return report
 
 
@@ -130,10 +160,10 @@ def _try_moves(console: Console, report: Report, size_bytes: int | None) -> None
     from kvtide.cli.checkup.roundtrips import make_round_trips
     from kvtide.cli.checkup.speed import choose_size, measure_speed
 
-    _print_heading(console, "Round trips: created and adopted pools, slots of every kind")
+    print_heading(console, "Round trips: created and adopted pools, slots of every kind")
     for trip in make_round_trips(report.opened):
         report.round_trips.append(trip)
-        _print_finding(console, trip.finding, name=describe(trip.geometry), good="exact")
+        print_finding(console, trip.finding, name=describe(trip.geometry), good="exact")
     simulated = report.schedule is not None
     rounds = _SIMULATED_ROUNDS if simulated else _ROUNDS
     if size_bytes is None:
@@ -141,7 +171,7 @@ def _try_moves(console: Console, report: Report, size_bytes: int | None) -> None
         size_bytes = choose_size(wanted_bytes, report.here)
     note = " (of a simulated device: these figures mean nothing)" if simulated else ""
     what = f"{format_size(size_bytes)} each, median of {counted(rounds, 'round')}"
-    _print_heading(console, f"Speed, {what}{note}")
+    print_heading(console, f"Speed, {what}{note}")
     report.speed = measure_speed(report.opened, report.here, size_bytes, rounds=rounds)
     _print_speed(console, report.speed)
 
@@ -176,7 +206,7 @@ def to_json(report: Report) -> dict[str, object]:
         "free_bytes": here.free_bytes,
         "total_bytes": here.total_bytes,
         "host_memory": {"pinned": here.pinned, "reason": here.host_reason},
-        "needs": [_finding_to_json(need) for need in report.needs],
+        "needs": [finding_to_json(need) for need in report.needs],
         "round_trips": [
             _geometry_to_json(trip.geometry)
             | {"exact": trip.finding.ok, "reason": trip.finding.reason}
@@ -186,15 +216,6 @@ def to_json(report: Report) -> dict[str, object]:
         "checks": len(report.findings),
         "failed": report.failed_count,
         "ok": not report.failed_count,
-    }
-
-
-def _finding_to_json(finding: Finding) -> dict[str, object]:
-    return {
-        "name": finding.name,
-        "ok": finding.ok,
-        "reason": finding.reason,
-        "consequence": finding.consequence or None,
     }
 
 
@@ -225,7 +246,7 @@ def _speed_to_json(speed: Speed) -> dict[str, object]:
             case: {move: round(value, 3) for move, value in ratios.items()}
             for case, ratios in speed.ratios.items()
         },
-        "errors": [_finding_to_json(finding) for finding in speed.findings if not finding.ok],
+        "errors": [finding_to_json(finding) for finding in speed.findings if not finding.ok],
     }
 
 
@@ -257,40 +278,12 @@ def _print_here(console: Console, report: Report) -> None:
     print_table(console, rows)
 
 
-def _print_heading(console: Console, text: str) -> None:
-    console.print(Text(f"\n{text}", "bold"), soft_wrap=not console.is_terminal)
-
-
-def _print_finding(
-    console: Console, finding: Finding, *, name: str | None = None, good: str = "ok"
-) -> None:
-    """A line; on a terminal what is wrong stands below it, as it may be long."""
-    name = printable(name or finding.name, console.encoding)
-    if finding.ok:
-        _print_value(console, name, Text(good, "green"))
-        return
-    follows = f"; so {finding.consequence}" if finding.consequence else ""
-    wrong = Text(printable(f"{finding.reason}{follows}", console.encoding))
-    if console.is_terminal:
-        _print_value(console, name, Text("FAILED", "bold red"))
-        console.print(Padding(wrong, (0, 0, 0, 4)))
-    else:
-        _print_value(console, name, Text.assemble("FAILED: ", wrong))
-
-
-def _print_value(console: Console, name: str, value: Text) -> None:
-    if console.is_terminal:
-        console.print(Text.assemble(f"{name:<{_NAME_WIDTH}}  ", value))
-    else:
-        console.print(Text.assemble(f"{name}: ", value), soft_wrap=True)
-
-
 def _print_speed(console: Console, speed: Speed) -> None:
     for name, value in speed.gb_s.items():
-        _print_value(console, name, Text(f"{value:.1f} GB/s"))
+        print_value(console, name, Text(f"{value:.1f} GB/s"))
     for finding in speed.findings:
         if not finding.ok:
-            _print_finding(console, finding)
+            print_finding(console, finding)
     if any(speed.ratios.values()):
         _print_ratios(console, speed)
 
@@ -307,14 +300,6 @@ def _print_ratios(console: Console, speed: Speed) -> None:
         cells = [f"{ratios[move]:.2f}" if move in ratios else "" for move in MOVES]
         table.add_row(case, *cells, f"of {speed.yardstick}")
     console.print(table)
-
-
-def _print_verdict(console: Console, report: Report) -> None:
-    failed, checks = report.failed_count, counted(len(report.findings), "check")
-    verdict = f"{failed:,} of {checks} failed" if failed else "ok"
-    line = printable(f"device {report.opened.name}: {verdict}", console.encoding)
-    style = "bold red" if failed else "bold green"
-    console.print(Text(f"\n{line}", style), soft_wrap=not console.is_terminal)
 
 
 @contextmanager

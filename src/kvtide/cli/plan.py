@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtide.cli.display import counted, make_display, print_table
-from kvtide.cli.sizes import format_size
 from kvtide.errors import UsageError
+from kvtide.sizes import format_size
 
 if TYPE_CHECKING:
     from kvtide.layout import PlaneGeometry

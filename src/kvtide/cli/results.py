@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtide.cli.display import counted
-from kvtide.cli.sizes import format_size
 from kvtide.errors import KvtideError, UsageError
+from kvtide.sizes import format_size
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats

@@ -31,9 +31,9 @@ from kvtide.cli.results import (
     write_report,
 )
 from kvtide.cli.serving import LibraryServing, Serving, check_schedule
-from kvtide.cli.sizes import parse_size
 from kvtide.cli.verify import Verdict, compare_runs
 from kvtide.errors import UsageError
+from kvtide.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineStats

@@ -162,6 +162,7 @@ class Pool:
         *,
         maps: Mapping[str, Any] | None = None,
         slot_count: int | None = None,
+        shares_memory: bool = False,
     ) -> Pool:
         """A pool over an engine's tensors, which stay the engine's: nothing is copied.
 
@@ -169,9 +170,10 @@ class Pool:
         [row, *row], or [page, token, *row] where a token is a row; gaps between rows are left
         alone. `maps` are the engine's own, read at each call: one id a slot, or a function from
         ids to ids (int64). `slot_count` is needed where no
-        plane has a row for each slot. Raises LayoutError, naming the tensor, for missing or
-        extra planes, a wrong layer count, shape, dtype or device, gaps within a row, no rows,
-        or two tensors that share memory.
+        plane has a row for each slot. `shares_memory` is an engine's promise that of planes which
+        lie in the same bytes it gives each byte to one at a time. Raises LayoutError, naming the
+        tensor, for missing or extra planes, a wrong layer count, shape, dtype or device, gaps
+        within a row, no rows, or two tensors that share memory without that promise.
         """
         expected = {plane.name: plane for plane in geometry.planes}
         name = geometry.layout.name
@@ -182,7 +184,8 @@ class Pool:
         layers = _Layers(geometry, device)
         for plane, group in zip(geometry.planes, _group_numbers(geometry), strict=True):
             layers.add(plane, group, planes[plane.name])
-        refuse_shared_memory(layers.buffers, name)
+        if not shares_memory:
+            refuse_shared_memory(layers.buffers, name)
         slots = layers.slot_count(slot_count)
         found = layers.typed, layers.buffers, layers.rows
         return cls(geometry, device, slots, *found, maps or {})

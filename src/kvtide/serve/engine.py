@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from kvtide.arena import HostArena
+from kvtide.arena.budget import block_bytes_for, default_host_bytes
 from kvtide.device import Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
@@ -25,14 +26,7 @@ from kvtide.serve.request import Request
 from kvtide.serve.sampling import Sampler
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.serve.selfcheck import find_rows
-from kvtide.serve.sizing import (
-    block_bytes_for,
-    check_memory,
-    count_pages,
-    create_pool,
-    default_host_bytes,
-    move_model,
-)
+from kvtide.serve.sizing import check_memory, count_pages, create_pool, move_model
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide

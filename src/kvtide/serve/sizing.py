@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
+from kvtide.arena.budget import free_memory_bytes
 from kvtide.device import Device
 from kvtide.errors import UsageError
 from kvtide.layout import Geometry
 from kvtide.pool import Pool
 from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.request import Request
-from kvtide.transfer import chunk_tokens_for
-
-_LEAST_CHUNK_BYTES = 1 << 16
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def count_pages(
@@ -59,16 +53,6 @@ def move_model(model: PreTrainedModel, device: Device) -> None:
         ) from error
 
 
-def block_bytes_for(geometry: Geometry, device: Device, limit_bytes: int) -> int:
-    """The size of the arena's blocks, which is also that of a chunk.
-
-    What the device moves best at once, but no more than a 16th of a small arena: a request takes
-    whole blocks of it.
-    """
-    chunk_bytes = min(device.chunk_bytes, max(_LEAST_CHUNK_BYTES, limit_bytes // 16))
-    return chunk_tokens_for(geometry, chunk_bytes) * geometry.token_bytes
-
-
 def check_memory(pool_bytes: int, host_bytes: int | None) -> None:
     """Refuses at the start what the system would kill the process for later."""
     free_bytes = free_memory_bytes()
@@ -78,30 +62,3 @@ def check_memory(pool_bytes: int, host_bytes: int | None) -> None:
             f"but only {free_bytes} are free; set --kv-memory or --host-memory lower, "
             "or ask for fewer new tokens"
         )
-
-
-def default_host_bytes(pool_bytes: int) -> int:
-    """The arena's limit where none was asked for: a quarter of what the pool leaves free.
-
-    The pool counts in full, though the system gives its memory only as it is written.
-    """
-    return max(0, free_memory_bytes() - pool_bytes) // 4
-
-
-def free_memory_bytes() -> int:
-    """What the system, and the container, can give without swapping: caches count as free."""
-    return min([_free_system_bytes(), *_free_container_bytes()])
-
-
-def _free_container_bytes() -> Iterator[int]:
-    """What control group v2 leaves, if there is one with a limit."""
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((_CONTROL_GROUP / "memory.max").read_text())
-        yield max(0, limit - int((_CONTROL_GROUP / "memory.current").read_text()))
-
-
-def _free_system_bytes() -> int:
-    with contextlib.suppress(OSError, StopIteration), Path("/proc/meminfo").open() as lines:
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
+from kvtide.errors import first_line
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,3 @@ def attempt(
         with suppress(Exception):
             settle()
     return Finding(name, reason, consequence if reason is not None else "")
-
-
-def first_line(error: BaseException) -> str:
-    """The error's class, and the first line of what it says."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

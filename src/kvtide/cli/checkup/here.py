@@ -10,9 +10,9 @@ import torch
 
 from kvtide import __version__
 from kvtide.cli.bench import machine_name
-from kvtide.cli.checkup.finding import Finding, first_line
+from kvtide.cli.checkup.finding import Finding
 from kvtide.device import Device, open_device
-from kvtide.errors import UsageError
+from kvtide.errors import UsageError, first_line
 
 # Enough that a low limit of locked memory shows, which is often 64 KiB and lately 8 MiB.
 _HOST_SAMPLE_BYTES = 16 << 20

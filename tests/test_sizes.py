@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.cli.sizes import format_size, parse_size
 from kvtide.errors import UsageError
+from kvtide.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

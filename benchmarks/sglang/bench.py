@@ -1,0 +1,186 @@
+"""How fast does a request leave SGLang's pools and come back: by SGLang's own methods, by kvtide?
+
+Both take turns within each round, on the same pool, slots and tokens. Given are medians over the
+rounds, wall time and CPU time, of saving and of loading. kvtide seals what it saves and checks it
+before it writes; SGLang does neither. SGLang's environment runs this (`make test-sglang` makes it):
+
+    cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins \\
+      ../../.venv-sglang/bin/python ../../benchmarks/sglang/bench.py [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.runtime_context import get_parallel
+
+from kvtide.arena import HostArena
+from kvtide.arena.budget import block_bytes_for
+from kvtide.device import open_device
+from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.tide import Tide
+
+ON_CPU: Mapping[str, Any] = {"device": "cpu", "enable_memory_saver": False}
+SLOTS = 8192
+LIMIT_BYTES = 1 << 30
+
+
+@dataclass
+class Subjects:
+    """A pool with what a request owns in it."""
+
+    pool: Any
+    page_size: int
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+
+def mha() -> Subjects:
+    """16 layers of 8 heads of 128, bfloat16: 64 KiB a token."""
+    pool = memory_pool.MHATokenToKVPool(
+        size=SLOTS, page_size=16, dtype=torch.bfloat16, head_num=8, head_dim=128, layer_num=16,
+        **ON_CPU,
+    )  # fmt: skip
+    return Subjects(pool, 16)
+
+
+def mha_of_slots() -> Subjects:
+    """The same in pages of one slot, handed out in no order."""
+    pool = memory_pool.MHATokenToKVPool(
+        size=SLOTS, page_size=1, dtype=torch.bfloat16, head_num=8, head_dim=128, layer_num=16,
+        **ON_CPU,
+    )  # fmt: skip
+    return Subjects(pool, 1)
+
+
+def mla() -> Subjects:
+    """27 layers of 512 + 64, bfloat16, as DeepSeek-V2-Lite: 30 KiB a token."""
+    pool = memory_pool.MLATokenToKVPool(
+        size=SLOTS, page_size=64, dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64,
+        layer_num=27, **ON_CPU,
+    )  # fmt: skip
+    return Subjects(pool, 64)
+
+
+def hybrid() -> Subjects:
+    """4 layers of attention beside 12 of recurrent state: 16 KiB a token, 13 MiB a request."""
+    layers = list(range(12))
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=2048, n_groups=1, num_heads=32, head_dim=64,
+        state_size=128, conv_kernel=4,
+    )  # fmt: skip
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    mamba = memory_pool.MambaPool(
+        size=4, spec_state_size=4, mamba_layer_ids=layers, device="cpu",
+        cache_params=Mamba2CacheParams(shape=shape, layers=layers, dtype=dtype),
+    )  # fmt: skip
+    pool = memory_pool.HybridLinearKVPool(
+        size=SLOTS, dtype=torch.bfloat16, page_size=16, head_num=8, head_dim=128,
+        full_attention_layer_ids=[12, 13, 14, 15], device="cpu", mamba_pool=mamba,
+    )  # fmt: skip
+    return Subjects(pool, 16, {"mamba": 1})
+
+
+SUBJECTS: Mapping[str, Callable[[], Subjects]] = {
+    "mha": mha,
+    "mha, scattered slots": mha_of_slots,
+    "mla": mla,
+    "hybrid": hybrid,
+}
+
+
+def main() -> None:
+    """Reads the options, measures, prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 4000])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
+    cases = [
+        measure(name, tokens, options.rounds) for name in SUBJECTS for tokens in options.tokens
+    ]
+    if options.json:
+        machine = {
+            "processor": platform.processor() or platform.machine(),
+            "threads": options.threads,
+            "torch": torch.__version__,
+            "rounds": options.rounds,
+        }
+        print(json.dumps({"machine": machine, "cases": cases}, indent=2))
+        return
+    print(f"{'pool':22} {'tokens':>6} {'MiB':>6}   save ms sglang/kvtide   load ms sglang/kvtide")
+    for case in cases:
+        own, ours = case["sglang"], case["kvtide"]
+        print(
+            f"{case['pool']:22} {case['tokens']:6} {case['mib']:6.1f}"
+            f"   {own['save_ms']:8.2f} {ours['save_ms']:8.2f} {case['save_ratio']:5.2f}"
+            f"   {own['load_ms']:8.2f} {ours['load_ms']:8.2f} {case['load_ratio']:5.2f}"
+        )
+
+
+def measure(name: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """Medians of one pool and length; ratios above 1 say that kvtide is the faster one."""
+    subject = SUBJECTS[name]()
+    pool, page = subject.pool, subject.page_size
+    allocator = PagedTokenToKVPoolAllocator(SLOTS, page, torch.bfloat16, "cpu", pool, False)
+    pages = torch.randperm(SLOTS // page)[: 2 * -(-tokens // page)] + 1
+    slots = (pages[:, None] * page + torch.arange(page)).reshape(2, -1)[:, :tokens]
+    device = open_device("cpu")
+    adopted = describe(Subject(pool, allocator)).adopt(device)
+    blocks = block_bytes_for(adopted.geometry, device, LIMIT_BYTES)
+    tide = Tide(adopted, HostArena(device, limit_bytes=LIMIT_BYTES, block_bytes=blocks))
+    mamba = torch.tensor([subject.rows["mamba"]]) if subject.rows else None
+    times: dict[str, list[tuple[float, float]]] = {}
+
+    def timed(what: str, call: Callable[[], Any]) -> Any:
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = call()
+        spent = time.perf_counter() - wall, time.process_time() - cpu
+        times.setdefault(what, []).append(spent)
+        return result
+
+    for _ in range(rounds + 1):
+        copy = timed("sglang save", lambda: allocator.get_cpu_copy(slots[0], mamba_indices=mamba))
+        timed(
+            "sglang load", lambda c=copy: allocator.load_cpu_copy(c, slots[1], mamba_indices=mamba)
+        )
+        del copy
+        request = subject.rows or None
+        kept = timed("kvtide save", lambda r=request: tide.offload(slots[0], request=r))
+        timed("kvtide load", lambda k=kept, r=request: tide.restore(k, slots[1], request=r))
+        tide.discard(kept)
+    size = tide.stats.offloaded_bytes / tide.stats.offloads
+    tide.close()
+    device.close()
+    medians = {
+        what: [statistics.median(one[at] for one in spent[1:]) * 1e3 for at in range(2)]
+        for what, spent in times.items()
+    }
+    case: dict[str, Any] = {"pool": name, "tokens": tokens, "mib": round(size / 2**20, 2)}
+    for way in ("sglang", "kvtide"):
+        save, load = medians[f"{way} save"], medians[f"{way} load"]
+        case[way] = {
+            "save_ms": round(save[0], 3), "save_cpu_ms": round(save[1], 3),
+            "load_ms": round(load[0], 3), "load_cpu_ms": round(load[1], 3),
+        }  # fmt: skip
+    for move in ("save", "load"):
+        own, ours = medians[f"sglang {move}"][0], medians[f"kvtide {move}"][0]
+        case[f"{move}_ratio"] = round(own / ours, 2)
+    return case
+
+
+if __name__ == "__main__":
+    main()

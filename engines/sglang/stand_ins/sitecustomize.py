@@ -1,0 +1,10 @@
+"""Python imports this at its start, in the processes too that SGLang spawns."""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    import stand_ins
+
+    stand_ins.install()

@@ -1,0 +1,123 @@
+"""Makes the tables in docs/sglang.md from a run of all cases against the installed SGLang.
+
+    SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=engines/sglang/stand_ins \\
+        .venv-sglang/bin/python engines/sglang/table.py [--check]
+
+Rewrites what stands between the markers there; with --check compares instead, prints what differs,
+and exits with 1 if anything does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from kvtide.plugin.sglang.census import census
+from kvtide.plugin.sglang.checkup.installed import Trip, all_cases, make_trips, reachable
+from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip
+from kvtide.plugin.sglang.colocated_limits import reasons
+from kvtide.plugin.sglang.status import sglang_version
+
+DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
+BEGIN, END = "<!-- made by engines/sglang/table.py -->", "<!-- end of what it made -->"
+WORDS = ("exact", "wrong", "crash", "no copy")
+ON_A_CPU = "on a CPU alone"
+DISAGGREGATED = "disaggregated serving"
+"""No ordinary server has it."""
+Row = tuple[str, ...]
+
+
+def tables() -> Iterator[str]:
+    """The lines between the markers."""
+    all_cases()  # publishes what building a pool needs
+    from kvtide.plugin.sglang.checkup.cases import FAMILIES, REFUSED
+
+    trips = [(title, list(make_trips(family.CASES))) for title, family in FAMILIES]
+    yield from summary([trip for _, family in trips for trip in family])
+    for title, family in trips:
+        yield from ("", f"### {title}", "")
+        yield from table(("pool", "SGLang's own copy", "with kvtide", "why"), map(cells, family))
+    yield from ("", "### Left to SGLang", "")
+    refused = {one.name: one.reason for one in census() if one.verdict == "refused"}
+    rows = [("all", f"`{name}`", reason) for name, reason in refused.items()]
+    yield from table(("pool", "class", "why"), [*rows, *refused_pools(REFUSED, refused)])
+    for whose, names in zip(("Ordinary servers", "Their requests"), reasons(), strict=True):
+        yield from ("", f"### {whose} that aren't covered: those with", "")
+        yield from (f"- {name}" for name in names if name != DISAGGREGATED)
+
+
+def summary(trips: Sequence[Trip]) -> Iterator[str]:
+    """How many of each."""
+    own = Counter(trip.own_word for trip in trips)
+    through = Counter(trip.through.verdict for trip in trips if trip.through is not None)
+    here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
+    yield f"SGLang {sglang_version()}, {len(trips)} round trips of small pools on the CPU."
+    yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(own)}"
+    yield f"({here} of those that aren't exact are so {ON_A_CPU}; the last column says which)."
+
+
+def counts(words: Counter[str]) -> str:
+    """`3 exact, 1 wrong`, what didn't happen left out."""
+    assert set(words) <= set(WORDS), f"every case can be built here: {words}"
+    return ", ".join(f"{words[word]} {word}" for word in WORDS if words[word])
+
+
+def cells(trip: Trip) -> Row:
+    """A row of a family's table."""
+    through = trip.through.verdict if trip.through is not None else trip.unbuilt
+    return trip.name, trip.own_word, through, trip.reason
+
+
+def refused_pools(refusals: Iterable[Refusal], never: Container[str]) -> Iterator[Row]:
+    """Of classes that kvtide otherwise moves, those that a server can have."""
+    for refusal in refusals:
+        built = refusal.build()
+        name = type(built.pool).__name__
+        made_up = any(type(one).__module__.startswith("kvtide") for one in reachable(built))
+        built.undo()
+        if name in never or made_up or built.allocator is None:
+            continue
+        outcome = round_trip(Case(refusal.name, refusal.build, alone=""), KvtideWay())
+        said = outcome.detail.removeprefix(f"Refused: {name}: ")
+        assert said != outcome.detail, f"{refusal.name}: {outcome}"
+        yield refusal.name, f"`{name}`", said
+
+
+def table(header: Row, rows: Iterable[Row]) -> Iterator[str]:
+    """A table in Markdown."""
+    for row in (header, ("---",) * len(header), *rows):
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"
+
+
+def rewritten(text: str, lines: Sequence[str]) -> str:
+    """The document with these lines between its markers."""
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    assert tail, f"the document lacks {BEGIN} or {END}"
+    return "\n".join([head + BEGIN, *lines, END]) + tail
+
+
+def differences(text: str, lines: Sequence[str]) -> list[str]:
+    """What `rewritten` would change: lines that begin with - or +."""
+    after = rewritten(text, lines).splitlines()
+    return list(
+        difflib.unified_diff(text.splitlines(), after, "docs", "this run", n=0, lineterm="")
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code."""
+    text, lines = DOCS.read_text("utf-8"), list(tables())
+    if "--check" not in arguments:
+        DOCS.write_text(rewritten(text, lines), "utf-8")
+        return 0
+    changes = differences(text, lines)
+    sys.stdout.writelines(f"{line}\n" for line in changes)
+    return 1 if changes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""As much of a scheduler, and of kvtide's keeper, as a shelf of saved requests needs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvtide.plugin.sglang import colocated
+from kvtide.plugin.sglang.colocated import Shelf
+
+
+class Req:
+    """As much of SGLang's as the shelf looks at."""
+
+    def __init__(self, rid: str, priority: int = 0, **changed: Any) -> None:
+        self.rid = rid
+        self.priority = priority
+        self.origin_input_ids, self.output_ids = [7, 8], [1]
+        self.beam_group = self.multimodal_inputs = self.input_embeds = None
+        self.positional_embed_overrides = self.session = self.lora_id = None
+        self.return_routed_experts = self.return_indexer_topk = False
+        self.inflight_middle_chunks = 0
+        self.__dict__.update(changed)
+
+
+class Scheduler:
+    """As much of SGLang's as the shelf looks at."""
+
+    def __init__(self, *waiting: Req, **changed: Any) -> None:
+        self.waiting_queue = list(waiting)
+        self.chunked_req: Any = None
+        self.last_batch: Any = None
+        self.tree_cache = object()
+        self.enable_priority_scheduling = False
+        self.enable_overlap = False
+        self.policy = SimpleNamespace(priority_sign=-1)  # the greater, the better
+        self.__dict__.update(changed)
+
+    def get_num_allocatable_reqs(self, size: int, running_batch: Any) -> int:
+        """Eight at a time."""
+        return 8 - size
+
+
+class Batch:
+    """A running batch."""
+
+    def __init__(self, *reqs: Req) -> None:
+        self.reqs = list(reqs)
+
+    def is_empty(self) -> bool:
+        """Whether nobody is in it."""
+        return not self.reqs
+
+    def merge_batch(self, other: Batch) -> None:
+        """Takes another's requests in."""
+        self.reqs += other.reqs
+
+
+class FakeKeeper:
+    """Notes what it is asked, and raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.error: Exception | None = None
+
+    def _do(self, what: str, rid: str) -> str:
+        self.calls.append(f"{what} {rid}")
+        if self.error is not None:
+            raise self.error
+        return rid
+
+    def save(self, req: Req) -> str:
+        """The backup is the request's id."""
+        return self._do("save", req.rid)
+
+    def restore(self, req: Req, backup: str) -> None:
+        """Nothing moves."""
+        self._do("restore", backup)
+
+    def discard(self, backup: str) -> None:
+        """Nothing is freed."""
+        self._do("discard", backup)
+
+
+def shelved(scheduler: Scheduler, *saved: Req) -> tuple[Shelf, FakeKeeper]:
+    """The scheduler's shelf, found by the hooks, with the backups of some of the waiting."""
+    keeper = FakeKeeper()
+    shelf = Shelf(scheduler, keeper)  # type: ignore[arg-type]
+    colocated._SHELVES[scheduler] = shelf
+    for req in saved:
+        shelf.keep(req)
+    keeper.calls.clear()
+    return shelf, keeper

@@ -1,0 +1,92 @@
+"""Runs `kvtide doctor --sglang` as it is, and with something broken. Run as a script.
+
+Prints one line of JSON: of each run, by name, its exit code, standard output and standard error.
+In a process of its own, since the doctor loads SGLang's plugins for good.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from kvtide.cli.main import main
+from kvtide.plugin.sglang import attention
+from kvtide.plugin.sglang.checkup import installed
+from kvtide.plugin.sglang.describe import Subject
+from kvtide.plugin.sglang.parts import Description
+from kvtide.plugin.sglang.source import Source
+
+# Read once for all runs: that takes two seconds.
+SOURCE = Source.of_installed()
+DESCRIBERS: dict[str, Any] = attention.DESCRIBERS  # type: ignore[assignment]
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """The doctor's exit code, standard output and standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["doctor", "--sglang", *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+@contextmanager
+def few_cases(names: Sequence[str] = ("MHA, page 1", "keys alone")) -> Iterator[None]:
+    """With these cases alone, as all of them take a while."""
+    cases = [case for case in installed.all_cases() if case.name in names]
+    with patch.object(installed, "all_cases", lambda: cases):
+        yield
+
+
+def without_values(subject: Subject) -> Description:
+    """A describer of keys and values that forgets the values."""
+    whole: Description = attention_describer(subject)
+    return replace(whole, parts=whole.parts[:1])
+
+
+attention_describer = DESCRIBERS["MHATokenToKVPool"]
+
+
+def broken_build() -> Any:
+    """A pool that needs a kernel which isn't made for this machine, and is loud about it."""
+    sys.stdout.write("what a person would be shown in the middle of the JSON\n")
+    raise RuntimeError("no kernel for this machine\nand so on")
+
+
+def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
+    """Each run by its name."""
+    yield "whole", run("--json")
+    with few_cases():
+        yield "few", run()
+        with patch.dict(DESCRIBERS, {"MHATokenToKVPool": without_values}):
+            yield "wrong describer", run("--json")
+            yield "wrong describer, in words", run()
+        with patch.dict(DESCRIBERS):
+            del DESCRIBERS["MHATokenToKOnlyPool"]
+            yield "unknown class", run("--json")
+        # The plugin was loaded without, so that these hooks are missing now.
+        with patch.dict(os.environ, {"KVTIDE_SGLANG_COLOCATED": "1"}):
+            yield "hooks missing", run("--json")
+            with patch.dict(os.environ, {"KVTIDE_SGLANG": "0"}):
+                yield "off", run("--json")
+        with patch.dict(os.environ, {"SGLANG_PLUGINS": "this, that"}):
+            yield "left out", run("--json")
+        with patch.dict(os.environ, {"KVTIDE_SGLANG": "yes"}):
+            yield "a setting that can't be meant", run("--json")
+    unbuilt = [replace(installed.all_cases()[0], build=broken_build)]
+    with patch.object(installed, "all_cases", lambda: unbuilt):
+        yield "unbuilt", run("--json")
+    with patch.object(installed, "all_cases", side_effect=ImportError("no module of that name")):
+        yield "moved", run("--json")
+    yield "modules", (0, json.dumps([name for name in sys.modules if "kvtide.serve" in name]), "")
+
+
+if __name__ == "__main__":
+    with patch.object(Source, "of_installed", lambda: SOURCE):
+        sys.stdout.write(json.dumps(dict(runs())) + "\n")

@@ -1,0 +1,107 @@
+"""Runs a real SGLang engine through a scenario, in a process of its own.
+
+    python engine_run.py scenario.json results.json
+
+A scenario is {"server": arguments of sglang.Engine, "steps": [[name, argument], …]}; the results
+are a list, one entry a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+async def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(await engine.async_generate(**request))
+    except ValueError as error:  # SGLang's, for a request that it aborts with an error's code
+        return {"error": str(error)}
+
+
+async def generate(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All requests at once; their answers."""
+    return list(await asyncio.gather(*(_answer(engine, one) for one in requests)))
+
+
+async def alone(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One request after the other, each without a cached prefix; their answers."""
+    answers = []
+    for request in requests:
+        answers += await generate(engine, [request])
+        await engine.tokenizer_manager.flush_cache()
+    return answers
+
+
+async def sample(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """All requests at once; then what the model says of each answer as part of a prompt."""
+    answers = await generate(engine, requests)
+    prompts = [
+        {
+            "input_ids": [*request["input_ids"], *answer["output_ids"]],
+            "sampling_params": {"max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        for request, answer in zip(requests, answers, strict=True)
+    ]
+    return {"answers": answers, "scores": await alone(engine, prompts)}
+
+
+async def leave(engine: Any, requests: list[dict[str, Any]]) -> None:
+    """Starts requests, and waits only until they are under way: the engine shuts down on them."""
+    tasks = [asyncio.create_task(engine.async_generate(**one)) for one in requests]
+    await asyncio.sleep(0.5)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def rest(engine: Any, seconds: float) -> None:
+    """Nothing for a while, so that the scheduler is idle."""
+    await asyncio.sleep(seconds)
+
+
+async def ask(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """All requests at once, and how each of them ended: its tokens, or SGLang's error."""
+    tasks = {one["rid"]: asyncio.create_task(engine.async_generate(**one)) for one in requests}
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    return {
+        rid: {"error": str(task.exception())} if task.exception() else task.result()
+        for rid, task in tasks.items()
+    }
+
+
+async def metrics(engine: Any, _: None) -> str:
+    """What the server's endpoint for Prometheus would say."""
+    from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return str(generate_latest(registry).decode())
+
+
+STEPS = {one.__name__: one for one in (generate, alone, sample, leave, rest, ask, metrics)}
+
+
+def main(scenario_path: str, results_path: str) -> None:
+    """Runs the scenario; the engine is shut down whatever happens."""
+    import sglang
+
+    scenario = json.loads(Path(scenario_path).read_text())
+    engine = sglang.Engine(**scenario["server"])
+    try:
+        results = [
+            engine.loop.run_until_complete(STEPS[name](engine, argument))
+            for name, argument in scenario["steps"]
+        ]
+    finally:
+        engine.shutdown()
+    Path(results_path).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,160 @@
+"""A plugin of SGLang's that makes things go wrong in a decode server, by a request's id:
+
+    full-…    finds the arena full when it is retracted
+    damage-…  comes back to a backup of which a bit has changed
+    full1-…, damage1-…   the same on the first of several ranks only
+    skip-…    comes back, and nothing is restored: a control
+    abort-…   is aborted while it is retracted
+    stay-…    is retracted and never comes back
+    lone-…    finds no slot left in the pool for its next token
+
+It stands where SGLang retracts and resumes, outside of kvtide, and compares a request's bytes there
+as well: read from the pool's own tensors, overwritten as soon as the request has given up its
+slots. KVTIDE_WATCH names the file that it writes to: one JSON object a line. KVTIDE_MEDDLE=refuse
+makes kvtide refuse every pool.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+POISON = 777.0
+
+_KEPT: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+
+def register() -> None:
+    """SGLang's plugin interface."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    managers = "sglang.srt.managers"
+    scheduler = f"{managers}.scheduler.Scheduler"
+    queue = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+    HookRegistry.register(f"{scheduler}.__init__", _begin, HookType.AFTER)
+    HookRegistry.register(f"{managers}.schedule_batch.release_req", _release, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.update_running_batch", _update, HookType.AROUND)
+    HookRegistry.register(f"{queue}.resume_retracted_reqs", _resume, HookType.AROUND)
+    if os.environ.get("KVTIDE_MEDDLE") == "refuse":
+        from kvtide.plugin.sglang import describe
+
+        describe.describers = dict
+
+
+def _begin(_: None, scheduler: Any, *__: Any) -> None:
+    """A pool without a row that is like another, or zero."""
+    for buffer in _buffers(scheduler.token_to_kv_pool_allocator):
+        buffer.normal_()
+
+
+def _update(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+    if not any(req.rid.startswith("lone") and len(req.output_ids) > 3 for req in batch.reqs):
+        return original(scheduler, batch)
+    allocator = scheduler.token_to_kv_pool_allocator
+    taken = allocator.alloc(allocator.available_size())
+    _write(event="taken", slots=len(taken))
+    try:
+        return original(scheduler, batch)
+    finally:
+        allocator.free(taken)
+
+
+def _release(
+    original: Callable[..., bool], *, req: Any, token_to_kv_pool_allocator: Any, **more: Any
+) -> bool:
+    allocator = token_to_kv_pool_allocator
+    slots, rows = _rows_of(req, more["req_to_token_pool"], allocator)
+    with _full_arena(_is_meant("full", req)):
+        saved = original(req=req, token_to_kv_pool_allocator=allocator, **more)
+    if more.get("offload_kv", True):
+        _KEPT[req.rid] = slots, rows
+        for buffer in _buffers(allocator):
+            buffer[slots] = POISON
+        _write(event="retract", rid=req.rid, saved=saved, seqlen=req.seqlen)
+    return saved
+
+
+def _resume(original: Callable[..., list[Any]], queue: Any, *arguments: Any) -> list[Any]:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    for req in list(queue.retracted_queue):
+        if req.rid.startswith("abort"):
+            queue.scheduler.abort_request(AbortReq(rid=req.rid))
+            _write(event="abort", rid=req.rid)
+        if _is_meant("damage", req):
+            block = req.kv.retraction_backup.snapshot.lease.blocks[0]
+            block.bytes_view(1)[0] ^= 1
+    waiting = [req for req in queue.retracted_queue if not req.rid.startswith("stay")]
+    staying = [req for req in queue.retracted_queue if req.rid.startswith("stay")]
+    queue.retracted_queue = waiting
+    with _nothing_restored(any(req.rid.startswith("skip") for req in waiting)):
+        resumed = original(queue, *arguments)
+    queue.retracted_queue = [*queue.retracted_queue, *staying]
+    for req in resumed:
+        slots, expected = _KEPT.pop(req.rid)
+        new_slots, actual = _rows_of(req, queue.req_to_token_pool, queue.token_to_kv_pool_allocator)
+        same = all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+        moved = not torch.equal(slots, new_slots)
+        _write(event="resume", rid=req.rid, exact=same, moved=moved, tokens=len(slots))
+    return resumed
+
+
+def _is_meant(prefix: str, req: Any) -> bool:
+    from sglang.srt.runtime_context import get_parallel
+
+    if req.rid.startswith(f"{prefix}1"):
+        return bool(get_parallel().tp_rank == 0)
+    return bool(req.rid.startswith(prefix))
+
+
+@contextmanager
+def _full_arena(is_full: bool) -> Iterator[None]:
+    from kvtide.plugin.sglang.attach import attached
+
+    if not is_full:
+        yield
+        return
+    attachment = attached()
+    assert attachment is not None, "the scheduler has its pools"
+    assert attachment.keeper is not None, "kvtide covers them"
+    arena = attachment.keeper.arena
+    lease = arena.lease((arena.limit_bytes - arena.used_bytes) // arena.block_bytes)
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+@contextmanager
+def _nothing_restored(is_skipped: bool) -> Iterator[None]:
+    from kvtide.plugin.sglang.keeper import Keeper
+
+    if not is_skipped:
+        yield
+        return
+    with mock.patch.object(Keeper, "restore", lambda keeper, req, backup: keeper.discard(backup)):
+        yield
+
+
+def _buffers(allocator: Any) -> list[torch.Tensor]:
+    pool = allocator.get_kvcache()
+    return [*pool.k_buffer, *pool.v_buffer]
+
+
+def _rows_of(
+    req: Any, request_pool: Any, allocator: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    slots = request_pool.req_to_token[req.kv.req_pool_idx, : req.seqlen - 1].long().clone()
+    return slots, [buffer[slots].clone() for buffer in _buffers(allocator)]
+
+
+def _write(**event: Any) -> None:
+    with Path(os.environ["KVTIDE_WATCH"]).open("a") as file:
+        file.write(json.dumps(event) + "\n")

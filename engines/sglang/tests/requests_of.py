@@ -1,0 +1,124 @@
+"""Requests as SGLang's scheduler has them, as far as kvtide looks at them, over a real pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvtide.plugin.sglang.checkup.cases_attention import mha
+
+
+class ReqKvInfo:
+    """What SGLang's Req.kv says of a request's memory."""
+
+    def __init__(self, row: int, mamba: int | None) -> None:
+        self.req_pool_idx = row
+        self.mamba_pool_idx = None if mamba is None else torch.tensor([mamba])
+        self.retraction_backup: Any = None
+
+
+class Req:
+    """A request with so many tokens, of which the last one has no KV yet."""
+
+    def __init__(self, rid: str, seqlen: int, row: int = 1, mamba: int | None = None) -> None:
+        self.rid = rid
+        self.seqlen = seqlen
+        self.kv = ReqKvInfo(row, mamba)
+        self.return_logprob = False
+
+
+class ReqToTokenPool:
+    """Which slots a request has, [row, token]."""
+
+    def __init__(self) -> None:
+        self.req_to_token = torch.full((8, 256), -1, dtype=torch.int32)
+
+    def place(self, req: Req, slots: torch.Tensor) -> None:
+        """Gives the request these slots."""
+        self.req_to_token[req.kv.req_pool_idx, : len(slots)] = slots.int()
+
+
+class Scheduler:
+    """SGLang's, with what kvtide asks of it; `more` are further attributes."""
+
+    def __init__(self, allocator: Any, request_pool: Any, **more: Any) -> None:
+        self.token_to_kv_pool_allocator = allocator
+        self.req_to_token_pool = request_pool
+        self.tree_cache = object()
+        self.draft_worker = self.sliding_window_size = None
+        self.attn_tp_cpu_group = self.attn_cp_cpu_group = object()
+        self.metrics_collector_context = SchedulerMetricsCollectorContext()
+        self.output_streamer = SimpleNamespace(stream_output=lambda reqs, logprob: None)
+        vars(self).update(more)
+
+
+class SchedulerMetricsCollectorContext:
+    """That of a server without --enable-metrics."""
+
+    current_scheduler_metrics_enabled = False
+    collector = None
+
+
+class Place:
+    """A pool of keys and values with its allocator, and requests in it."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(7)
+        self.pool, self.allocator = mha(**{"page_size": 1, **options})
+        self.request_pool = ReqToTokenPool()
+        for buffer in self.buffers:
+            buffer.normal_()
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Of all layers, [slot, head, head_dim]."""
+        return [*self.pool.k_buffer, *self.pool.v_buffer]
+
+    def admit(self, rid: str, seqlen: int, row: int = 1, **more: Any) -> Req:
+        """A request with slots of its own for all but its last token."""
+        req = Req(rid, seqlen, row, **more)
+        self.request_pool.place(req, self.allocator.alloc(seqlen - 1))
+        return req
+
+    def readmit(self, req: Req, row: int = 2) -> None:
+        """Gives the request other slots, in another row."""
+        req.kv.req_pool_idx = row
+        self.request_pool.place(req, self.allocator.alloc(req.seqlen - 1))
+
+    def rows_of(self, req: Req) -> list[torch.Tensor]:
+        """What its slots hold, a copy."""
+        row = self.request_pool.req_to_token[req.kv.req_pool_idx, : req.seqlen - 1].long()
+        return [buffer[row].clone() for buffer in self.buffers]
+
+    def poison(self) -> None:
+        """Other bytes everywhere."""
+        for buffer in self.buffers:
+            buffer.fill_(777.0)
+
+
+def same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
+    """Whether all of them are equal."""
+    return all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+
+
+def raising(error: Exception) -> Any:
+    """A function that raises it, whatever it is called with."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def config(**fields: Any) -> Mapping[str, Any]:
+    """Of disaggregated serving, as SGLang's get_disagg has it."""
+    values = {
+        "disaggregation_mode": "decode",
+        "disaggregation_decode_retraction_backup": "cpu_tensor",
+        "disaggregation_decode_enable_radix_cache": False,
+        "enable_pd_role_switch": False,
+    }
+    return {**values, **fields}

@@ -1,0 +1,63 @@
+"""Every class of pools that the installed SGLang has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtide.plugin.sglang.census import ABSTRACT, WITHIN, PoolClass, census
+from kvtide.plugin.sglang.describe import describers
+from kvtide.plugin.sglang.source import Source
+
+
+@pytest.fixture(scope="module")
+def found() -> list[PoolClass]:
+    """All classes of the SGLang in this environment."""
+    return census()
+
+
+def test_no_class_of_pools_is_unknown(found: list[PoolClass]) -> None:
+    """Each is moved, refused for a reason, or part of one that is."""
+    unknown = [f"{one.name} ({one.file})" for one in found if one.verdict == "unknown"]
+    assert not unknown, f"kvtide doesn't know {', '.join(unknown)}"
+
+
+def test_all_classes_that_kvtide_names_are_there(found: list[PoolClass]) -> None:
+    """A describer of a class that this SGLang hasn't would never be used."""
+    named = {*describers(), *ABSTRACT, *WITHIN, *WITHIN.values()}
+    assert set() == named - {one.name for one in found}
+
+
+def test_what_is_not_moved_says_why(found: list[PoolClass]) -> None:
+    """Whoever reads the list has nothing else to go by."""
+    silent = [one.name for one in found if one.verdict != "known" and not one.reason]
+    assert [] == silent
+
+
+POOLS = {
+    "memory_pool.py": """
+class KVCache: ...
+class MHATokenToKVPool(KVCache): ...
+class Allocator(BaseTokenToKVPoolAllocator):
+    def get_cpu_copy(self): ...
+class NoPool:
+    def get_cpu_copies(self): ...
+""",
+    "later.py": """
+class NextPool(
+    memory_pool.MHATokenToKVPool
+): ...
+class AfterThat(NextPool): ...
+class StateOfItsOwn:
+    def get_cpu_copy(self): ...
+""",
+}
+
+
+def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
+    """Whether it derives from a pool, at one remove or two, or makes copies by itself."""
+    for name, text in POOLS.items():
+        (tmp_path / name).write_text(text)
+    unknown = [one.name for one in census(Source(tmp_path)) if one.verdict == "unknown"]
+    assert ["AfterThat", "NextPool", "StateOfItsOwn"] == unknown

@@ -1,0 +1,125 @@
+"""What an ordinary server with kvtide leaves to SGLang, and for which reasons."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from colocated_fakes import Req, Scheduler, shelved
+
+from kvtide.plugin.sglang.colocated_limits import refuse_server, why_not
+from kvtide.plugin.sglang.parts import Refused
+
+KINDS: dict[str, dict[str, Any]] = {
+    "a beam group": {"beam_group": object()},
+    "multimodal input": {"multimodal_inputs": object()},
+    "input given as embeddings": {"input_embeds": [[0.5]]},
+    "embeddings overridden": {"positional_embed_overrides": object()},
+    "a session": {"session": object()},
+    "a LoRA adapter": {"lora_id": "adapter"},
+    "routed experts to be returned": {"return_routed_experts": True},
+    "the indexer's choice to be returned": {"return_indexer_topk": True},
+    "prefill under way": {"inflight_middle_chunks": 1},
+    "no token yet": {"output_ids": []},
+}
+
+
+@pytest.mark.parametrize("reason", KINDS)
+def test_requests_of_some_kinds_arent_saved(reason: str) -> None:
+    """Each for a reason of its own; SGLang computes them again."""
+    shelf, keeper = shelved(Scheduler())
+    shelf.keep(Req("special", **KINDS[reason]))
+    assert (reason, []) == (why_not(Req("special", **KINDS[reason])), keeper.calls)
+    assert why_not(Req("ordinary")) is None
+
+
+class TokenToKVPoolAllocator:
+    """Named as SGLang's."""
+
+
+class ReqToTokenPool(SimpleNamespace):
+    """Named as SGLang's."""
+
+
+class RadixCache:
+    """Named as SGLang's."""
+
+
+class ServerArgs(SimpleNamespace):
+    """Named as SGLang's."""
+
+
+class ModelConfig(SimpleNamespace):
+    """Named as SGLang's."""
+
+
+FLAGS = (
+    *("enable_pdmux", "enable_overlap_mlx", "require_mlp_sync", "enable_lora", "enable_hisparse"),
+    *("enable_hierarchical_cache", "enable_lmcache", "enable_unified_cache_external_linker"),
+    *("enable_unified_memory", "is_hybrid_ssm", "is_hybrid_swa", "use_ngram_embedding"),
+)
+LATER = (
+    *("future_map", "page_size", "max_prefill_tokens", "weight_updater"),
+    *("max_running_requests", "new_token_ratio_tracker", "get_prefill_adder_class"),
+)
+ARGUMENTS = ("enable_pd_role_switch", "enable_watermark")
+MODELS = ("is_encoder_decoder", "use_engram")
+
+
+def server(**changed: Any) -> Scheduler:
+    """An ordinary scheduler, but for what is changed."""
+    arguments = {
+        "pp_size": 1,
+        "dcp_size": 1,
+        "kv_canary": "none",
+        **dict.fromkeys(ARGUMENTS, False),
+    }
+    model = dict.fromkeys(MODELS, False)
+    ordinary = {
+        **dict.fromkeys(FLAGS, False),
+        "disaggregation_mode": SimpleNamespace(value="null"),
+        "spec_algorithm": SimpleNamespace(is_none=lambda: True),
+        "dllm_config": None,
+        "prefill_delayer": None,
+        "kv_shard_widening": 1,
+        "tp_worker": object(),
+        **dict.fromkeys(LATER, object()),
+        "token_to_kv_pool_allocator": TokenToKVPoolAllocator(),
+        "req_to_token_pool": ReqToTokenPool(_aux_cache=None),
+        "tree_cache": RadixCache(),
+        "server_args": ServerArgs(**{key: changed.pop(key, arguments[key]) for key in arguments}),
+        "model_config": ModelConfig(**{key: changed.pop(key, model[key]) for key in model}),
+    }
+    return Scheduler(**{**ordinary, **changed})
+
+
+SPECIAL: list[dict[str, Any]] = [
+    *({flag: True} for flag in (*FLAGS, *ARGUMENTS, *MODELS)),
+    {"pp_size": 2},
+    {"dcp_size": 2},
+    {"kv_canary": "log"},
+    {"kv_shard_widening": 2},
+    {"dllm_config": object()},
+    {"prefill_delayer": object()},
+    {"disaggregation_mode": SimpleNamespace(value="prefill")},
+    {"spec_algorithm": SimpleNamespace(is_none=lambda: False)},
+    {"tree_cache": object()},
+    {"req_to_token_pool": object()},
+    {"req_to_token_pool": ReqToTokenPool(_aux_cache=object())},
+    {"token_to_kv_pool_allocator": object()},
+]
+
+
+@pytest.mark.parametrize("special", SPECIAL, ids=lambda special: next(iter(special)))
+def test_servers_of_some_kinds_arent_covered(special: dict[str, Any]) -> None:
+    """They are refused when they start, and an ordinary one isn't."""
+    refuse_server(server())
+    with pytest.raises(Refused, match="colocated serving isn't covered with "):
+        refuse_server(server(**special))
+
+
+def test_what_will_be_needed_is_looked_for_at_the_start() -> None:
+    """Not in the middle of a retraction."""
+    with pytest.raises(Refused, match="Scheduler has no 'future_map'"):
+        refuse_server(server(future_map=None))

@@ -1,0 +1,200 @@
+"""The shelf of saved requests in an ordinary server, step by step: a scheduler that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from colocated_fakes import Batch, Req, Scheduler, shelved
+
+from kvtide.errors import ArenaFull, SnapshotDamaged
+from kvtide.plugin.sglang import colocated
+from kvtide.plugin.sglang.colocated_resume import recount_penalties
+
+Place = SimpleNamespace
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """What SGLang's pool says to a request that comes back; `room` and `slots` may be changed."""
+    said = Place(room=True, slots=True, given_back=[])
+    monkeypatch.setattr(colocated, "bind_to_root", lambda scheduler, req: None)
+    monkeypatch.setattr(colocated, "has_room", lambda scheduler, req, running: said.room)
+    monkeypatch.setattr(colocated, "take_slots", lambda scheduler, req: said.slots)
+    monkeypatch.setattr(
+        colocated, "give_slots_back", lambda scheduler, req: said.given_back.append(req.rid)
+    )
+    monkeypatch.setattr(colocated, "batch_of", lambda scheduler, req: Batch(req))
+    monkeypatch.setattr(colocated, "recount_penalties", lambda batch, req, is_late: False)
+    return said
+
+
+def plan(scheduler: Scheduler, running: Batch) -> tuple[list[str], list[str] | None]:
+    """Who runs after planning, and whom SGLang was shown meanwhile; None if it wasn't asked."""
+    shown: list[list[str]] = []
+
+    def original(scheduler: Scheduler, running: Batch) -> Any:
+        shown.append(_names(scheduler.waiting_queue))
+        return SimpleNamespace(running_batch=running)
+
+    planned = colocated._plan_prefill(original, scheduler, running)
+    return _names(planned.running_batch.reqs), shown[0] if shown else None
+
+
+def test_the_saved_come_back_first_and_in_order(place: Place) -> None:
+    """Then SGLang lets others in."""
+    first, second, new = Req("first"), Req("second"), Req("new")
+    scheduler = Scheduler(new, second, first)
+    _, keeper = shelved(scheduler, first, second)
+    assert (["running", "first", "second"], ["new"]) == plan(scheduler, Batch(Req("running")))
+    assert ["restore first", "restore second"] == keeper.calls
+    assert ["new"] == _names(scheduler.waiting_queue)
+
+
+def test_nobody_overtakes_who_is_saved(place: Place) -> None:
+    """Without room they wait, and SGLang isn't asked to let others in."""
+    saved, new = Req("saved"), Req("new")
+    scheduler = Scheduler(new, saved)
+    _, keeper = shelved(scheduler, saved)
+    place.room = False
+    assert (["running"], None) == plan(scheduler, Batch(Req("running")))
+    assert ["new", "saved"] == sorted(_names(scheduler.waiting_queue))
+    assert [] == keeper.calls
+
+
+def test_a_better_priority_overtakes(place: Place) -> None:
+    """It is shown to SGLang, alone, and the saved one doesn't take its room."""
+    saved, better, equal = Req("saved", 1), Req("better", 2), Req("equal", 1)
+    scheduler = Scheduler(saved, better, equal, enable_priority_scheduling=True)
+    _, keeper = shelved(scheduler, saved)
+    assert (["running"], ["better"]) == plan(scheduler, Batch(Req("running")))
+    assert [] == keeper.calls
+    assert 3 == len(scheduler.waiting_queue)
+
+
+def test_a_chunked_prefill_is_finished_first(place: Place) -> None:
+    """SGLang goes on with it, and sees nobody else."""
+    saved, new = Req("saved"), Req("new")
+    scheduler = Scheduler(new, saved, chunked_req=Req("chunked"))
+    _, keeper = shelved(scheduler, saved)
+    assert (["running"], []) == plan(scheduler, Batch(Req("running")))
+    assert [] == keeper.calls
+
+
+def test_alone_a_request_comes_back_whatever_the_estimate(place: Place) -> None:
+    """SGLang's estimate is of what others will need."""
+    saved = Req("saved")
+    scheduler = Scheduler(saved)
+    shelved(scheduler, saved)
+    place.room = False
+    assert ["saved"] == plan(scheduler, Batch())[0]
+
+
+def test_without_room_even_alone_it_is_left_to_sglang(place: Place) -> None:
+    """Its backup is discarded; only once no result is outstanding that may free slots."""
+    saved = Req("saved")
+    scheduler = Scheduler(saved, last_batch=Batch(Req("finished")))
+    _, keeper = shelved(scheduler, saved)
+    place.slots = False
+    assert ([], None) == plan(scheduler, Batch())
+    scheduler.last_batch = None
+    assert ([], ["saved"]) == plan(scheduler, Batch())
+    assert ["discard saved"] == keeper.calls
+
+
+def test_a_failed_restore_is_left_to_sglang(place: Place) -> None:
+    """Its slots are given back, and it is computed again."""
+    saved = Req("saved")
+    scheduler = Scheduler(saved)
+    shelf, keeper = shelved(scheduler, saved)
+    keeper.error = SnapshotDamaged("a bit has changed")
+    assert (["running"], ["saved"]) == plan(scheduler, Batch(Req("running")))
+    assert (["saved"], 0) == (place.given_back, len(shelf))
+
+
+def test_what_cant_be_saved_is_left_to_sglang() -> None:
+    """The arena's refusal is no error."""
+    scheduler = Scheduler()
+    shelf, keeper = shelved(scheduler)
+    keeper.error = ArenaFull("no room")
+    colocated._keep(req=Req("refused"), tree_cache=scheduler.tree_cache, remaing_req_count=1)
+    assert (["save refused"], 0) == (keeper.calls, len(shelf))
+
+
+def test_sglang_says_when_a_backup_is_of_no_use() -> None:
+    """A request that it aborts, or will compute under other weights, isn't saved."""
+    scheduler = Scheduler()
+    _, keeper = shelved(scheduler)
+    colocated._keep(req=Req("aborted"), tree_cache=scheduler.tree_cache, offload_kv=False)
+    colocated._keep(req=Req("another's"), tree_cache=object())
+    assert [] == keeper.calls
+
+
+def test_who_waits_no_more_has_no_backup() -> None:
+    """Aborted, timed out, pushed out of a full queue: the shelf looks at the queue."""
+    gone, there = Req("gone"), Req("there")
+    scheduler = Scheduler(gone, there)
+    _, keeper = shelved(scheduler, gone, there)
+    scheduler.waiting_queue.remove(gone)
+    colocated._after_abort(None, scheduler, "an abort")
+    assert ["discard gone"] == keeper.calls
+
+
+@pytest.mark.parametrize(
+    ("happen", "discarded"),
+    [
+        (lambda scheduler: colocated._after_flush(True, scheduler), True),
+        (lambda scheduler: colocated._after_flush(False, scheduler), False),
+        (lambda scheduler: colocated._before_update(SimpleNamespace(scheduler=scheduler)), True),
+        (colocated._before_shutdown, True),
+    ],
+    ids=["flushed", "not flushed", "other weights", "shutdown"],
+)
+def test_stale_backups_are_discarded(happen: Callable[[Any], Any], discarded: bool) -> None:
+    """Their requests wait on, and are computed again."""
+    saved = Req("saved")
+    scheduler = Scheduler(saved)
+    shelf, keeper = shelved(scheduler, saved)
+    happen(scheduler)
+    assert ["discard saved"] * discarded == keeper.calls
+    assert (not discarded) == bool(len(shelf))
+    assert [saved] == scheduler.waiting_queue
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("given", [1, 2, 5])
+def test_penalties_count_as_if_nothing_had_happened(is_late: bool, given: int) -> None:
+    """At each step after the return: the tokens that an undisturbed decode would have counted."""
+    req = Req("penalised", output_ids=list(range(100, 100 + given)))
+    counted: list[int] = []
+    penalties = SimpleNamespace(
+        is_required=True, cumulate_output_tokens=lambda tokens: counted.append(int(tokens[0]))
+    )
+    batch = SimpleNamespace(
+        reqs=[req],
+        device="cpu",
+        tree_cache=object(),
+        sampling_info=SimpleNamespace(penalizer_orchestrator=penalties),
+    )
+    scheduler = Scheduler(tree_cache=batch.tree_cache)
+    shelf, _ = shelved(scheduler)
+
+    def sglang_counts(batch: Any) -> None:
+        counted.append(req.output_ids[-1] if req.output_ids else req.origin_input_ids[-1])
+
+    assert recount_penalties(batch, req, is_late=is_late)
+    if is_late:
+        shelf._late.add(req)
+    for step in range(given, given + 3):
+        colocated._count(sglang_counts, batch)
+        # An overlapped step's token is known only when the next one is under way.
+        undisturbed = ([8] if is_late else []) + list(range(100, 100 + step))
+        assert undisturbed[:step] == counted
+        known = step if is_late else step + 1
+        req.output_ids = list(range(100, 100 + known))
+
+
+def _names(reqs: list[Req]) -> list[str]:
+    return [req.rid for req in reqs]

@@ -1,0 +1,230 @@
+"""A real decode server that retracts requests, with kvtide found by SGLang as an installed plugin.
+
+The engines are slow to start, so each runs through all that it can show; see meddler/ for what
+happens to whom, and watcher/ for the second pair of eyes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from engine_case import DECODE_SERVER, EngineRun, run_engine
+
+THREE = ("plain", "skip", "damage", "full", "abort")
+NEW_TOKENS = 24
+
+
+def ask(rid: str, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    """A request of five tokens for so many more."""
+    return {
+        "rid": rid,
+        "input_ids": [5, 6, 7, 8, 9],
+        "bootstrap_host": "2.2.2.2",
+        "bootstrap_room": sum(rid.encode()),
+        "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+    }
+
+
+def three(prefix: str) -> list[dict[str, Any]]:
+    """Three of them that run side by side."""
+    return [ask(f"{prefix}-{number}") for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def forced(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """SGLang retracts a request in each step with more than one of them."""
+    steps: list[tuple[str, Any]] = [("ask", three(prefix)) for prefix in THREE]
+    steps += [("ask", [ask("lone")]), ("rest", 1.5), ("metrics", None), ("leave", three("stay"))]
+    server = {**DECODE_SERVER, "enable_metrics": True, "log_level": "debug"}
+    folder = tmp_path_factory.mktemp("forced")
+    return run_engine(folder, server, steps, SGLANG_TEST_RETRACT="1", KVTIDE_HOST_MEMORY="16MiB")
+
+
+def answers(run: EngineRun, prefix: str) -> list[Mapping[str, Any]]:
+    """How the three requests ended."""
+    found: Mapping[str, Mapping[str, Any]] = run.results[THREE.index(prefix)]
+    return list(found.values())
+
+
+def finished(run: EngineRun, prefix: str) -> int:
+    """How many of the three got all their tokens."""
+    return sum(len(one.get("output_ids", ())) == NEW_TOKENS for one in answers(run, prefix))
+
+
+def test_every_restore_is_exact(forced: EngineRun) -> None:
+    """Seen from outside of kvtide and from within; the slots are others, the old ones poisoned."""
+    resumed, restored = forced.events_of("resume", "plain"), forced.events_of("restore", "plain")
+    assert len(resumed) == len(restored) >= 5
+    assert [] == [one for one in [*resumed, *restored] if not one["exact"]]
+    assert any(one["moved"] for one in resumed)
+    assert 3 == finished(forced, "plain")
+
+
+def test_without_the_restore_the_bytes_differ(forced: EngineRun) -> None:
+    """The control: what is compared isn't equal by chance."""
+    resumed = forced.events_of("resume", "skip")
+    assert len(resumed) >= 5
+    assert [] == [one for one in resumed if one["exact"]]
+
+
+def test_damaged_kv_is_never_used(forced: EngineRun) -> None:
+    """The request ends with an error that says so; the others go on."""
+    lost = [one["error"] for one in answers(forced, "damage") if "error" in one]
+    assert 2 == len(lost)
+    for error in lost:
+        assert re.search("500: Retracted under memory pressure, .* couldn't be restored", error)
+    assert 1 == finished(forced, "damage")
+    retracted = [one["rid"] for one in forced.events_of("retract", "damage")]
+    assert sorted(set(retracted)) == sorted(retracted), "whoever was lost never ran again"
+
+
+def test_a_full_arena_ends_the_one_request(forced: EngineRun) -> None:
+    """SGLang says so to its client; the last of the three can't be retracted, and finishes."""
+    saved = [one["saved"] for one in forced.events_of("retract", "full")]
+    assert [False, False] == saved
+    errors = [one["error"] for one in answers(forced, "full") if "error" in one]
+    assert 2 == len(errors)
+    assert all("503: Retracted under decode memory pressure" in error for error in errors)
+    assert 1 == finished(forced, "full")
+
+
+def test_an_abort_while_retracted_gives_all_back(forced: EngineRun) -> None:
+    """It ends as aborted, and is never resumed."""
+    assert 2 == len(forced.events_of("abort"))
+    assert [] == forced.events_of("resume", "abort")
+    assert 1 == finished(forced, "abort")
+
+
+def test_a_lone_request_without_room_is_aborted(forced: EngineRun) -> None:
+    """There is nobody to take memory from; kvtide isn't asked."""
+    assert forced.events_of("taken")
+    (answer,) = forced.results[len(THREE)].values()
+    assert "Out of memory even after retracting all other requests" in answer["error"]
+    assert [] == forced.events_of("save", "lone")
+
+
+def test_nothing_is_leaked(forced: EngineRun) -> None:
+    """Whenever the server had nothing to do: slots, rows and the arena as in the beginning."""
+    first, *later = forced.events_of("idle")
+    assert first["slots_free"] == first["slots"]
+    assert 0 == first["arena_bytes"]
+    assert [] == [one for one in later if one != first]
+
+
+def test_the_metrics_count_it(forced: EngineRun) -> None:
+    """In SGLang's own endpoint, with its labels."""
+    lines: list[str] = forced.results[len(THREE) + 2].splitlines()
+
+    def value(name: str, *labels: str) -> float:
+        (line,) = [
+            line
+            for line in lines
+            if line.startswith(f"kvtide:{name}{{") and all(label in line for label in labels)
+        ]
+        assert 'engine_type="decode"' in line
+        return float(line.rsplit(" ", 1)[1])
+
+    restored = [one for one in forced.events_of("restore") if one["exact"]]
+    assert len(restored) == value("restored_requests_total")
+    assert len(forced.events_of("save")) - len(forced.events_of("save", "stay")) == value(
+        "saved_requests_total"
+    )
+    tokens = sum(one["tokens"] for one in forced.events_of("save") if "stay" not in one["rid"])
+    assert 512 * tokens == value("saved_bytes_total")
+    assert value("save_seconds_total") > 0
+    assert 2 == value("refusals_total", 'way="save"', 'reason="arena_full"')
+    assert 2 == value("refusals_total", 'way="restore"', 'reason="damaged"')
+    assert 0 == value("arena_used_bytes")
+    assert 1 << 24 == value("arena_limit_bytes")
+
+
+def test_one_line_of_the_log_says_what_is_covered(forced: EngineRun) -> None:
+    """With versions, pool, cost and limit; kvtide chose the backend that takes no host pool."""
+    (line,) = forced.log_lines("kvtide 0.1.0 with SGLang 0.5.23")
+    for said in (
+        "covers MHATokenToKVPool (k, v)",
+        "512 bytes a token",
+        "up to 16.0 MiB",
+        "backend cpu_tensor",
+    ):
+        assert said in line
+
+
+def test_each_move_is_a_line_at_debug_level(forced: EngineRun) -> None:
+    """Sizes and times; nothing of what was asked or answered."""
+    lines = forced.log_lines("kvtide saved request plain-")
+    assert len(forced.events_of("save", "plain")) == len(lines)
+    assert re.search(r"plain-\d: \d+ tokens, \d+ bytes, [\d.]+ ms; arena \d+ of", lines[0])
+
+
+def test_a_server_shuts_down_with_requests_retracted(forced: EngineRun) -> None:
+    """At once, and in order."""
+    assert forced.events_of("retract", "stay")
+    assert [] == forced.events_of("resume", "stay")
+    assert 0 == forced.exit_code
+    assert [] == forced.log_lines("hit an exception")
+
+
+def test_under_real_pressure_requests_come_back(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A pool for half of what is asked for: nobody loses anything. Pages of 16 tokens."""
+    server = {
+        **DECODE_SERVER,
+        "max_total_tokens": 160,
+        "page_size": 16,
+        "num_reserved_decode_tokens": 16,
+    }
+    requests = [ask(f"plain-{number}", 80) for number in range(4)]
+    run = run_engine(
+        tmp_path_factory.mktemp("pressure"), server, [("ask", requests), ("rest", 1.0)]
+    )
+    resumed = run.events_of("resume")
+    assert resumed
+    assert [] == [one for one in resumed if not one["exact"]]
+    assert [80] * 4 == [len(one.get("output_ids", ())) for one in run.results[0].values()]
+    first, *later = run.events_of("idle")
+    assert [] == [one for one in later if one != first]
+
+
+def test_ranks_save_and_restore_together_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """What fails on one of two ranks ends that request on both; a rank alone would wait forever."""
+    prefixes = ("plain", "full1", "damage1", "plain2")
+    run = run_engine(
+        tmp_path_factory.mktemp("ranks"),
+        {**DECODE_SERVER, "tp_size": 2},
+        [*(("ask", three(prefix)) for prefix in prefixes), ("rest", 1.0)],
+        SGLANG_TEST_RETRACT="1",
+        SGLANG_CPU_OMP_THREADS_BIND="0|1",
+        KVTIDE_HOST_MEMORY="16MiB",
+    )
+    (line,) = run.log_lines("kvtide 0.1.0 with SGLang")
+    assert "256 bytes a token, arena up to 8.0 MiB on this rank" in line
+    tokens = [
+        [len(one.get("output_ids", ())) for one in result.values()] for result in run.results[:4]
+    ]
+    whole, one_left = [NEW_TOKENS] * 3, [0, 0, NEW_TOKENS]
+    assert [whole, one_left, one_left, whole] == [sorted(one) for one in tokens]
+    assert [] == [one for one in run.events_of("resume", "plain") if not one["exact"]]
+    assert run.log_lines("request full1-", "another rank couldn't save its share")
+    assert run.log_lines("request damage1-", "another rank couldn't restore its share")
+    first, *later = run.events_of("idle")
+    assert [] == [one for one in later if one != first]
+
+
+def test_strict_keeps_a_server_from_starting(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With the pool and the reason; SGLang's plugins can't otherwise stop it."""
+    folder = tmp_path_factory.mktemp("strict")
+    run = run_engine(
+        folder,
+        {**DECODE_SERVER, "disaggregation_decode_retraction_backup": "cpu_tensor"},
+        [("ask", three("plain"))],
+        KVTIDE_MEDDLE="refuse",
+        KVTIDE_SGLANG="strict",
+    )
+    assert 0 != run.exit_code
+    assert () == tuple(run.results)
+    assert run.log_lines("KVTIDE_SGLANG=strict: ", "MHATokenToKVPool isn't known to kvtide")

@@ -1,0 +1,162 @@
+"""`kvtide doctor --sglang` on the real SGLang, and on what is broken in one way each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide.plugin.sglang.census import census
+from kvtide.plugin.sglang.checkup.cases import CASES
+
+SCRIPT = Path(__file__).parent / "doctor_runs.py"
+Runs = dict[str, tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    """Of each run: its exit code, standard output and standard error."""
+    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    kept = {name: value for name, value in os.environ.items() if "KVTIDE_" not in name}
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=200, env=kept
+    )
+    assert 0 == result.returncode, result.stderr[-2000:]
+    found: Runs = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def report(runs: Runs, name: str) -> tuple[int, dict[str, Any]]:
+    """A run's exit code and the one object that it printed."""
+    code, out, _ = runs[name]
+    return code, json.loads(out)
+
+
+def test_this_sglang_is_sound(runs: Runs) -> None:
+    """Hooks in place, all round trips exact, no class unknown."""
+    code, found = report(runs, "whole")
+    assert (0, True, True) == (code, found["active"], found["ok"])
+    assert [case.name for case in CASES] == [trip["name"] for trip in found["round_trips"]]
+    assert {"exact"} == {trip["kvtide"]["verdict"] for trip in found["round_trips"]}
+
+
+def test_sglang_alone_stands_beside(runs: Runs) -> None:
+    """What its own copy made of each pool, and why."""
+    _, found = report(runs, "whole")
+    alone = {trip["name"]: trip["sglang"]["verdict"] for trip in found["round_trips"]}
+    assert {case.name: case.alone for case in CASES} == alone
+
+
+def test_every_class_is_there_with_its_verdict(runs: Runs) -> None:
+    """Those that kvtide moves were in a round trip; the others say why not."""
+    _, found = report(runs, "whole")
+    words = {"known": "exact", "refused": "refused", "within": "part", "abstract": "abstract"}
+    expected = [(one.name, words[one.verdict]) for one in census()]
+    assert expected == [(one["name"], one["verdict"]) for one in found["classes"]]
+    unsaid = [one for one in found["classes"] if not (one["round_trips"] or one["reason"])]
+    assert [] == unsaid
+
+
+def test_a_person_sees_both_copies_and_the_verdict(runs: Runs) -> None:
+    """A line each; the last one is the verdict."""
+    code, out, err = runs["few"]
+    lines = out.splitlines()
+    assert (0, "") == (code, err)
+    assert "MHA, page 1: exact" in lines
+    assert "keys alone: exact; SGLang: no copy" in lines
+    assert "MHATokenToKOnlyPool: exact in 1 round trip" in lines
+    assert "UnifiedMambaPool: no pool of it can be built here" in lines
+    assert f"SGLang {version('sglang')}: ok" == lines[-1]
+
+
+def test_a_wrong_describer_is_found(runs: Runs) -> None:
+    """By the bytes that it forgot, and with exit code 1."""
+    code, found = report(runs, "wrong describer")
+    assert (1, 1) == (code, found["failed"])
+    wrong = {trip["name"]: trip["kvtide"] for trip in found["round_trips"]}
+    assert {"verdict": "wrong", "detail": "v0, v1, v2"} == wrong["MHA, page 1"]
+    verdicts = {one["name"]: one["verdict"] for one in found["classes"]}
+    assert ("wrong", "exact") == (verdicts["MHATokenToKVPool"], verdicts["MHATokenToKOnlyPool"])
+    code, out, _ = runs["wrong describer, in words"]
+    assert 1 == code
+    assert "MHA, page 1: FAILED: wrong: v0, v1, v2" in out.splitlines()
+
+
+def test_an_unknown_class_is_found(runs: Runs) -> None:
+    """As a class, and as the case that isn't moved any more."""
+    code, found = report(runs, "unknown class")
+    assert (1, 2) == (code, found["failed"])
+    assert ["MHATokenToKOnlyPool"] == [
+        one["name"] for one in found["classes"] if one["verdict"] == "unknown"
+    ]
+
+
+def test_hooks_that_are_missing_are_found(runs: Runs) -> None:
+    """By the names of SGLang's functions."""
+    code, found = report(runs, "hooks missing")
+    assert (1, False, 1) == (code, found["active"], found["failed"])
+    assert "get_new_batch_prefill" in found["hooks"][-1]["reason"]
+
+
+def test_hooks_that_nobody_wants_are_not_missed(runs: Runs) -> None:
+    """Turned off is no failure."""
+    code, found = report(runs, "off")
+    assert (0, False, []) == (code, found["active"], found["hooks"])
+    assert "off" == found["settings"]["mode"]
+
+
+def test_a_plugin_that_sglang_was_told_to_leave_out_is_found(runs: Runs) -> None:
+    """The variable is named."""
+    code, found = report(runs, "left out")
+    assert (1, False) == (code, found["active"])
+    assert found["hooks"][0]["reason"].startswith("SGLANG_PLUGINS=this,that leaves it out")
+
+
+def test_a_setting_that_cannot_be_meant_is_one_line(runs: Runs) -> None:
+    """The message that the server would end with."""
+    code, out, err = runs["a setting that can't be meant"]
+    assert (2, "", 1) == (code, out, len(err.splitlines()))
+    assert "KVTIDE_SGLANG: 'yes' is none of 0, 1, strict" in err
+
+
+def test_a_pool_that_cannot_be_built_here_is_no_failure(runs: Runs) -> None:
+    """It is said, with the first line of the error."""
+    code, found = report(runs, "unbuilt")
+    assert 0 == code
+    assert "RuntimeError: no kernel for this machine" == found["round_trips"][0]["unbuilt"]
+    assert {"untried"} == {
+        one["verdict"] for one in found["classes"] if one["name"] == "MHATokenToKVPool"
+    }
+
+
+def test_cases_that_sglang_has_moved_from_under_are_a_failure(runs: Runs) -> None:
+    """The classes are still listed: they come from the source."""
+    code, found = report(runs, "moved")
+    assert 1 == code
+    assert "no module of that name" in found["lost"]
+    assert len(census()) == len(found["classes"])
+
+
+def test_the_reference_engine_stays_out_of_it(runs: Runs) -> None:
+    """Its packages aren't SGLang's."""
+    assert "[]" == runs["modules"][1]
+
+
+def test_sglang_that_cannot_be_imported_is_one_line() -> None:
+    """As on a machine without its kernels."""
+    kept = {name: value for name, value in os.environ.items() if name != "SGLANG_USE_CPU_ENGINE"}
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if "stand_ins" not in path)
+    command = [sys.executable, "-W", "ignore", "-c", "import sys; from kvtide.cli import start; "
+               "sys.argv = ['kvtide', 'doctor', '--sglang']; sys.exit(start())"]  # fmt: skip
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=100, env=kept
+    )
+    assert (2, "") == (result.returncode, result.stdout)
+    said = result.stderr.splitlines()[-1]
+    assert "SGLang is installed here, but can't be imported: ModuleNotFoundError: No module" in said

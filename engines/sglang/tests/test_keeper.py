@@ -1,0 +1,311 @@
+"""Keeper: a request of SGLang's out of its slots, into others, or an error that says why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from requests_of import Place, Req, ReqToTokenPool, raising, same
+
+from kvtide.arena import budget
+from kvtide.errors import ArenaFull, SlotError, SnapshotDamaged, SnapshotMiss
+from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
+from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
+from kvtide.plugin.sglang.keeper import DeviceFailed, Keeper, RankFailed
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.rules import LastTokens
+from kvtide.plugin.sglang.settings import Settings
+
+TOKEN_BYTES = 3 * 2 * 2 * 16 * 2
+"""Layers, keys and values, heads, head_dim, bfloat16."""
+SETTINGS = Settings(host_memory_bytes=1 << 20)
+
+
+@pytest.fixture
+def place() -> Place:
+    """A pool of three layers, a token a row."""
+    return Place()
+
+
+@pytest.fixture
+def keeper(place: Place) -> Iterator[Keeper]:
+    """Of that pool, with room for all of it."""
+    keeper = Keeper.of(place.allocator, place.request_pool, [], SETTINGS)
+    yield keeper
+    keeper.close()
+    assert 0 == keeper.arena.used_bytes, "nothing may be left in the arena"
+
+
+def test_a_request_comes_back_in_other_slots(place: Place, keeper: Keeper) -> None:
+    """Byte for byte, and its part of the arena is free again."""
+    req = place.admit("a", seqlen=38)
+    expected = place.rows_of(req)
+    backup = keeper.save(req)
+    assert (37, "a") == (backup.token_count, backup.request_id)
+    assert 0 < backup.size_bytes == keeper.arena.used_bytes
+    place.poison()
+    place.readmit(req)
+    keeper.restore(req, backup)
+    assert same(expected, place.rows_of(req))
+    assert (0, 0) == (backup.size_bytes, keeper.arena.used_bytes)
+
+
+def test_nobody_elses_slots_change(place: Place, keeper: Keeper) -> None:
+    """Only the rows of the request that comes back."""
+    req, other = place.admit("a", 20), place.admit("b", 30, row=3)
+    backup = keeper.save(req)
+    before = place.rows_of(other)
+    place.readmit(req)
+    keeper.restore(req, backup)
+    assert same(before, place.rows_of(other))
+
+
+@pytest.mark.parametrize("seqlen", [1, 2])
+def test_the_last_token_has_nothing_to_save(place: Place, keeper: Keeper, seqlen: int) -> None:
+    """Its KV is computed in the next step: one token has none at all."""
+    req = place.admit("a", seqlen)
+    expected = place.rows_of(req)
+    backup = keeper.save(req)
+    assert seqlen - 1 == backup.token_count
+    place.poison()
+    keeper.restore(req, backup)
+    assert same(expected, place.rows_of(req))
+
+
+def test_what_moves_is_counted(place: Place, keeper: Keeper) -> None:
+    """Bytes and seconds each way, and who follows hears of each."""
+    seen: list[tuple[int, int, int]] = []
+    counters = keeper.counters
+    keeper.follow(lambda _: seen.append((counters.saves, counters.restores, counters.discards)))
+    req, other = place.admit("a", 11), place.admit("b", 5, row=3)
+    backup, forgotten = keeper.save(req), keeper.save(other)
+    keeper.restore(req, backup)
+    keeper.discard(forgotten)
+    keeper.discard(forgotten)
+    assert [(0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 1, 1)] == seen[:5]
+    assert (14 * TOKEN_BYTES, 10 * TOKEN_BYTES) == (counters.saved_bytes, counters.restored_bytes)
+    assert counters.save_s > 0
+    assert counters.restore_s > 0
+    assert TOKEN_BYTES == keeper.token_bytes
+
+
+def test_a_full_arena_takes_nothing(place: Place) -> None:
+    """The request keeps its slots, and the reason is counted."""
+    settings = Settings(host_memory_bytes=1000)
+    keeper = Keeper.of(place.allocator, place.request_pool, [], settings)
+    with pytest.raises(ArenaFull, match="0 of 1000 in use"):
+        keeper.save(place.admit("a", 40))
+    assert Counter(arena_full=1) == keeper.counters.refused_saves
+    assert (0, 0) == (keeper.arena.used_bytes, keeper.counters.saves)
+    keeper.close()
+
+
+def test_a_changed_byte_is_found_and_nothing_is_written(place: Place, keeper: Keeper) -> None:
+    """The backup is gone: it is of no use to anybody."""
+    req = place.admit("a", 38)
+    backup = keeper.save(req)
+    backup.snapshot.lease.blocks[0].bytes_view(8)[7] ^= 4
+    before = place.rows_of(req)
+    with pytest.raises(SnapshotDamaged):
+        keeper.restore(req, backup)
+    assert same(before, place.rows_of(req))
+    assert Counter(damaged=1) == keeper.counters.failed_restores
+
+
+def test_a_backup_of_another_request_or_length_is_a_miss(place: Place, keeper: Keeper) -> None:
+    """KV of other tokens would be taken for the request's own."""
+    req = place.admit("a", 20)
+    backup = keeper.save(req)
+    with pytest.raises(SnapshotMiss, match="key"):
+        keeper.restore(place.admit("b", 20, row=3), backup)
+    backup = keeper.save(req)
+    req.seqlen += 1
+    place.readmit(req)
+    with pytest.raises(SnapshotMiss, match="token count"):
+        keeper.restore(req, backup)
+    assert Counter(missing=2) == keeper.counters.failed_restores
+
+
+def test_slots_that_cannot_be_meant_are_an_error(place: Place, keeper: Keeper) -> None:
+    """A row of the table that was never filled in."""
+    with pytest.raises(SlotError, match="slot -1"):
+        keeper.save(Req("a", 20, row=5))
+    assert Counter(slots=1) == keeper.counters.refused_saves
+
+
+def test_a_failing_device_is_an_error_like_others(
+    place: Place, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises RuntimeError; the scheduler would end with it."""
+    req = place.admit("a", 20)
+    backup = keeper.save(req)
+    failure = raising(RuntimeError("no memory"))
+    monkeypatch.setattr("kvtide.tide.Tide.offload", failure)
+    monkeypatch.setattr("kvtide.tide.Tide.restore", failure)
+    with pytest.raises(DeviceFailed, match="RuntimeError: no memory"):
+        keeper.save(req)
+    with pytest.raises(DeviceFailed, match="RuntimeError: no memory"):
+        keeper.restore(req, backup)
+    assert Counter(device=1) == keeper.counters.refused_saves == keeper.counters.failed_restores
+
+
+def test_ranks_save_together_or_not_at_all(place: Place) -> None:
+    """One asks in every case, its own failure included: the others wait for the answer."""
+    asked: list[bool] = []
+
+    def disagree(went_well: bool) -> bool:
+        asked.append(went_well)
+        return False
+
+    keeper = Keeper.of(place.allocator, place.request_pool, [], SETTINGS, disagree)
+    with pytest.raises(RankFailed, match="request a: another rank couldn't save"):
+        keeper.save(place.admit("a", 20))
+    with pytest.raises(SlotError):
+        keeper.save(Req("b", 20, row=5))
+    assert [True, False] == asked
+    assert 0 == keeper.arena.used_bytes
+    assert Counter(other_rank=1, slots=1) == keeper.counters.refused_saves
+    keeper.close()
+
+
+def test_ranks_restore_together_or_not_at_all(place: Place, keeper: Keeper) -> None:
+    """What this rank wrote is of no use without the others' share."""
+    req = place.admit("a", 20)
+    backup = keeper.save(req)
+    keeper._agree = lambda went_well: False
+    with pytest.raises(RankFailed, match="request a: another rank couldn't restore"):
+        keeper.restore(req, backup)
+    assert Counter(other_rank=1) == keeper.counters.failed_restores
+
+
+def test_the_limit_is_the_hosts_and_the_least_of_its_ranks(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was set, or a quarter of what is free, divided among the ranks."""
+    monkeypatch.setattr(budget, "free_memory_bytes", lambda: 64 << 20)
+    asked: list[int] = []
+
+    def halve(limit_bytes: int) -> int:
+        asked.append(limit_bytes)
+        return limit_bytes // 2
+
+    for settings in (Settings(host_memory_bytes=1 << 20, rank_count=4), Settings(rank_count=4)):
+        keeper = Keeper.of(
+            place.allocator,
+            place.request_pool,
+            [],
+            settings,
+            agree_on_limit=halve,
+        )
+        assert asked[-1] // 2 == keeper.arena.limit_bytes
+        pool_bytes = keeper.tide.pool.size_bytes
+        keeper.close()
+    assert [1 << 18, ((64 << 20) - 4 * pool_bytes) // 4 // 4] == asked
+
+
+def test_a_refused_pool_is_refused_on_all_ranks(place: Place) -> None:
+    """Each is asked once, whether it refuses itself or not."""
+    asked: list[int] = []
+
+    def another_refuses(limit_bytes: int) -> int:
+        asked.append(limit_bytes)
+        return -1
+
+    unknown = type("StrangeKVPool", (), {"device": "cpu"})()
+    stranger = type("Allocator", (), {"get_kvcache": lambda self: unknown})()
+    with pytest.raises(Refused, match="StrangeKVPool isn't known"):
+        Keeper.of(stranger, place.request_pool, [], SETTINGS, agree_on_limit=another_refuses)
+    with pytest.raises(RankFailed, match="MHATokenToKVPool: refused on another rank"):
+        Keeper.of(place.allocator, place.request_pool, [], SETTINGS, agree_on_limit=another_refuses)
+    assert [-1, 1 << 20] == asked
+
+
+def test_a_drafts_kv_comes_back_with_the_targets(place: Place) -> None:
+    """They share their slots."""
+    draft = Place(widths=(8, 8))
+    keeper = Keeper.of(place.allocator, place.request_pool, [draft.pool], SETTINGS)
+    assert "" == keeper.draft_refusal
+    req = place.admit("a", 20)
+    draft.request_pool = place.request_pool
+    expected = place.rows_of(req), draft.rows_of(req)
+    backup = keeper.save(req)
+    place.poison()
+    draft.poison()
+    place.readmit(req)
+    keeper.restore(req, backup)
+    assert same(expected[0], place.rows_of(req))
+    assert same(expected[1], draft.rows_of(req))
+    keeper.close()
+
+
+def test_a_draft_that_is_refused_is_left_out(place: Place) -> None:
+    """Answers stay right without its KV: the target checks each token."""
+    unknown = type("StrangeDraftPool", (), {"device": "cpu"})()
+    keeper = Keeper.of(place.allocator, place.request_pool, [unknown], SETTINGS)
+    assert "StrangeDraftPool isn't known" in keeper.draft_refusal
+    assert TOKEN_BYTES == keeper.token_bytes
+    keeper.close()
+
+
+def test_a_window_is_saved_as_far_as_attention_looks_back() -> None:
+    """SGLang may give a request that comes back no rows for what it still had from before."""
+    case = next(case for case in WINDOW_CASES if case.build().window_tokens)
+    built, request_pool = case.build(), ReqToTokenPool()
+    saved = []
+    for window_tokens in (None, built.window_tokens):
+        keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS, window_tokens=window_tokens)
+        rules = [rule for part in keeper.description.parts for rule in part.rules]
+        saved.append(any(isinstance(rule, LastTokens) for rule in rules))
+        keeper.close()
+    assert [False, True] == saved
+
+
+def test_slots_that_left_a_model_of_windows_alone_are_not_asked_for() -> None:
+    """SGLang has handed them out again, to the request itself even."""
+    built = next(case for case in WINDOW_CASES if case.name == "windows alone").build()
+    request_pool, pool = ReqToTokenPool(), built.pool
+    keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS, window_tokens=20)
+    slots, others = built.allocator.alloc(30), built.allocator.alloc(30)
+    req = Req("a", 41, 1)
+    request_pool.place(req, torch.cat([slots[10:20], slots]))
+    for probe in built.probes:
+        for buffer in probe.buffers:
+            buffer.normal_()
+    keys = pool.swa_kv_pool.k_buffer[0]
+    expected, untouched = keys[slots[10:]].clone(), keys[others[:10]].clone()
+    backup = keeper.save(req)
+    assert 20 == backup.token_count
+    keys[slots] = 777.0
+    req.kv.req_pool_idx = 2
+    request_pool.place(req, torch.cat([others[:10], others]))
+    keeper.restore(req, backup)
+    assert expected.equal(keys[others[10:]])
+    assert untouched.equal(keys[others[:10]])
+    keeper.close()
+
+
+def test_recurrent_state_goes_by_its_own_row() -> None:
+    """SGLang gives it as a tensor of one."""
+    built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
+    request_pool: Any = built.request_pool or ReqToTokenPool()
+    keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS)
+    slots, others = built.allocator.alloc(32), built.allocator.alloc(32)
+    req = Req("a", 33, built.sources["request"], built.sources["mamba"])
+    request_pool.req_to_token[req.kv.req_pool_idx, :32] = slots.int()
+    for probe in built.probes:
+        for buffer in probe.buffers:
+            buffer.copy_(torch.randn(buffer.shape))
+    expected = [probe.read(slots, built.sources) for probe in built.probes]
+    backup = keeper.save(req)
+    for probe in built.probes:
+        for buffer in probe.buffers:
+            buffer.fill_(777.0)
+    req.kv.req_pool_idx = built.targets["request"]
+    req.kv.mamba_pool_idx = torch.tensor([built.targets["mamba"]])
+    request_pool.req_to_token[req.kv.req_pool_idx, :32] = others.int()
+    keeper.restore(req, backup)
+    assert same(expected, [probe.read(others, built.targets) for probe in built.probes])
+    keeper.close()

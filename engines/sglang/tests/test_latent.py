@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.hardware_backend.npu.memory_pool_npu import _mla_fia_nz_scatter_indices
+from sglang.srt.layers.dcp.layout import localize_dcp_indices, maybe_dcp_kernel_indices
+
+from kvtide.errors import SlotError
+from kvtide.layout import Rows, rows_of
+from kvtide.plugin.sglang.checkup import cases_deepseek_v4, cases_latent, cases_npu
+from kvtide.plugin.sglang.checkup.trips import Refusal, randomise, same
+from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.rules import Striped
+
+REFUSED = [*cases_latent.REFUSED, *cases_npu.REFUSED, *cases_deepseek_v4.REFUSED]
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.name)
+def test_what_cannot_be_moved_is_refused_with_its_reason(refusal: Refusal) -> None:
+    """At the start, by the class's name."""
+    built = refusal.build()
+    name = type(built.pool).__name__
+    try:
+        with pytest.raises(Refused, match=f"^{name}: .*{refusal.reason}"):
+            describe(Subject(built.pool, built.allocator))
+    finally:
+        built.undo()
+
+
+def striped(rule: Striped, slots: list[int]) -> Rows:
+    """What a rank has of a request."""
+    return rows_of([rule], np.array(slots, np.int64), {}, 1000)
+
+
+def test_a_rank_has_its_turns_of_a_request() -> None:
+    """Slots 24 to 29 are, in runs of 2, of the ranks 0, 1 and 2; rank 1 has kept 4 runs before."""
+    rows = striped(Striped(1, 3, run=2), [24, 25, 26, 27, 28, 29])
+    assert ([8, 9], [2, 3]) == (rows.ids.tolist(), rows.tokens.tolist())
+
+
+@pytest.mark.parametrize("run", [1, 4])
+def test_each_slot_has_one_row_of_one_rank(run: int) -> None:
+    """And the rows of a rank are as many as fit, without a gap."""
+    slots = list(range(3 * run * 5))
+    found = [striped(Striped(rank, 3, run), slots) for rank in range(3)]
+    assert [list(range(run * 5))] * 3 == [rows.ids.tolist() for rows in found]
+    assert slots == sorted(token for rows in found for token in rows.tokens.tolist())
+
+
+def test_a_slot_that_is_another_ranks_than_its_token_is_refused() -> None:
+    """A restore there would leave out what this rank saved, or wait for what it hasn't."""
+    with pytest.raises(SlotError, match="token 0 has slot 65"):
+        striped(Striped(0, 2), [65, 66])
+
+
+def test_a_rank_has_what_sglang_gives_it() -> None:
+    """By SGLang's own arithmetic: on GPUs slot by slot, on NPUs page by page."""
+    slots = [*range(192, 256), *range(64, 101)]
+    ids = torch.tensor(slots)
+    by_slot = maybe_dcp_kernel_indices(ids, 4, 2)
+    assert by_slot.tolist() == striped(Striped(2, 4), slots).ids.tolist()
+    by_page = localize_dcp_indices(ids, 4, 2, 16)
+    assert by_page[by_page >= 0].tolist() == striped(Striped(2, 4, run=16), slots).ids.tolist()
+
+
+def test_index_keys_are_read_where_sglang_keeps_them() -> None:
+    """What it moves to other slots, keys and scales, is read there."""
+    pool = cases_latent.dsa()
+    (probe, *_) = cases_latent.index_probes(pool)
+    torch.manual_seed(1)
+    randomise(probe.buffers[0])
+    source, target = torch.arange(64, 101), torch.arange(300, 337)
+    expected = probe.read(source, {})
+    pool.index_key_cache.move(target, source)
+    assert same(expected, probe.read(target, {}))
+
+
+def test_tiles_are_read_where_sglang_writes_them() -> None:
+    """A token's tiles of 16, in Ascend's NZ order."""
+    cache, slots = torch.randn(1, 4, 16, 1, 64), torch.tensor([17, 3, 40])
+    (probe,) = cases_npu.plane("latent", cache, tiled=True)
+    rows = _mla_fia_nz_scatter_indices(slots, 64, 16)
+    expected = cache.view(-1, 16)[rows.view(-1)].view(3, 4, 16)
+    assert same(expected, probe.read(slots, {}))

@@ -1,0 +1,76 @@
+"""kvtide's counters beside SGLang's, and how ranks come to one answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import two_ranks
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from requests_of import Place
+
+from kvtide.errors import ArenaFull
+from kvtide.plugin.sglang.keeper import Keeper
+from kvtide.plugin.sglang.metrics import metrics_of
+from kvtide.plugin.sglang.settings import Settings
+
+LABELS = {"model_name": "tiny", "tp_rank": 0}
+
+
+def context(registry: CollectorRegistry | None, *, is_reporting: bool = True) -> Any:
+    """A scheduler's metrics as SGLang has them; kept in `registry`."""
+
+    def kind(of: Any) -> Any:
+        return lambda *args, **kwargs: of(*args, **kwargs, registry=registry)
+
+    collector = SimpleNamespace(labels=LABELS, _counter_cls=kind(Counter), _gauge_cls=kind(Gauge))
+    return SimpleNamespace(
+        current_scheduler_metrics_enabled=is_reporting,
+        collector=None if registry is None else collector,
+    )
+
+
+def test_metrics_follow_the_keeper() -> None:
+    """By SGLang's own kinds of metric, which another library may have put in their place."""
+    place, registry = Place(), CollectorRegistry()
+    keeper = Keeper.of(place.allocator, place.request_pool, [], Settings(host_memory_bytes=200_000))
+    metrics = metrics_of(context(registry))
+    assert metrics is not None
+    keeper.follow(metrics.update)
+
+    def value(name: str, **more: str) -> float | None:
+        labels = {"model_name": "tiny", "tp_rank": "0", **more}
+        found: float | None = registry.get_sample_value(f"kvtide:{name}", labels)
+        return found
+
+    assert (0, 200_000) == (value("saved_requests_total"), value("arena_limit_bytes"))
+    req = place.admit("a", 11)
+    backup = keeper.save(req)
+    assert (1, keeper.arena.used_bytes) == (
+        value("saved_requests_total"),
+        value("arena_used_bytes"),
+    )
+    keeper.restore(req, backup)
+    assert (3840, 3840) == (value("saved_bytes_total"), value("restored_bytes_total"))
+    lease = keeper.arena.lease(keeper.arena.limit_bytes // keeper.arena.block_bytes)
+    for _ in range(2):
+        with pytest.raises(ArenaFull):
+            keeper.save(req)
+    assert 2 == value("refusals_total", way="save", reason="arena_full")
+    assert 0 == value("refusals_total", way="restore", reason="damaged")
+    lease.release()
+    keeper.close()
+
+
+def test_a_rank_that_does_not_report_has_none() -> None:
+    """As SGLang's own: without --enable-metrics, or beside the rank that reports for all."""
+    assert metrics_of(context(None)) is None
+    assert metrics_of(context(CollectorRegistry(), is_reporting=False)) is None
+
+
+def test_ranks_that_schedule_in_step_are_told_the_same(tmp_path: Path) -> None:
+    """The least of what they ask with, however large, whatever other groups they are in."""
+    asked = [[1, 1, 1 << 40, -1], [1, 0, 1 << 41, 5]]
+    assert [[1, 0, 1 << 40, -1]] * 2 == two_ranks.ask(asked, tmp_path)

@@ -1,0 +1,85 @@
+"""What kvtide reads of SGLang's objects, against the text of the installed SGLang."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import kvtide.plugin.sglang as plugin
+from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.sglang.source import Source, gone
+
+
+def tables() -> list[Table]:
+    """Of all modules of the plugin that have one."""
+    names = [one.name for one in pkgutil.iter_modules(plugin.__path__, f"{plugin.__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
+    return [module.READS for module in modules if hasattr(module, "READS")]
+
+
+@pytest.fixture(scope="module")
+def installed() -> Source:
+    """The text of the SGLang in this environment."""
+    return Source.of_installed()
+
+
+def test_all_that_is_read_is_where_the_tables_say(installed: Source) -> None:
+    """By the name of its class, or of one that this derives from."""
+    assert len(tables()) >= 6, "the modules that describe pools have tables"
+    lost = gone(installed, tables())
+    assert not lost, f"this SGLang has no longer: {', '.join(lost)}"
+
+
+def test_what_is_gone_is_named_all_at_once(installed: Source) -> None:
+    """A class that isn't there, and attributes that its classes don't have."""
+    table = {
+        "MHATokenToKVPool": ("k_buffer", "k_bufer?", "page_size"),
+        "MHATokenToKVPoolMX7": ("k_buffer",),
+        "MLATokenToKVPool": ("k_buffer", "kv_buffer"),
+    }
+    lost = ["MHATokenToKVPool.k_bufer", "class MHATokenToKVPoolMX7", "MLATokenToKVPool.k_buffer"]
+    assert lost == gone(installed, [table])
+
+
+WRITTEN = """
+class Base:
+    inherited: int
+
+class Pool(other.Base, Generic[T]):
+    field: int = 0
+    plain = 1
+
+    def __init__(this, size):
+        this.size = size
+        this.first, (this.second, third) = pair()
+        size.stranger = 1
+        for name in ("left", "right"):
+            setattr(this, name, 0)
+        setattr(this, "literal", this.read)
+        setattr(size, "foreign", 0)
+
+    @property
+    def derived(self): ...
+
+    class Nested:
+        inner = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "has_it"),
+    [
+        *((name, True) for name in ("inherited", "field", "plain", "size", "first", "second")),
+        *((name, True) for name in ("left", "right", "literal", "derived", "Nested")),
+        *((name, False) for name in ("stranger", "third", "read", "foreign", "inner", "name")),
+    ],
+)
+def test_an_attribute_is_what_a_class_defines_or_sets_of_itself(
+    tmp_path: Path, name: str, has_it: bool
+) -> None:
+    """Not what it sets of others, or reads."""
+    (tmp_path / "pools.py").write_text(WRITTEN)
+    assert ([] if has_it else [f"Pool.{name}"]) == gone(Source(tmp_path), [{"Pool": (name,)}])

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+
+from kvtide.plugin.sglang.checkup.cases import CASES
+from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Outcome, Way, round_trip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kvtide_moves_every_byte(case: Case) -> None:
+    """Into other slots, and no byte of anybody else's."""
+    assert Outcome("exact") == round_trip(case, KvtideWay())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_sglang_alone_is_as_the_table_says(case: Case) -> None:
+    """The control: the same pool, the same comparison, SGLang's own methods."""
+    assert case.alone == round_trip(case, Way()).verdict

@@ -1,0 +1,141 @@
+"""A plugin of SGLang's beside kvtide's: it writes down what happens to requests' KV in an engine.
+
+It compares bytes by itself, by the pool's own tensors, and overwrites slots that a request gave up,
+and those it gets before a restore, so that nothing is right by chance. KVTIDE_WATCH names the file:
+one JSON object a line. KVTIDE_WATCH_SKIP=1 leaves restores out, as a control. In an ordinary server
+a request whose id begins with `abort` is aborted while its KV is in the arena, and a bit of one's
+that begins with `spoil` is changed there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+POISON = 777.0
+
+_KEPT: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+"""Of a saved request, by its id: its slots, and their rows of every buffer."""
+
+_LAST: dict[str, Any] = {}
+
+
+def register() -> None:
+    """SGLang's plugin interface."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    keeper = "kvtide.plugin.sglang.keeper.Keeper"
+    HookRegistry.register(f"{keeper}.save", _save, HookType.AROUND)
+    HookRegistry.register(f"{keeper}.restore", _restore, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}.update_running_batch", _abort, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}.run_batch", _run, HookType.BEFORE)
+    HookRegistry.register(f"{scheduler}.on_idle", _idle, HookType.BEFORE)
+
+
+def _save(original: Callable[..., Any], keeper: Any, req: Any) -> Any:
+    slots, rows = _rows_of(keeper, req)
+    try:
+        backup = original(keeper, req)
+    except Exception as error:
+        _write(event="refused", rid=req.rid, why=type(error).__name__)
+        raise
+    _KEPT[req.rid] = slots, rows
+    _poison(keeper, slots[req.kv.cache_protected_len :])
+    _write(event="save", rid=req.rid, tokens=len(slots))
+    return backup
+
+
+def _restore(original: Callable[..., Any], keeper: Any, req: Any, backup: Any) -> None:
+    slots, _ = _rows_of(keeper, req)
+    _poison(keeper, slots)
+    old_slots, expected = _KEPT.pop(req.rid)
+    if req.rid.startswith("spoil"):
+        backup.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
+    if os.environ.get("KVTIDE_WATCH_SKIP"):
+        keeper.discard(backup)
+    else:
+        try:
+            original(keeper, req, backup)
+        except Exception as error:
+            _write(event="failed", rid=req.rid, why=type(error).__name__)
+            raise
+    _, actual = _rows_of(keeper, req)
+    same = all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+    _write(
+        event="restore",
+        rid=req.rid,
+        exact=same,
+        moved=not torch.equal(old_slots, slots),
+        empty=not any(bool(one.any()) for one in expected),
+    )
+
+
+def _abort(_: Any, scheduler: Any, *__: Any) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    for req in list(scheduler.waiting_queue):
+        if req.rid in _KEPT and req.rid.startswith("abort"):
+            before = _arena_bytes()
+            scheduler.abort_request(AbortReq(rid=req.rid))
+            _write(event="abort", rid=req.rid, before=before, after=_arena_bytes())
+            del _KEPT[req.rid]
+
+
+def _run(scheduler: Any, batch: Any, *_: Any) -> None:
+    if batch.forward_mode.is_extend():
+        _write(event="extend", rids=[req.rid for req in batch.reqs])
+
+
+def _idle(scheduler: Any) -> None:
+    allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    state = {
+        "slots_free": allocator.available_size() + scheduler.tree_cache.evictable_size(),
+        "slots": scheduler.max_total_num_tokens,
+        "rows_free": rows.available_size(),
+        "rows": rows.size,
+        "arena_bytes": _arena_bytes(),
+    }
+    if scheduler.is_fully_idle() and state != _LAST.get("idle"):
+        _LAST["idle"] = state
+        _write(event="idle", **state)
+
+
+def _arena_bytes() -> int | None:
+    """What kvtide's arenas in this process hold; None without any."""
+    import gc
+
+    from kvtide.arena import HostArena
+
+    arenas = [one for one in gc.get_objects() if type(one) is HostArena]
+    return sum(one.used_bytes for one in arenas) if arenas else None
+
+
+def _buffers(keeper: Any) -> list[torch.Tensor]:
+    pool = keeper.tide.pool
+    return [
+        pool.plane(plane.name, layer)
+        for plane in pool.geometry.planes
+        for layer in range(plane.layer_count)
+    ]
+
+
+def _rows_of(keeper: Any, req: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    table = keeper._request_pool.req_to_token
+    slots = table[req.kv.req_pool_idx, : req.seqlen - 1].long().clone()
+    return slots, [buffer[slots].clone() for buffer in _buffers(keeper)]
+
+
+def _poison(keeper: Any, slots: torch.Tensor) -> None:
+    for buffer in _buffers(keeper):
+        buffer[slots] = POISON
+
+
+def _write(**event: Any) -> None:
+    with Path(os.environ["KVTIDE_WATCH"]).open("a") as file:
+        file.write(json.dumps(event) + "\n")

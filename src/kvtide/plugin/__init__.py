@@ -1,0 +1,1 @@
+"""Where engines meet kvtide: one package for each, imported by that engine alone."""

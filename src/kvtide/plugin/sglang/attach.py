@@ -1,0 +1,243 @@
+"""Attachment: kvtide beside the scheduler of this process, from the moment it has its pools.
+
+`hooks` and `colocated` stand where SGLang decides something; what they do, they do through this.
+A request's Backup is kept where SGLang keeps its own, in `req.kv.retraction_backup`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+
+from kvtide.errors import ArenaFull, KvtideError
+from kvtide.plugin.sglang import colocated
+from kvtide.plugin.sglang.keeper import Backup, Keeper
+from kvtide.plugin.sglang.metrics import metrics_of
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+READS: Table = {
+    "Scheduler": (
+        "token_to_kv_pool_allocator",
+        "req_to_token_pool",
+        "tree_cache",
+        "draft_worker?",
+        "sliding_window_size?",
+        "attn_tp_cpu_group",
+        "attn_cp_cpu_group",
+        "metrics_collector_context",
+        "output_streamer",
+    ),
+    "BaseSpecWorker": ("_draft_model_runners",),
+    "ModelRunner": ("token_to_kv_pool", "req_to_token_pool"),
+    "HybridReqToTokenPool": ("mamba_pool",),
+}
+
+
+@final
+@dataclass
+class Attachment:
+    """What a scheduler's requests are saved and restored by; or why they aren't."""
+
+    scheduler: Any
+    settings: Settings
+    keeper: Keeper | None = None
+    refusal: str = ""
+    """Why there is no keeper."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Of requests, by id, that couldn't be restored: why. Whoever resumed them takes them out."""
+
+    def covers(self, allocator: Any) -> bool:
+        """Whether requests in this allocator's slots are kvtide's to save."""
+        mine = Reader(self.scheduler, READS)["token_to_kv_pool_allocator"]
+        return self.keeper is not None and allocator is mine
+
+    def save(self, req: Any) -> bool:
+        """Saves the request; False, and why in the log, where that can't be."""
+        assert self.keeper is not None, "asked only where there is a keeper"
+        try:
+            req.kv.retraction_backup = self.keeper.save(req)
+        except KvtideError as error:
+            level = logging.INFO if isinstance(error, ArenaFull) else logging.WARNING
+            logger.log(level, "kvtide couldn't save request %s: %s", req.rid, error)
+            return False
+        return True
+
+    def restore(self, req: Any) -> bool:
+        """Restores the request; False where that can't be: then it must not go on.
+
+        Its backup is gone either way.
+        """
+        assert self.keeper is not None, "asked only where there is a keeper"
+        backup, req.kv.retraction_backup = req.kv.retraction_backup, None
+        try:
+            self.keeper.restore(req, backup)
+        except KvtideError as error:
+            logger.error("kvtide couldn't restore request %s: %s", req.rid, error)
+            self.lost[req.rid] = str(error)
+            return False
+        return True
+
+    def discard(self, req: Any) -> None:
+        """Forgets the request's backup."""
+        assert self.keeper is not None, "asked only where there is a keeper"
+        self.keeper.discard(req.kv.retraction_backup)
+        req.kv.retraction_backup = None
+
+    def close(self) -> None:
+        """At the scheduler's orderly end."""
+        if self.keeper is not None:
+            self.keeper.close()
+
+
+def is_saved(req: Any) -> bool:
+    """Whether what SGLang keeps as the request's backup is one of kvtide's."""
+    return isinstance(req.kv.retraction_backup, Backup)
+
+
+_attachments: list[Attachment] = []
+
+
+def attached() -> Attachment | None:
+    """That of this process's scheduler; None before it has its pools."""
+    return _attachments[-1] if _attachments else None
+
+
+def attach(scheduler: Any, settings: Settings) -> Attachment:
+    """Makes the process's attachment. Raises nothing: `refusal` says what was wrong."""
+    attachment = Attachment(scheduler, settings)
+    _attachments[:] = [attachment]
+    try:
+        keeper = _keeper_of(scheduler, settings)
+        try:
+            _serve(scheduler, keeper)
+        except BaseException:
+            keeper.close()
+            raise
+        attachment.keeper = keeper
+    except KvtideError as error:
+        attachment.refusal = str(error)
+    except Exception as error:
+        logger.exception("kvtide can't read this SGLang")
+        attachment.refusal = f"{type(error).__name__}: {error}"
+    return attachment
+
+
+def _serve(scheduler: Any, keeper: Keeper) -> None:
+    """Lets the metrics follow the keeper, and an ordinary server use it."""
+    from sglang.srt.runtime_context import get_disagg
+
+    metrics = metrics_of(Reader(scheduler, READS)["metrics_collector_context"])
+    if metrics is not None:
+        keeper.follow(metrics.update)
+    if get_disagg().disaggregation_mode == "null":
+        colocated.attach(scheduler, keeper)
+
+
+def would_cover(request_pool: Any, allocator: Any) -> bool:
+    """Whether a pool is one that a keeper can be made of, before there is a scheduler."""
+    try:
+        _refuse_pipelines()
+        Keeper.of(allocator, request_pool, [], Settings(host_memory_bytes=0)).close()
+    except KvtideError:
+        return False
+    except Exception:
+        logger.exception("kvtide can't read this SGLang")
+        return False
+    return True
+
+
+def _refuse_pipelines() -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().pp_size > 1:
+        raise Refused(
+            "pipeline parallelism: stages that schedule apart can't agree on which requests the "
+            "arena has no room for"
+        )
+
+
+def _keeper_of(scheduler: Any, settings: Settings) -> Keeper:
+    from sglang.srt.runtime_context import get_parallel
+
+    _refuse_pipelines()
+    of = Reader(scheduler, READS)
+    least = least_among([of["attn_tp_cpu_group"], of["attn_cp_cpu_group"]])
+    return Keeper.of(
+        of["token_to_kv_pool_allocator"],
+        of["req_to_token_pool"],
+        draft_pools(scheduler),
+        replace(settings, rank_count=rank_count(get_parallel())),
+        agree=lambda went_well: bool(least(int(went_well))),
+        agree_on_limit=least,
+        window_tokens=_window_tokens(of["sliding_window_size"], of["token_to_kv_pool_allocator"]),
+    )
+
+
+def rank_count(parallel: Any) -> int:
+    """The ranks of a server on this host: tensor, pipeline and data parallel, rounded up."""
+    replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
+    total = parallel.tp_size * parallel.pp_size * replicas
+    return int(max(1, -(-total // parallel.nnodes)))
+
+
+def _window_tokens(size: int | None, allocator: Any) -> int | None:
+    """How many of a request's last tokens have rows in a window when it comes back.
+
+    Where a decode server has a prefix cache, a resumed request gets slots for what that cache
+    calls a whole window at the last page's boundary, and it may take in all of them.
+    """
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    is_cached = disagg.disaggregation_mode == "decode" and (
+        disagg.disaggregation_decode_enable_radix_cache
+    )
+    if size is None or not is_cached:
+        return size
+    return 1 + max(size, int(allocator.page_size))
+
+
+def draft_pools(scheduler: Any) -> list[Any]:
+    """The pools of the draft model, which use the target's slots and rows; none without one.
+
+    A draft that reads the target's KV, or its recurrent state, has none of its own.
+    """
+    of = Reader(scheduler, READS)
+    worker, target = of["draft_worker"], of["token_to_kv_pool_allocator"].get_kvcache()
+    if worker is None:
+        return []
+    runners = Reader(worker, READS)["_draft_model_runners"]()
+    readers = [Reader(runner, READS) for runner in runners]
+    pools = [one["token_to_kv_pool"] for one in readers]
+    pools += [_state_pool(one["req_to_token_pool"]) for one in readers]
+    own = {id(None), id(target), id(_state_pool(of["req_to_token_pool"]))}
+    distinct = {id(pool): pool for pool in pools if id(pool) not in own}
+    return list(distinct.values())
+
+
+def _state_pool(request_pool: Any) -> Any:
+    """What a request pool has of recurrent state; None for one without."""
+    kinds = {kind.__name__ for kind in type(request_pool).__mro__}
+    return Reader(request_pool, READS)["mamba_pool"] if "HybridReqToTokenPool" in kinds else None
+
+
+def least_among(groups: Sequence[Any]) -> Callable[[int], int]:
+    """Gives the least of what these groups' ranks ask with, which all must, in the same order."""
+    wide = [group for group in groups if torch.distributed.get_world_size(group) > 1]
+
+    def least(value: int) -> int:
+        for group in wide:
+            on_host = torch.tensor([value], dtype=torch.int64)
+            torch.distributed.all_reduce(on_host, torch.distributed.ReduceOp.MIN, group=group)
+            value = int(on_host.item())
+        return value
+
+    return least

@@ -1,0 +1,105 @@
+"""Pools of keys and values: SGLang's MHATokenToKVPool and what derives from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvtide.layout import EveryToken, Rule
+from kvtide.plugin.sglang import attention_quantized, kv_cache
+from kvtide.plugin.sglang.attention_quantized import scales
+from kvtide.plugin.sglang.describe import Describer, NeverMoved, Subject
+from kvtide.plugin.sglang.kv_cache import described, pages, refuse_shares, share_of_context
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.rules import Striped
+
+READS: Table = {
+    **kv_cache.READS,
+    **attention_quantized.READS,
+    "MHATokenToKVPool": (
+        *attention_quantized.READS["MHATokenToKVPool"],
+        "kv_cache_layout",
+    ),
+    "MHATokenToKOnlyPool": ("k_buffer",),
+    "MiniMaxSparseKVPool": ("main_pool", "index_kv_pool?", "index_k_pool?"),
+}
+
+_PAGED_LAYOUTS = ("hnd", "vectorized_5d")
+"""Those whose rows are pages: [page, head, token, head_dim], and ROCm's two of five axes."""
+
+
+def describe_mha(subject: Subject) -> Description:
+    """Keys and values of every token, [slot, head, head_dim] in each layer, or page by page.
+
+    A quantized pool has scales besides. Its dequantized workspace is made anew by each forward
+    pass, so it isn't a request's.
+
+    Ranks that decode one context together (DCP) have the rows of every `world`-th slot each, and
+    the slots of SGLang's allocator are `world` times as many as a rank's rows.
+    """
+    of = Reader(subject.pool, READS)
+    layout, quantized = of["kv_cache_layout"], scales(subject)
+    if layout != "nhd" or quantized:
+        refuse_shares(subject)
+    rank, world = share_of_context(subject)
+    held = {"k": of["k_buffer"], "v": of["v_buffer"]}
+    if layout in _PAGED_LAYOUTS:
+        size = of["page_size"]
+        parts = [pages(subject, name, tensors, size) for name, tensors in held.items()]
+    elif layout == "nhd":
+        rule: Rule = Striped(rank, world) if world > 1 else EveryToken()
+        parts = [Part(name, tensors, (rule,)) for name, tensors in held.items()]
+    else:
+        raise Refused(
+            f"{type(subject.pool).__name__}: kvtide doesn't know how the layout {layout!r} lies"
+        )
+    whole = described(subject, *parts, *quantized)
+    return replace(whole, slot_count=whole.slot_count * world, rank=rank)
+
+
+def describe_keys(subject: Subject) -> Description:
+    """Keys alone, [slot, head, head_dim]: those of an indexer that needs no values."""
+    refuse_shares(subject)
+    return described(subject, Part("k", Reader(subject.pool, READS)["k_buffer"]))
+
+
+def describe_minimax(subject: Subject) -> Description:
+    """Keys and values of all layers, and those of the indexer of some: pools that share slots."""
+    refuse_shares(subject)
+    of = Reader(subject.pool, READS)
+    held = {"main": of["main_pool"], "index_kv": of["index_kv_pool"], "index_k": of["index_k_pool"]}
+    parts = [
+        part
+        for name, pool in held.items()
+        if pool is not None
+        for part in subject.part(pool).renamed(name)
+    ]
+    return described(subject, *parts)
+
+
+DESCRIBERS: Mapping[str, Describer] = {
+    **attention_quantized.DESCRIBERS,
+    "MHATokenToKVPool": describe_mha,
+    "MHATokenToKOnlyPool": describe_keys,
+    "MiniMaxSparseKVPool": describe_minimax,
+    "MiniMaxM3Nvfp4KVPool": describe_minimax,
+    "_DummyKVCache": NeverMoved(
+        "on Apple's MLX keys and values lie in arrays of MLX's own, which torch doesn't see"
+    ),
+    "NoOpMHATokenToKVPool": NeverMoved(
+        "it holds no keys and values, only a page that stands in for them: nothing to save"
+    ),
+    "PageMajorMHATokenToKVPool": NeverMoved(
+        "this SGLang can't make such a pool itself; --enable-unified-memory lays pages out like it"
+    ),
+    "PageInterleaveMHATokenToKVPool": NeverMoved(
+        "pages of a request lie on ranks in turn, and begin at another rank when they are given "
+        "anew: what this rank saved may then belong on another, which it can't write to; SGLang "
+        "uses this pool for prefill alone, where nothing is retracted"
+    ),
+    "HiSparseMHAMainPool": NeverMoved(
+        "a request's keys and values lie in HiSparse's host memory, and SGLang frees them there "
+        "before it asks for a copy: nothing is left to save"
+    ),
+}

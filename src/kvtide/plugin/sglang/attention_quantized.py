@@ -1,0 +1,86 @@
+"""Pools of quantized keys and values: payloads, and the scales without which they mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtide.plugin.sglang import kv_cache
+from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.sglang.kv_cache import described, pages, refuse_shares
+from kvtide.plugin.sglang.parts import Description, Part
+from kvtide.plugin.sglang.reader import Reader, Table
+
+READS: Table = {
+    **kv_cache.READS,
+    "MHATokenToKVPool": (
+        "k_buffer",
+        "v_buffer",
+        "k_scale_buffer?",
+        "v_scale_buffer?",
+        "native_k_scale_buffer?",
+        "native_v_scale_buffer?",
+    ),
+    "MHATokenToKVPoolMXFP8": ("mxfp8_sf_interleaved",),
+    "MiniMaxM3Nvfp4MainKVPool": ("rows",),
+    "MiniMaxM3Nvfp4IndexKPool": ("rows",),
+}
+
+_SCALES = {"k_scale": "k_scale_buffer", "v_scale": "v_scale_buffer"}
+_NATIVE = {"k_native_scale": "native_k_scale_buffer", "v_native_scale": "native_v_scale_buffer"}
+
+
+def scales(subject: Subject) -> list[Part]:
+    """The scales that a quant_method keeps: a row for each token, and for some kernels pages.
+
+    The native ones of NVFP4 are [page, head, token, block], the values' with four tokens
+    interleaved. Global scales are the model's, not a request's.
+    """
+    of = Reader(subject.pool, READS)
+    parts = [Part(name, of[held]) for name, held in _SCALES.items() if of[held]]
+    for name, held in _NATIVE.items():
+        if of[held]:
+            parts.append(pages(subject, name, of[held], of[held][0].shape[2]))
+    return parts
+
+
+def describe_fp4(subject: Subject) -> Description:
+    """Packed keys and values and their scales, of every token."""
+    refuse_shares(subject)
+    return described(subject, *_payload(subject), *scales(subject))
+
+
+def describe_mxfp8(subject: Subject) -> Description:
+    """Keys and values of every token; their scales, too, unless a kernel wants them by the page.
+
+    Those are [page, head, token % 32, token // 32, block].
+    """
+    of = Reader(subject.pool, READS)
+    if not of["mxfp8_sf_interleaved"]:
+        return describe_fp4(subject)
+    refuse_shares(subject)
+    size = of["page_size"]
+    interleaved = [pages(subject, name, of[held], size) for name, held in _SCALES.items()]
+    return described(subject, *_payload(subject), *interleaved)
+
+
+def describe_m3_pages(subject: Subject) -> Description:
+    """Pages of bytes, [page, byte]: payloads and scales of all tokens in each, one after another.
+
+    They move whole, with the few bytes that align them.
+    """
+    refuse_shares(subject)
+    of = Reader(subject.pool, READS)
+    return described(subject, pages(subject, "page", of["rows"], of["page_size"]))
+
+
+def _payload(subject: Subject) -> tuple[Part, Part]:
+    of = Reader(subject.pool, READS)
+    return Part("k", of["k_buffer"]), Part("v", of["v_buffer"])
+
+
+DESCRIBERS: Mapping[str, Describer] = {
+    "MHATokenToKVPoolFP4": describe_fp4,
+    "MHATokenToKVPoolMXFP8": describe_mxfp8,
+    "MiniMaxM3Nvfp4MainKVPool": describe_m3_pages,
+    "MiniMaxM3Nvfp4IndexKPool": describe_m3_pages,
+}

@@ -1,0 +1,198 @@
+"""The SGLang of this environment: whether kvtide stands in it, and what comes of its pools.
+
+For `kvtide doctor --sglang`. Nothing here needs a server or an accelerator: the pools are small
+ones on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from kvtide.errors import UsageError, first_line
+from kvtide.plugin.sglang.census import census
+from kvtide.plugin.sglang.settings import Settings
+
+if TYPE_CHECKING:
+    from kvtide.plugin.sglang.checkup.trips import Built, Case, Outcome
+
+PLUGINS, ENTRY_POINT = "sglang.srt.plugins", "kvtide.plugin.sglang:register"
+CHOSEN = "SGLANG_PLUGINS"
+"""SGLang's variable with the names of the plugins that it is to load, if not all."""
+
+Verdict = Literal["exact", "wrong", "untried", "refused", "part", "abstract", "unknown"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """One case, by SGLang's own copy and by kvtide's; None where its pool can't be built here."""
+
+    name: str
+    classes: frozenset[str] = frozenset()
+    """Those of the pools in it."""
+    own: Outcome | None = None
+    through: Outcome | None = None
+    unbuilt: str = ""
+    """Why it can't be."""
+    reason: str = ""
+    """Why SGLang's own copy isn't exact, where that is known."""
+
+    @property
+    def own_word(self) -> str:
+        """What SGLang's own copy did: its verdict, or `no copy` where the class has none."""
+        return "untried" if self.own is None else word_for(self.own)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClassFound:
+    """A class of pools, in `file` below `sglang/srt`, and what comes of it.
+
+    `exact` in all round trips, or `wrong` in some; `untried`, as none of its kind can be built
+    here; `refused`, `part` of another class's pools, `abstract`, or `unknown` to kvtide.
+    """
+
+    name: str
+    file: str
+    verdict: Verdict
+    reason: str = ""
+    trip_count: int = 0
+
+
+def import_sglang() -> None:
+    """Imports what the checkup needs. Raises UsageError, with the remedy, where that can't be."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise UsageError(
+            f"--sglang: SGLang isn't installed in this environment ({sys.prefix}); install kvtide "
+            "into SGLang's own environment (pip install kvtide) and run it there"
+        )
+    try:
+        for name in (PLUGINS, "sglang.srt.mem_cache.memory_pool"):
+            importlib.import_module(name)
+    except Exception as error:  # whatever its kernels and a vendor's packages raise
+        raise UsageError(
+            f"--sglang: SGLang is installed here, but can't be imported: {first_line(error)}; "
+            "run it where SGLang's server runs"
+        ) from error
+
+
+def why_not_loaded() -> str | None:
+    """Why SGLang's processes won't load kvtide's plugin; None if they will."""
+    found = [entry for entry in entry_points(group=PLUGINS) if entry.value == ENTRY_POINT]
+    if not found:
+        return f"no package in {sys.prefix} registers it; install kvtide there: pip install kvtide"
+    chosen = [name.strip() for name in os.environ.get(CHOSEN, "").split(",") if name.strip()]
+    if chosen and found[0].name not in chosen:
+        return f"{CHOSEN}={','.join(chosen)} leaves it out; add {found[0].name}, or unset it"
+    return None
+
+
+def why_not_hooked(settings: Settings) -> str | None:
+    """Loads SGLang's plugins into this process, as its own do. None if all hooks are in place."""
+    from kvtide.plugin.sglang.hooks import hooks_not_in_place
+
+    try:
+        importlib.import_module(PLUGINS).load_plugins()
+        loose = hooks_not_in_place(settings)
+    except SystemExit as error:  # `strict`, and this SGLang lacks a function
+        return str(error)
+    except (ImportError, AttributeError) as error:
+        return f"this SGLang lacks a function that kvtide stands around: {first_line(error)}"
+    return f"SGLang calls {', '.join(loose)} without them" if loose else None
+
+
+def word_for(own: Outcome) -> str:
+    """`no copy` is an error, too, if it is called: SGLang's base class has none."""
+    return "no copy" if own.detail.strip() == "NotImplementedError:" else own.verdict
+
+
+def all_cases() -> Sequence[Case]:
+    """Every case. Raises ImportError or AttributeError where SGLang has moved what they build."""
+    from sglang.srt.runtime_context import get_parallel
+
+    # A server sets these from its arguments; pools of latents can't be built without.
+    get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
+    from kvtide.plugin.sglang.checkup.cases import CASES
+
+    return CASES
+
+
+def make_trips(cases: Iterable[Case]) -> Iterator[Trip]:
+    """Each case both ways, as it becomes known. An error in building a pool isn't kvtide's."""
+    for case in cases:
+        try:
+            yield _make_trip(case)
+        except Exception as error:  # whatever a kernel raises that isn't made for this machine
+            yield Trip(case.name, unbuilt=first_line(error), reason=case.reason)
+
+
+def _make_trip(case: Case) -> Trip:
+    from kvtide.plugin.sglang.checkup.trips import KvtideWay, Way, round_trip
+
+    names: set[str] = set()
+
+    def build() -> Built:
+        built = case.build()
+        names.update(type(one).__name__ for one in reachable(built))
+        return built
+
+    watched = replace(case, build=build)
+    own, through = round_trip(watched, Way()), round_trip(watched, KvtideWay())
+    return Trip(case.name, frozenset(names), own, through, reason=case.reason)
+
+
+def reachable(built: Built) -> Iterator[object]:
+    """The objects of SGLang's classes, and of kvtide's own, that the pools consist of."""
+    waiting: list[Any] = [built.pool, built.request_pool, *built.draft_pools]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, list | tuple):
+            waiting += one
+        elif type(one).__module__.partition(".")[0] in ("sglang", "kvtide"):
+            yield one
+            waiting += getattr(one, "__dict__", {}).values()
+
+
+def find_classes(trips: Sequence[Trip]) -> list[ClassFound]:
+    """Every class of pools in the installed SGLang, and what the trips showed of it."""
+    tried = [trip for trip in trips if trip.through is not None]
+    counts = Counter(name for trip in tried for name in trip.classes)
+    wrong: dict[str, list[str]] = {}
+    for trip in tried:
+        if trip.through is not None and trip.through.verdict != "exact":
+            for name in trip.classes:
+                wrong.setdefault(name, []).append(trip.name)
+    found = []
+    for one in census():
+        verdict, reason = _verdict(one.verdict, counts[one.name], wrong.get(one.name, []))
+        count = counts[one.name]
+        found.append(ClassFound(one.name, one.file, verdict, reason or one.reason, count))
+    return found
+
+
+def _verdict(verdict: str, count: int, wrong: Sequence[str]) -> tuple[Verdict, str]:
+    """What the census says of a class, and the trips that it was in."""
+    if verdict == "unknown":
+        return "unknown", "kvtide doesn't know this class; SGLang's own copy is used"
+    if verdict == "refused":
+        return "refused", ""
+    if verdict == "within":
+        return "part", ""
+    if verdict == "abstract":
+        return "abstract", ""
+    if wrong:
+        return "wrong", f"not exact in {len(wrong)} of {count}: {'; '.join(wrong)}"
+    return ("exact", "") if count else ("untried", "no pool of it can be built here")

@@ -1,0 +1,252 @@
+"""Round trips of SGLang's pools: out of some slots, into others, by its own methods or kvtide's.
+
+What is compared is read from the pool's tensors by probes, which know where a token's bytes lie
+and use nothing that is under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.device import open_device
+from kvtide.plugin.sglang.describe import Subject
+from kvtide.plugin.sglang.draft import describe_with_draft
+from kvtide.tide import Tide
+
+BLOCK_BYTES = 1 << 14
+LIMIT_BYTES = 1 << 24
+
+Read = Callable[[torch.Tensor, Mapping[str, int]], torch.Tensor]
+"""What some slots, int64 [token], and a request's own rows own of a buffer, as a copy."""
+
+
+@final
+@dataclass(frozen=True)
+class Probe:
+    """Reads one kind of bytes. `buffers` are the tensors that they lie in, whole."""
+
+    name: str
+    read: Read
+    buffers: Sequence[torch.Tensor]
+    is_of_tokens: bool = True
+    """False for what a request owns whatever its tokens."""
+
+
+def token_rows(name: str, buffer: torch.Tensor) -> Probe:
+    """A probe of a tensor [slot, …]."""
+    return Probe(name, lambda slots, _: buffer[slots].clone(), [buffer])
+
+
+def request_rows(name: str, buffer: torch.Tensor, kind: str) -> Probe:
+    """A probe of a tensor [row, …], of which a request has one row of its `kind`."""
+    return Probe(name, lambda _, rows: buffer[rows[kind]].clone(), [buffer], is_of_tokens=False)
+
+
+@final
+@dataclass
+class Built:
+    """A pool with its allocator. `sources` and `targets` are a request's own rows, by kind:
+
+    `request` is its row in SGLang's req_to_token, `mamba` that of its recurrent state.
+    """
+
+    pool: Any
+    allocator: Any
+    probes: Sequence[Probe]
+    sources: Mapping[str, int] = field(default_factory=lambda: {"request": 1})
+    targets: Mapping[str, int] = field(default_factory=lambda: {"request": 2})
+    request_pool: Any = None
+    prepare: Callable[[torch.Tensor], None] = lambda slots: None
+    """Called with the source slots once they are allocated; frees what has left a window."""
+    allocate: Callable[[int], torch.Tensor] | None = None
+    """Slots for so many tokens, where the allocator's `alloc` can't."""
+    window_tokens: int | None = None
+    """How far sliding-window attention looks back."""
+    draft_pools: Sequence[Any] = ()
+    """Those of draft models, which keep their KV in the same slots."""
+    undo: Callable[[], None] = lambda: None
+    """Called in the end: takes back what building it set for this process."""
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    """A pool to be built, and what SGLang makes of it alone: `exact`, `wrong` or `crash`."""
+
+    name: str
+    build: Callable[[], Built]
+    alone: str
+    token_count: int = 37
+    page_size: int = 16
+    reason: str = ""
+    """Why SGLang alone is wrong or crashes, for whoever reads the table."""
+
+
+@final
+@dataclass(frozen=True)
+class Refusal:
+    """A pool that kvtide leaves to SGLang, and words of the reason that it gives at the start."""
+
+    name: str
+    build: Callable[[], Built]
+    reason: str
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """What a round trip came to: `exact`, `wrong` or `crash`, and which bytes or which error."""
+
+    verdict: str
+    detail: str = ""
+
+
+class Way:
+    """A way to save and load. `open` is called before anything is saved."""
+
+    name = "sglang"
+
+    def open(self, built: Built) -> None:
+        """Looks at the pool."""
+
+    def save(self, built: Built, slots: torch.Tensor, rows: Mapping[str, int]) -> Any:
+        """A copy on the host, made as Req.offload_kv_cache makes it."""
+        copy = built.allocator.get_cpu_copy(slots, **_own(rows))
+        beside = self._state_beside(built)
+        return copy, beside and beside.get_cpu_copy(torch.tensor([rows["mamba"]]))
+
+    def load(self, built: Built, copy: Any, slots: torch.Tensor, rows: Mapping[str, int]) -> None:
+        """Back into some slots, as Req.load_kv_cache does it."""
+        beside = self._state_beside(built)
+        if beside:
+            beside.load_cpu_copy(copy[1], torch.tensor([rows["mamba"]]))
+        built.allocator.load_cpu_copy(copy[0], slots, **_own(rows))
+
+    def _state_beside(self, built: Built) -> Any:
+        """The pool of state that its request pool has, where the KV pool's copy lacks it."""
+        if built.request_pool is None or built.pool.cpu_copy_carries_mamba:
+            return None
+        return built.request_pool.mamba_pool
+
+    def close(self) -> None:
+        """Ends what `open` began."""
+
+
+class KvtideWay(Way):
+    """Through describe and a Tide."""
+
+    name = "kvtide"
+
+    def open(self, built: Built) -> None:
+        """Describes and adopts the pool."""
+        subject = Subject(
+            built.pool, built.allocator, built.request_pool, window_tokens=built.window_tokens
+        )
+        self.description = describe_with_draft(subject, built.draft_pools)
+        self.device = open_device(str(built.pool.device).split(":")[0])
+        arena = HostArena(self.device, limit_bytes=LIMIT_BYTES, block_bytes=BLOCK_BYTES)
+        self.tide = Tide(self.description.adopt(self.device), arena)
+
+    def save(self, built: Built, slots: torch.Tensor, rows: Mapping[str, int]) -> Any:
+        """See Way."""
+        return self.tide.offload(slots, request=self._request(rows))
+
+    def load(self, built: Built, copy: Any, slots: torch.Tensor, rows: Mapping[str, int]) -> None:
+        """See Way."""
+        self.tide.restore(copy, slots, request=self._request(rows))
+        self.tide.discard(copy)
+        assert 0 == self.tide.arena.used_bytes
+
+    def _request(self, rows: Mapping[str, int]) -> Mapping[str, int]:
+        return {kind: rows[kind] for kind in self.description.request_kinds}
+
+    def close(self) -> None:
+        """See Way."""
+        self.tide.close()
+        self.device.close()
+
+
+def _own(rows: Mapping[str, int]) -> dict[str, Any]:
+    """A request's rows as Req gives them to its allocator: a mamba index is a 0-d tensor."""
+    mamba = torch.tensor(rows["mamba"]) if "mamba" in rows else None
+    return {"mamba_indices": mamba, "req_pool_index": rows.get("request")}
+
+
+def round_trip(case: Case, way: Way) -> Outcome:
+    """Saves, poisons everything, loads elsewhere, compares: those bytes, and all others."""
+    torch.manual_seed(1)
+    built = case.build()
+    try:
+        way.open(built)
+        try:
+            wrong = _moved_wrong(case, built, way)
+        finally:
+            way.close()
+    except Exception as error:
+        message = str(error).splitlines()[0] if str(error) else ""
+        return Outcome("crash", f"{type(error).__name__}: {message}")
+    finally:
+        built.undo()
+    return Outcome("wrong", ", ".join(wrong)) if wrong else Outcome("exact")
+
+
+def _moved_wrong(case: Case, built: Built, way: Way) -> list[str]:
+    """The names of the probes that read something else than they should afterwards."""
+    for probe in built.probes:
+        for buffer in probe.buffers:
+            randomise(buffer)
+    whole = -(-case.token_count // case.page_size) * case.page_size
+    allocate = built.allocate or built.allocator.alloc
+    held = allocate(whole)
+    source = held[: case.token_count].clone()
+    built.prepare(source)
+    expected = [probe.read(source, built.sources) for probe in built.probes]
+    copy = way.save(built, source, built.sources)
+    for probe in built.probes:
+        for buffer in probe.buffers:
+            randomise(buffer)
+    held = allocate(whole)
+    target = held[: case.token_count].clone()
+    assert not set(source.tolist()) & set(target.tolist()), "a restore goes to other slots"
+    bystanders = _bystanders(built, held, case.page_size)
+    untouched = [probe.read(bystanders, built.sources) for probe in built.probes]
+    way.load(built, copy, target, built.targets)
+    wrong = []
+    for probe, bytes_before, others in zip(built.probes, expected, untouched, strict=True):
+        if not same(bytes_before, probe.read(target, built.targets)):
+            wrong.append(probe.name)
+        if not same(others, probe.read(bystanders, built.sources)):
+            wrong.append(f"{probe.name} of others")
+    return wrong
+
+
+def _bystanders(built: Built, held: torch.Tensor, page_size: int) -> torch.Tensor:
+    """All slots that are in none of the target's pages, the padding's aside."""
+    slots = torch.arange(page_size, built.pool.size)
+    taken = torch.isin(slots // page_size, held.cpu() // page_size)
+    return slots[~taken].to(held.device)
+
+
+def randomise(buffer: torch.Tensor) -> None:
+    """Other bytes in all of a buffer, whatever its dtype and strides."""
+    if not buffer.numel():
+        return
+    if buffer.is_contiguous():
+        raw = buffer.view(-1).view(torch.uint8)
+        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
+    else:
+        buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
+
+
+def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Whether two tensors are of one shape and have the same bytes: NaNs are equal, too."""
+    return expected.shape == actual.shape and torch.equal(_bytes(expected), _bytes(actual))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

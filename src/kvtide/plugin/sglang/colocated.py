@@ -1,0 +1,268 @@
+"""colocated: a server that isn't a disaggregated decode server saves and restores as well.
+
+SGLang forgets the KV of a request that an ordinary server retracts, and computes it again. With
+kvtide its backup lies on a shelf, and the request stays where SGLang puts it, in the waiting queue,
+where aborts, timeouts, priorities and metrics find it:
+
+    retract_decode                     get_new_batch_prefill
+      release_req                        Shelf.resume
+        Shelf.keep                         room?, by SGLang's own rule   (colocated_resume)
+          Keeper.save                      slots, Keeper.restore
+      the waiting queue                    a batch of one, merged into the running batch
+
+Its next step is a decode step like any other. Retracted requests come back before new ones are let
+in. What isn't in the waiting queue any more has no backup: that is looked up, not heard of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+from weakref import WeakSet
+
+from kvtide.errors import KvtideError
+from kvtide.plugin.sglang.colocated_limits import refuse_server, why_not
+from kvtide.plugin.sglang.colocated_resume import (
+    batch_of,
+    bind_to_root,
+    give_slots_back,
+    has_room,
+    recount_penalties,
+    take_slots,
+)
+from kvtide.plugin.sglang.keeper import Backup, Keeper
+
+logger = logging.getLogger(__name__)
+
+Hook = Callable[..., Any]
+
+_SHELVES: dict[Any, Shelf] = {}
+"""Of each scheduler in this process; in a server there is one."""
+
+
+@final
+class Shelf:
+    """The backups of one scheduler's retracted requests, in the order of their retraction."""
+
+    def __init__(self, scheduler: Any, keeper: Keeper) -> None:
+        self._scheduler = scheduler
+        self._keeper = keeper
+        self._backups: dict[Any, Backup] = {}
+        self._late: WeakSet[Any] = WeakSet()
+        """Requests with penalties that came back, and haven't decoded since: see `counting`."""
+
+    def __len__(self) -> int:
+        return len(self._backups)
+
+    def keep(self, req: Any) -> None:
+        """Saves a request whose slots SGLang is about to give away, if that can be of use."""
+        reason = why_not(req)
+        if reason is not None:
+            logger.info("kvtide: request %s will be computed again: %s", req.rid, reason)
+            return
+        try:
+            self._backups[req] = self._keeper.save(req)
+        except KvtideError as error:
+            logger.info("kvtide: request %s will be computed again: %s", req.rid, error)
+
+    def resume(self, running: Any) -> Any:
+        """Brings back who fits, oldest first: the running batch with them.
+
+        Nobody while a chunked prefill is under way, which has a claim on memory that SGLang's
+        estimate doesn't know of.
+        """
+        self.sweep()
+        if self._scheduler.chunked_req is not None:
+            return running
+        for req in self._in_order():
+            if self.outranking(req) or not self._may_come(req, running):
+                break
+            if not take_slots(self._scheduler, req):
+                if not running.is_empty() or self._scheduler.last_batch is not None:
+                    break
+                self._forget(req, "there is no room for it, though nothing runs")
+                continue
+            batch = self._restored(req)
+            if batch is not None and running.is_empty():
+                running = batch
+            elif batch is not None:
+                running.merge_batch(batch)
+        return running
+
+    def outranking(self, req: Any) -> list[Any]:
+        """Waiting requests without a backup whose priority is better than this one's."""
+        scheduler = self._scheduler
+        if not scheduler.enable_priority_scheduling:
+            return []
+        sign = scheduler.policy.priority_sign
+        waiting = [other for other in scheduler.waiting_queue if other not in self._backups]
+        return [other for other in waiting if other.priority * sign < req.priority * sign]
+
+    @contextmanager
+    def aside(self) -> Iterator[bool]:
+        """Takes out of the waiting queue, for a while, who must not be let in now.
+
+        Those with a backup, who would be computed again, and while there are any all others that
+        don't outrank them. Gives whether SGLang has anybody left to look at.
+        """
+        scheduler, everybody = self._scheduler, list(self._scheduler.waiting_queue)
+        held = self._in_order()
+        let_in = self.outranking(held[0]) if held else everybody
+        scheduler.waiting_queue = let_in
+        shown = set(let_in)
+        out = [req for req in everybody if req not in shown]
+        try:
+            yield bool(let_in) or scheduler.chunked_req is not None
+        finally:
+            scheduler.waiting_queue = [*out, *scheduler.waiting_queue]
+
+    @contextmanager
+    def counting(self, batch: Any) -> Iterator[None]:
+        """Around SGLang's counting of a batch's last tokens for penalties.
+
+        With overlapped scheduling SGLang counts the token before the last one: the last is still
+        being computed. That isn't so for who has just come back, so the last is hidden from it.
+        """
+        late = {req: req.output_ids for req in batch.reqs if req in self._late}
+        for req, output_ids in late.items():
+            req.output_ids = output_ids[:-1]
+        try:
+            yield
+        finally:
+            for req, output_ids in late.items():
+                req.output_ids = output_ids
+                self._late.discard(req)
+
+    def sweep(self) -> None:
+        """Discards the backups of requests that aren't waiting any more: aborted, timed out."""
+        waiting = set(self._scheduler.waiting_queue)
+        for req in [req for req in self._backups if req not in waiting]:
+            self._forget(req, "it isn't waiting any more")
+
+    def clear(self, reason: str) -> None:
+        """Discards all backups; their requests will be computed again."""
+        for req in list(self._backups):
+            self._forget(req, reason)
+
+    def _in_order(self) -> list[Any]:
+        if not self._scheduler.enable_priority_scheduling:
+            return list(self._backups)
+        sign = self._scheduler.policy.priority_sign
+        return sorted(self._backups, key=lambda req: req.priority * sign)
+
+    def _may_come(self, req: Any, running: Any) -> bool:
+        scheduler, size = self._scheduler, len(running.reqs)
+        if scheduler.get_num_allocatable_reqs(size, running_batch=running) <= 0:
+            return False
+        bind_to_root(scheduler, req)
+        # Alone it may try: the estimate is of what others will need.
+        return size == 0 or has_room(scheduler, req, running)
+
+    def _restored(self, req: Any) -> Any:
+        """A batch of the request, which has its slots; None if its KV is lost."""
+        scheduler = self._scheduler
+        try:
+            self._keeper.restore(req, self._backups.pop(req))
+        except KvtideError as error:
+            logger.warning("kvtide: request %s will be computed again: %s", req.rid, error)
+            give_slots_back(scheduler, req)
+            return None
+        scheduler.waiting_queue = [other for other in scheduler.waiting_queue if other is not req]
+        batch = batch_of(scheduler, req)
+        is_late = scheduler.enable_overlap
+        if recount_penalties(batch, req, is_late=is_late) and is_late:
+            self._late.add(req)
+        return batch
+
+    def _forget(self, req: Any, reason: str) -> None:
+        logger.info("kvtide: the backup of request %s is discarded: %s", req.rid, reason)
+        self._keeper.discard(self._backups.pop(req))
+
+
+def attach(scheduler: Any, keeper: Keeper) -> None:
+    """From now on this scheduler's retracted requests are saved. Raises Refused, with the reason.
+
+    To be called when the scheduler is complete, in a server with KVTIDE_SGLANG_COLOCATED=1.
+    """
+    refuse_server(scheduler)
+    _SHELVES[scheduler] = Shelf(scheduler, keeper)
+
+
+def hooks() -> list[tuple[str, Hook, str]]:
+    """What has to be hooked into SGLang: the target, the hook, and its kind as SGLang names it.
+
+    They do nothing for a scheduler that isn't attached.
+    """
+    managers = "sglang.srt.managers"
+    scheduler, batch = f"{managers}.scheduler.Scheduler", f"{managers}.schedule_batch"
+    weights = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    sources = ("disk", "distributed", "tensor", "ipc")
+    updates = [f"update_weights_from_{source}" for source in sources]
+    return [
+        (f"{batch}.release_req", _keep, "before"),
+        (f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens", _count, "around"),
+        (f"{scheduler}.get_new_batch_prefill", _plan_prefill, "around"),
+        (f"{scheduler}.abort_request", _after_abort, "after"),
+        (f"{scheduler}.flush_cache", _after_flush, "after"),
+        (f"{scheduler}.release_host_resources", _before_shutdown, "before"),
+        *((f"{weights}.{update}", _before_update, "before")
+          for update in [*updates, "begin_weight_update", "end_weight_update"]),
+    ]  # fmt: skip
+
+
+def _keep(*, req: Any, tree_cache: Any, offload_kv: bool = True, **_: Any) -> None:
+    shelf = _shelf_with(tree_cache)
+    if shelf is not None and offload_kv:
+        shelf.keep(req)
+
+
+def _count(original: Hook, batch: Any) -> None:
+    shelf = _shelf_with(batch.tree_cache)
+    if shelf is None:
+        original(batch)
+        return
+    with shelf.counting(batch):
+        original(batch)
+
+
+def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    shelf = _SHELVES.get(scheduler)
+    if not shelf:
+        return original(scheduler, running_batch)
+    running_batch = shelf.resume(running_batch)
+    with shelf.aside() as anybody:
+        if anybody:
+            return original(scheduler, running_batch)
+    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+
+def _after_abort(_: Any, scheduler: Any, *__: Any) -> None:
+    if (shelf := _SHELVES.get(scheduler)) is not None:
+        shelf.sweep()
+
+
+def _after_flush(flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
+    shelf = _SHELVES.get(scheduler)
+    if flushed and shelf is not None:
+        shelf.clear("the cache was flushed")
+
+
+def _before_shutdown(scheduler: Any) -> None:
+    if (shelf := _SHELVES.get(scheduler)) is not None:
+        shelf.clear("the server shuts down")
+
+
+def _before_update(manager: Any, *_: Any, **__: Any) -> None:
+    shelf = _SHELVES.get(manager.scheduler)
+    if shelf is not None:
+        shelf.clear("the weights change")
+
+
+def _shelf_with(tree_cache: Any) -> Shelf | None:
+    """The shelf of the scheduler that has this prefix cache."""
+    shelves = list(_SHELVES.items())
+    return next((shelf for owner, shelf in shelves if owner.tree_cache is tree_cache), None)

@@ -1,0 +1,162 @@
+"""Which servers and which requests can resume from saved KV, and why the others can't.
+
+What is listed here is left to SGLang, which computes such a request's KV again. Most of it keeps
+state of a request outside of the pools that kvtide knows, or schedules in a way of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvtide.plugin.sglang import colocated_resume
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+
+Cases = tuple[tuple[Callable[[Reader], bool], str], ...]
+"""When something can't be covered, and why, in words."""
+
+READS: Table = {
+    "Scheduler": (
+        *("disaggregation_mode", "server_args", "model_config", "spec_algorithm", "tree_cache"),
+        *("token_to_kv_pool_allocator", "req_to_token_pool", "kv_shard_widening"),
+        *(
+            "require_mlp_sync",
+            "enable_pdmux",
+            "enable_overlap_mlx",
+            "enable_lora?",
+            "enable_hisparse",
+        ),
+        *("enable_hierarchical_cache", "enable_lmcache", "enable_unified_memory"),
+        *("enable_unified_cache_external_linker", "is_hybrid_ssm", "is_hybrid_swa"),
+        *("dllm_config?", "use_ngram_embedding", "prefill_delayer?"),
+    ),
+    "ServerArgs": (
+        "pp_size",
+        "dcp_size?",
+        "enable_pd_role_switch",
+        "enable_watermark",
+        "kv_canary",
+    ),
+    "ReqToTokenPool": ("_aux_cache?",),
+    "ModelConfig": ("is_encoder_decoder", "use_engram"),
+    "Req": (
+        *("beam_group?", "multimodal_inputs?", "input_embeds?", "positional_embed_overrides?"),
+        *("session?", "lora_id?", "return_routed_experts", "return_indexer_topk"),
+        *("inflight_middle_chunks", "output_ids"),
+    ),
+}
+
+ALLOCATORS = frozenset(
+    {
+        "TokenToKVPoolAllocator",
+        "PagedTokenToKVPoolAllocator",
+        "NPUPagedTokenToKVPoolAllocator",
+    }
+)
+"""Those whose `alloc` gives a request all that its tokens own."""
+
+TABLES = frozenset({"ReqToTokenPool"})
+"""Of requests' slots, with nothing else in a request's row."""
+
+TREES = frozenset({"RadixCache", "UnifiedRadixCache"})
+"""Prefix caches that take a request which owns its whole row."""
+
+_KNOWN = {
+    "token_to_kv_pool_allocator": ALLOCATORS,
+    "req_to_token_pool": TABLES,
+    "tree_cache": TREES,
+}
+
+_SERVERS: Cases = (
+    (lambda of: of["disaggregation_mode"].value != "null", "disaggregated serving"),
+    (lambda of: of["enable_pdmux"], "multiplexed prefill and decode"),
+    (lambda of: of["enable_overlap_mlx"], "MLX's own overlap"),
+    (lambda of: of["require_mlp_sync"], "attention in data parallel"),
+    (lambda of: not of["spec_algorithm"].is_none(), "speculative decoding"),
+    (lambda of: of["dllm_config"] is not None, "diffusion language models"),
+    (lambda of: of["enable_lora"], "LoRA adapters"),
+    (lambda of: of["enable_hisparse"], "HiSparse"),
+    (lambda of: of["enable_hierarchical_cache"], "the hierarchical cache"),
+    (lambda of: of["enable_lmcache"], "LMCache"),
+    (lambda of: of["enable_unified_cache_external_linker"], "an external cache linker"),
+    (lambda of: of["enable_unified_memory"], "unified memory pools"),
+    (lambda of: of["is_hybrid_ssm"], "recurrent state in the prefix cache"),
+    (lambda of: of["is_hybrid_swa"], "sliding windows with a pool of their own"),
+    (lambda of: of["use_ngram_embedding"], "n-gram embeddings"),
+    (lambda of: of["prefill_delayer"] is not None, "the prefill delayer"),
+    (lambda of: of["kv_shard_widening"] > 1, "pages interleaved among ranks"),
+)
+
+_ARGUMENTS: Cases = (
+    (lambda of: of["pp_size"] > 1, "pipeline parallelism"),
+    (lambda of: (of["dcp_size"] or 1) > 1, "decode context parallelism"),
+    (lambda of: of["kv_canary"] != "none", "the KV canary"),
+    (lambda of: of["enable_pd_role_switch"], "roles that change at runtime"),
+    (lambda of: of["enable_watermark"], "watermarks"),
+)
+
+_MODELS: Cases = (
+    (lambda of: of["is_encoder_decoder"], "encoder and decoder"),
+    (lambda of: of["use_engram"], "engrams"),
+)
+
+_ROWS: Cases = (
+    (lambda of: of["_aux_cache"] is not None, "a sparse attention's cache beside the pool"),
+)
+
+_REQUESTS: Cases = (
+    (lambda of: of["beam_group"] is not None, "a beam group"),
+    (lambda of: of["multimodal_inputs"] is not None, "multimodal input"),
+    (lambda of: of["input_embeds"] is not None, "input given as embeddings"),
+    (lambda of: of["positional_embed_overrides"] is not None, "embeddings overridden"),
+    (lambda of: of["session"] is not None, "a session"),
+    (lambda of: of["lora_id"] is not None, "a LoRA adapter"),
+    (lambda of: bool(of["return_routed_experts"]), "routed experts to be returned"),
+    (lambda of: bool(of["return_indexer_topk"]), "the indexer's choice to be returned"),
+    (lambda of: of["inflight_middle_chunks"] > 0, "prefill under way"),
+    (lambda of: len(of["output_ids"]) == 0, "no token yet"),
+)
+
+
+def refuse_server(scheduler: Any) -> None:
+    """Raises Refused, with the reason, for a server whose requests can't resume from saved KV."""
+    _read_all(scheduler)
+    of = Reader(scheduler, READS)
+    reasons = [
+        *_holding(of, _SERVERS),
+        *_holding(Reader(of["server_args"], READS), _ARGUMENTS),
+        *_holding(Reader(of["model_config"], READS), _MODELS),
+    ]
+    unknown = [
+        type(of[owner]).__name__
+        for owner, known in _KNOWN.items()
+        if type(of[owner]).__name__ not in known
+    ]
+    reasons += [f"{name}, which isn't known" for name in unknown]
+    if not unknown:
+        reasons += _holding(Reader(of["req_to_token_pool"], READS), _ROWS)
+    if reasons:
+        raise Refused(f"colocated serving isn't covered with {', '.join(reasons)}")
+
+
+def _read_all(scheduler: Any) -> None:
+    """Raises Refused for what is missing of that on which requests depend later."""
+    of = Reader(scheduler, colocated_resume.READS)
+    for entry in colocated_resume.READS["Scheduler"]:
+        of[entry.removesuffix("?")]
+
+
+def _holding(of: Reader, cases: Cases) -> list[str]:
+    return [reason for holds, reason in cases if holds(of)]
+
+
+def why_not(req: Any) -> str | None:
+    """Why this request can't resume from saved KV; None if it can."""
+    return next(iter(_holding(Reader(req, READS), _REQUESTS)), None)
+
+
+def reasons() -> tuple[list[str], list[str]]:
+    """All that can keep a server from being covered, and a request: for the documentation."""
+    servers = (*_SERVERS, *_ARGUMENTS, *_MODELS, *_ROWS)
+    return [reason for _, reason in servers], [reason for _, reason in _REQUESTS]

@@ -1,0 +1,148 @@
+"""A retracted request's way back into the running batch, in SGLang's terms.
+
+All that SGLang does for a request between its waiting queue and its next decode step, but for the
+forward pass: admission, slots, the prefix cache, a batch with its sampling state. A request that
+comes back owns its whole row of slots; the prefix cache then shares what it has of it already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvtide.plugin.sglang.reader import Table
+
+READS: Table = {
+    "Scheduler": (
+        *("token_to_kv_pool_allocator", "req_to_token_pool", "tree_cache", "model_config"),
+        *("waiting_queue", "chunked_req?", "last_batch?", "policy", "enable_priority_scheduling"),
+        *("enable_overlap", "spec_algorithm", "future_map", "page_size", "max_prefill_tokens"),
+        *("max_running_requests", "new_token_ratio_tracker", "get_prefill_adder_class"),
+        *("get_num_allocatable_reqs", "weight_updater"),
+    ),
+    "Req": (
+        *("rid", "seqlen", "origin_input_ids", "output_ids", "priority", "extra_key", "kv"),
+        *("lock", "last_node", "last_host_node", "best_match_node", "prefix_len", "extend_end"),
+        *("num_matched_prefix_tokens", "host_hit_length", "swa_host_hit_length"),
+        *("mamba_host_hit_length", "swa_branching_seqlen", "refresh_fill_ids", "time_stats"),
+    ),
+    "ReqKvInfo": (
+        *("req_pool_idx", "cache_protected_len", "cache_inserted_len"),
+        *("kv_committed_len", "kv_allocated_len"),
+    ),
+    "ScheduleBatch": (
+        *("init_new", "prepare_for_prebuilt", "merge_batch", "is_empty", "reqs", "input_ids"),
+        *("req_pool_indices", "sampling_info", "device", "tree_cache"),
+    ),
+    "BatchedPenalizerOrchestrator": ("is_required", "cumulate_output_tokens"),
+    "SchedulePolicy": ("priority_sign",),
+    "PrefillAdder": ("add_one_req", "can_run_list"),
+    "SchedulerWeightUpdaterManager": ("scheduler",),
+}
+"""What a request's return depends on, in `colocated` too; looked for when the server starts."""
+
+
+def bind_to_root(scheduler: Any, req: Any) -> None:
+    """Makes the request one without a cached prefix."""
+    root = scheduler.tree_cache.root_node_handle(req.extra_key)
+    req.last_node = req.last_host_node = req.best_match_node = root
+    req.lock = None
+    req.prefix_len = req.num_matched_prefix_tokens = 0
+    req.host_hit_length = req.swa_host_hit_length = req.mamba_host_hit_length = 0
+    req.swa_branching_seqlen = None
+    req.kv.cache_protected_len = req.kv.cache_inserted_len = 0
+    req.refresh_fill_ids()
+
+
+def has_room(scheduler: Any, req: Any, running: Any) -> bool:
+    """Whether SGLang would admit the request now, were it to compute all of it again.
+
+    Its own rule, so that a request doesn't come back only to be retracted the next moment.
+    """
+    adder = scheduler.get_prefill_adder_class()(
+        scheduler.page_size,
+        scheduler.tree_cache,
+        scheduler.token_to_kv_pool_allocator,
+        running,
+        scheduler.new_token_ratio_tracker.current,
+        scheduler.max_prefill_tokens,
+        None,  # no chunks: nothing is computed
+        max_running_requests=scheduler.max_running_requests,
+    )
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    scheduler.tree_cache.unlock(req.lock)
+    req.lock = req.extend_end = None
+    return any(one is req for one in adder.can_run_list)
+
+
+def take_slots(scheduler: Any, req: Any) -> bool:
+    """Gives the request a row and slots for all of its tokens that have KV; False if none are."""
+    from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+    allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    token_count = req.seqlen - 1
+    whole_pages = -(-token_count // allocator.page_size) * allocator.page_size
+    evict_from_tree_cache(scheduler.tree_cache, whole_pages)
+    if rows.alloc([req]) is None:
+        return False
+    slots = allocator.alloc(whole_pages)
+    if slots is None:
+        rows.free(req)
+        return False
+    rows.write((req.kv.req_pool_idx, slice(0, token_count)), slots[:token_count])
+    req.kv.kv_committed_len = req.kv.kv_allocated_len = token_count
+    req.extend_end = token_count
+    return True
+
+
+def give_slots_back(scheduler: Any, req: Any) -> None:
+    """Undoes `take_slots`: the request waits as SGLang left it, without KV."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
+    req.kv.kv_committed_len = 0
+    req.extend_end = None
+
+
+def batch_of(scheduler: Any, req: Any) -> Any:
+    """A batch of this request, whose KV is in its slots, to be merged into a running one."""
+    from sglang.srt.managers.overlap_utils import RelayPayload
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+    batch = ScheduleBatch.init_new(
+        [req],
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        scheduler.enable_overlap,
+        scheduler.spec_algorithm,
+    )
+    batch.prepare_for_prebuilt()
+    # The next step reads its input from there, as if the step before had just sampled it.
+    last = torch.tensor([req.output_ids[-1]], dtype=torch.int64, device=batch.device)
+    scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last))
+    batch.input_ids = None
+    checkpoint_kv_cache(req, scheduler.tree_cache)
+    req.time_stats.set_forward_entry_time()
+    return batch
+
+
+def recount_penalties(batch: Any, req: Any, *, is_late: bool) -> bool:
+    """Tells the penalties of a batch of one which tokens the request gave; False if it has none.
+
+    SGLang counts an answer's tokens while it decodes, and the last one only at the next step.
+    `is_late`: with overlapped scheduling it counts one step later, and the prompt's last token in
+    the first step's place.
+    """
+    penalties = batch.sampling_info.penalizer_orchestrator
+    if not penalties.is_required:
+        return False
+    counted = [*([req.origin_input_ids[-1]] if is_late else []), *req.output_ids]
+    for token in counted[: len(req.output_ids) - 1]:
+        penalties.cumulate_output_tokens(
+            torch.tensor([token], dtype=torch.int64, device=batch.device)
+        )
+    return True

@@ -1,0 +1,69 @@
+"""A draft model's KV beside its target's: what speculative decoding keeps in the same slots.
+
+SGLang copies the target's alone. Its answers stay right without the draft's, since the target
+checks each token, but a request that comes back guesses badly until its context is written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvtide.layout import Mapped, Rule
+from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.state import STATE_POOLS, with_state
+
+
+def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Description:
+    """The target's parts and those of each draft pool, `draft.k`, `draft1.k`, as one description.
+
+    They move together or not at all. A draft pool is one of KV, or one of state in the rows that
+    the target's state has. What it shares with the target moves once. Raises Refused where either
+    is refused, or where a draft pool hasn't all of the target's slots.
+    """
+    target = describe(subject)
+    parts, maps = list(target.parts), dict(target.maps)
+    shares_memory = target.shares_memory
+    for number, pool in enumerate(draft_pools):
+        prefix = f"draft{number or ''}"
+        draft = _describe_draft(subject, pool, target)
+        seen = {_place(one) for part in parts for one in part.tensors}
+        parts += [
+            _apart(part, prefix)
+            for part in draft.renamed(prefix)
+            if not all(_place(one) in seen for one in part.tensors)
+        ]
+        maps |= {f"{prefix}.{name}": held for name, held in draft.maps.items()}
+        shares_memory = shares_memory or draft.shares_memory
+    return replace(target, parts=tuple(parts), maps=maps, shares_memory=shares_memory)
+
+
+def _describe_draft(subject: Subject, pool: Any, target: Description) -> Description:
+    name = type(pool).__name__
+    if name in STATE_POOLS:
+        return with_state(replace(target, name=name, parts=(), maps={}), pool, subject)
+    draft = subject.part(pool)
+    if draft.slot_count < target.slot_count:
+        raise Refused(
+            f"{name}: the draft model's pool has {draft.slot_count} slots, the target's "
+            f"{target.name} {target.slot_count}: a token's slot isn't the same in both"
+        )
+    return draft
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Which bytes a tensor is: equal for two views of the same ones."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _apart(part: Part, prefix: str) -> Part:
+    """The part with maps under names of its own: those of two pools may be called the same."""
+    return replace(part, rules=tuple(_own_map(rule, prefix) for rule in part.rules))
+
+
+def _own_map(rule: Rule, prefix: str) -> Rule:
+    return replace(rule, name=f"{prefix}.{rule.name}") if isinstance(rule, Mapped) else rule

@@ -1,0 +1,282 @@
+"""Where kvtide stands in SGLang: around the few functions that save and restore requests.
+
+    backup_kv_cache           saves a retracted request, or says False: SGLang aborts it
+    restore_kv_cache          restores it into new slots
+    resume_retracted_reqs     takes out, and aborts, what couldn't be restored
+    discard_kv_cache_backup   forgets it: aborted, or the server lets go of its memory
+    dsv4_needs_rebootstrap    no, where kvtide keeps the KV of DeepSeek-V4
+    Req.offload_kv_cache, Req.load_kv_cache   the same for whoever calls these two directly
+    resolve_decode_retraction_backup   no second host pool beside the arena, unless asked for
+    Scheduler.__init__, release_host_resources   begin and end
+
+What isn't kvtide's goes SGLang's own way: pools that are refused, the backend `none`, and backups
+that SGLang made itself. Everything runs in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+from kvtide.errors import UsageError
+from kvtide.plugin.sglang import colocated
+from kvtide.plugin.sglang.attach import (
+    READS,
+    Attachment,
+    attach,
+    attached,
+    is_saved,
+    would_cover,
+)
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.reader import Reader
+from kvtide.plugin.sglang.settings import Settings, read_settings
+from kvtide.plugin.sglang.status import report
+
+logger = logging.getLogger(__name__)
+
+Hook = Callable[..., Any]
+"""Here all are SGLang's AROUND: called instead of a function, with that function first."""
+
+
+def register_hooks(settings: Settings | None = None) -> None:
+    """Registers all hooks with SGLang, which applies them when its plugins are loaded.
+
+    `settings` are the environment's if not given. Ends the process with a message where they
+    can't be meant, and under `strict` where this SGLang lacks a function: an exception would
+    only be logged, and the server would come up without what was asked for.
+    """
+    try:
+        settings = settings or read_settings()
+    except UsageError as error:
+        sys.exit(f"kvtide: {error}")
+    if settings.mode == "off":
+        return
+    hooks = hooks_for(settings)
+    missing = [target for target, _, _ in hooks if not _exists(target)]
+    if missing:
+        message = f"kvtide isn't active: this SGLang has no {', '.join(missing)}"
+        if settings.mode == "strict":
+            sys.exit(message)
+        logger.warning(message)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, HookType(kind))
+
+
+def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
+    """The functions of SGLang's by their full names, the hook of each, and its kind."""
+    common, queue = "sglang.srt.mem_cache.common", "sglang.srt.disaggregation.decode"
+    batch, scheduler = "sglang.srt.managers.schedule_batch", "sglang.srt.managers.scheduler"
+    builder = "sglang.srt.mem_cache.kv_cache_builder"
+    around: dict[str, Hook] = {
+        f"{scheduler}.Scheduler.__init__": _beginning(settings),
+        f"{scheduler}.Scheduler.release_host_resources": end,
+        f"{common}.backup_kv_cache": backup_kv_cache,
+        f"{common}.restore_kv_cache": restore_kv_cache,
+        f"{common}.discard_kv_cache_backup": discard_kv_cache_backup,
+        f"{common}.dsv4_needs_rebootstrap": dsv4_needs_rebootstrap,
+        f"{batch}.Req.offload_kv_cache": offload_kv_cache,
+        f"{batch}.Req.load_kv_cache": load_kv_cache,
+        f"{queue}.DecodePreallocQueue.resume_retracted_reqs": resume_retracted_reqs,
+        f"{builder}.resolve_decode_retraction_backup": resolve_decode_retraction_backup,
+    }
+    hooks = [(target, hook, "around") for target, hook in around.items()]
+    return [*hooks, *(colocated.hooks() if settings.is_colocated else [])]
+
+
+def hooks_not_in_place(settings: Settings) -> list[str]:
+    """The names under which SGLang would call a function without kvtide's hook.
+
+    SGLang logs a failure to apply hooks, and goes on. It also has to find every module that
+    imported the function by name.
+    """
+    loose, hidden = [], set[int]()
+    for target, hook, _ in hooks_for(settings):
+        chain = [*_chain_of(pkgutil.resolve_name(target))]
+        if not any(_calls(function, hook) for function in chain):
+            loose.append(target)
+        hidden |= {id(function) for function in chain[1:]}
+    modules = [one for name, one in [*sys.modules.items()] if name.startswith("sglang.srt.")]
+    for module in modules:
+        held = [*vars(module).items()]
+        loose += [f"{module.__name__}.{name}" for name, value in held if id(value) in hidden]
+    return loose
+
+
+def _chain_of(function: Any) -> Iterator[Any]:
+    """The function that is called, and those that it is around, down to SGLang's own."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _calls(wrapper: Any, hook: Hook) -> bool:
+    """Whether this is SGLang's wrapper for the hook: it holds it, or one of the same name."""
+    held = [cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ()]
+    wanted = (hook.__module__, hook.__qualname__)
+    return any(
+        wanted == (getattr(one, "__module__", None), getattr(one, "__qualname__", None))
+        for one in held
+    )
+
+
+def _exists(target: str) -> bool:
+    try:
+        return callable(pkgutil.resolve_name(target))
+    except (ImportError, AttributeError):
+        return False
+
+
+# ---- the scheduler's beginning and end ------------------------------------------------
+
+
+def _beginning(settings: Settings) -> Hook:
+    def begin(original: Hook, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """Attaches once the scheduler has its pools, and says in one line what came of it.
+
+        Under `strict` raises Refused where a pool is left to SGLang: an error of the scheduler's
+        initialisation ends the server.
+        """
+        original(scheduler, *args, **kwargs)
+        try:
+            loose = hooks_not_in_place(settings)
+            refusal = report(attach_if_needed(scheduler, settings), settings, loose)
+        except Exception as error:  # a server that would come up without kvtide comes up
+            logger.exception("kvtide can't read this SGLang")
+            refusal = f"{type(error).__name__}: {error}"
+        if refusal and settings.mode == "strict":
+            raise Refused(f"KVTIDE_SGLANG=strict: {refusal}")
+
+    return begin
+
+
+def attach_if_needed(scheduler: Any, settings: Settings) -> Attachment | None:
+    """The scheduler's attachment; None for one that never has a retracted request to save."""
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    is_decoding = disagg.disaggregation_mode == "decode" or disagg.enable_pd_role_switch
+    if not is_decoding and not (settings.is_colocated and disagg.disaggregation_mode == "null"):
+        return None
+    return attach(scheduler, settings)
+
+
+def end(original: Hook, scheduler: Any) -> None:
+    """Waits for what is under way, and lets go of host memory with SGLang."""
+    try:
+        original(scheduler)
+    finally:
+        attachment = attached()
+        if attachment is not None:
+            attachment.close()
+
+
+def resolve_decode_retraction_backup(original: Hook, *args: Any, tp_worker: Any, **kw: Any) -> Any:
+    """`cpu_tensor` where SGLang would choose for itself and kvtide covers the pool.
+
+    Its other choice, `host_pool`, takes host memory at the start for what the arena holds. An
+    operator who asked for that pool has it: other things than retraction use it, too.
+    """
+    from sglang.srt.runtime_context import get_context, get_disagg
+
+    disagg = get_disagg()
+    is_open = disagg.disaggregation_decode_retraction_backup is None
+    is_decoding = disagg.disaggregation_mode == "decode"
+    if is_open and is_decoding and would_cover(*tp_worker.get_memory_pool()):
+        chosen = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
+        get_context().override("kvtide.plugin.sglang", **chosen)
+    return original(*args, tp_worker=tp_worker, **kw)
+
+
+# ---- a decode server's retraction -----------------------------------------------------
+
+
+def backup_kv_cache(
+    original: Hook, req: Any, tree_cache: Any, request_pool: Any, allocator: Any, backend: str
+) -> bool:
+    """False where the arena has no room, or the copy fails: SGLang aborts this request."""
+    attachment = attached()
+    if attachment is None or backend == "none" or not attachment.covers(allocator):
+        return bool(original(req, tree_cache, request_pool, allocator, backend))
+    return attachment.save(req)
+
+
+def restore_kv_cache(
+    original: Hook, req: Any, tree_cache: Any, request_pool: Any, allocator: Any, backend: str
+) -> None:
+    """What fails is noted, and taken out by `resume_retracted_reqs`."""
+    attachment = attached()
+    if attachment is None or not is_saved(req):
+        original(req, tree_cache, request_pool, allocator, backend)
+    else:
+        attachment.restore(req)
+
+
+def resume_retracted_reqs(original: Hook, queue: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """The requests that are resumed, without those whose KV couldn't be restored.
+
+    SGLang would put these on its waiting queue and run them. They get the end that it gives to
+    requests whose transferred KV fails its checksum.
+    """
+    resumed: list[Any] = original(queue, *args, **kwargs)
+    attachment = attached()
+    if attachment is None or not attachment.lost:
+        return resumed
+    lost = [req for req in resumed if req.rid in attachment.lost]
+    for req in lost:
+        _abort(req, attachment.scheduler, attachment.lost.pop(req.rid))
+    return [req for req in resumed if req not in lost]
+
+
+def _abort(req: Any, scheduler: Any, reason: str) -> None:
+    from sglang.srt.disaggregation.utils import prepare_abort
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    of = Reader(scheduler, READS)
+    message = f"Retracted under memory pressure, and its KV couldn't be restored: {reason}"
+    prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    of["output_streamer"].stream_output([req], req.return_logprob)
+    release_kv_cache(req, of["tree_cache"], checkpoint=False)
+
+
+def discard_kv_cache_backup(original: Hook, req: Any, tree_cache: Any, backend: str) -> None:
+    """Gives an aborted request's part of the arena back."""
+    attachment = attached()
+    if attachment is None or not is_saved(req):
+        original(req, tree_cache, backend)
+    else:
+        attachment.discard(req)
+
+
+def dsv4_needs_rebootstrap(original: Hook, allocator: Any) -> bool:
+    """Whether the prefill server must compute a retracted request anew."""
+    attachment = attached()
+    if attachment is not None and attachment.covers(allocator):
+        return False
+    return bool(original(allocator))
+
+
+def offload_kv_cache(original: Hook, req: Any, request_pool: Any, allocator: Any) -> None:
+    """For callers that don't come through backup_kv_cache. Raises KvtideError."""
+    attachment = attached()
+    if attachment is None or attachment.keeper is None or not attachment.covers(allocator):
+        original(req, request_pool, allocator)
+    else:
+        req.kv.retraction_backup = attachment.keeper.save(req)
+
+
+def load_kv_cache(original: Hook, req: Any, request_pool: Any, allocator: Any) -> None:
+    """For callers that don't come through restore_kv_cache. Raises KvtideError."""
+    attachment = attached()
+    if attachment is None or attachment.keeper is None or not is_saved(req):
+        original(req, request_pool, allocator)
+    else:
+        backup, req.kv.retraction_backup = req.kv.retraction_backup, None
+        attachment.keeper.restore(req, backup)

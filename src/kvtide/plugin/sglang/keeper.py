@@ -1,0 +1,361 @@
+"""Keeper: what kvtide does for a scheduler of SGLang's, in kvtide's own words.
+
+One for each scheduler process, over the pools of its rank:
+
+    keeper = Keeper.of(allocator, request_pool, draft_pools, settings)   # or Refused
+    backup = keeper.save(req)            # before SGLang gives the request's slots away
+    keeper.restore(req, backup)          # once it has slots again; the backup is gone then
+    keeper.discard(backup)               # aborted instead
+
+It decides nothing about requests: errors say what happened, and the caller what becomes of the
+request. Ranks that schedule in step must decide alike, so they `agree`: a request is saved, or
+restored, by all of them or by none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.arena.budget import block_bytes_for, default_host_bytes
+from kvtide.device import Device, open_device
+from kvtide.errors import (
+    ArenaFull,
+    KvtideError,
+    LayoutError,
+    SlotError,
+    SnapshotDamaged,
+    SnapshotMiss,
+)
+from kvtide.layout import OfRequest
+from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.sglang.parts import Description, Refused
+from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.sglang.rules import LastTokens
+from kvtide.plugin.sglang.settings import Settings
+from kvtide.pool import Pool
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+
+logger = logging.getLogger(__name__)
+
+READS: Table = {
+    "KVCache": ("device",),
+    "ReqToTokenPool": ("req_to_token",),
+    "DecodeReqToTokenPool": ("req_to_token",),
+    "Req": ("rid", "kv", "seqlen"),
+    "ReqKvInfo": ("req_pool_idx", "mamba_pool_idx?"),
+}
+"""Read by name: a request pool of another class will do as well, if it has the table."""
+
+Agree = Callable[[bool], bool]
+"""Whether it went well on every rank that schedules in step with this one, which all ask."""
+
+
+class RankFailed(KvtideError):
+    """Another rank couldn't save or restore its share, so this one doesn't either."""
+
+
+class DeviceFailed(KvtideError):
+    """The device, or kvtide itself, failed in the middle of a move."""
+
+
+_REASONS: tuple[tuple[type[BaseException], str], ...] = (
+    (ArenaFull, "arena_full"),
+    (SnapshotDamaged, "damaged"),
+    (SnapshotMiss, "missing"),
+    (SlotError, "slots"),
+    (LayoutError, "layout"),
+    (RankFailed, "other_rank"),
+    (DeviceFailed, "device"),
+)
+REASONS = tuple(reason for _, reason in _REASONS)
+"""All that `reason_of` gives: the values of a metric's label."""
+
+
+def reason_of(error: KvtideError) -> str:
+    """An error of a keeper's in a word, for counting."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "device")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """A request's KV and state in this rank's arena, until it is restored or discarded."""
+
+    request_id: str
+    snapshot: Snapshot
+
+    @property
+    def token_count(self) -> int:
+        """Tokens in it: all of the request's that had KV when it was saved."""
+        return self.snapshot.token_count
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of the arena's limit; 0 once it is restored or discarded."""
+        return self.snapshot.size_bytes
+
+
+@final
+@dataclass(slots=True)
+class Counters:
+    """What happened so far on this rank. Seconds are those that the scheduler was held up."""
+
+    saves: int = 0
+    restores: int = 0
+    discards: int = 0
+    saved_bytes: int = 0
+    restored_bytes: int = 0
+    save_s: float = 0.0
+    restore_s: float = 0.0
+    refused_saves: Counter[str] = field(default_factory=Counter)
+    """Saves that raised, by `reason_of` the error."""
+    failed_restores: Counter[str] = field(default_factory=Counter)
+    """Restores that raised, likewise."""
+
+
+@final
+class Keeper:
+    """Saves and restores requests of one scheduler. Not thread-safe: the scheduler's thread calls.
+
+    `counters` are read by the metrics, `description` says what is moved.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        tide: Tide,
+        request_pool: Any,
+        agree: Agree = lambda went_well: went_well,
+    ) -> None:
+        """For `of`, and for tests."""
+        self.description = description
+        self.tide = tide
+        self.counters = Counters()
+        self.draft_refusal = ""
+        """Why the draft model's KV isn't kept: the answers stay right, guesses get worse."""
+        self._request_pool = request_pool
+        self._agree = agree
+        self._kinds = description.request_kinds
+        self._window = _window_of(description)
+        self._changed: Callable[[Keeper], None] = lambda keeper: None
+
+    @classmethod
+    def of(
+        cls,
+        allocator: Any,
+        request_pool: Any,
+        draft_pools: Sequence[Any],
+        settings: Settings,
+        agree: Agree = lambda went_well: went_well,
+        agree_on_limit: Callable[[int], int] = lambda limit_bytes: limit_bytes,
+        window_tokens: int | None = None,
+    ) -> Keeper:
+        """A keeper of the allocator's pool and the draft model's, which share its slots.
+
+        `request_pool` is SGLang's req_to_token_pool. `agree_on_limit` gives the least of what
+        the ranks that schedule in step have for their arenas, and is asked exactly once, with -1
+        where a rank refuses. A draft pool that is refused is left out: `draft_refusal` says why.
+        `window_tokens` is how far sliding-window attention looks back, where there is any.
+        Raises Refused, LayoutError where the pool's tensors can't be copied exactly, RankFailed
+        where another rank refused; nothing is held then.
+        """
+        if not isinstance(getattr(request_pool, "req_to_token", None), torch.Tensor):
+            name = type(request_pool).__name__
+            raise Refused(f"{name} has no table 'req_to_token': where a request lies isn't known")
+        pool = allocator.get_kvcache()
+        device = open_device(torch.device(pool.device).type)
+        subject = Subject(pool, allocator, request_pool, window_tokens)
+        try:
+            try:
+                description, adopted, draft_refusal = _adopt(subject, draft_pools, device)
+            except BaseException:
+                agree_on_limit(-1)  # the other ranks are waiting to hear
+                raise
+            limit_bytes = agree_on_limit(_limit_bytes(adopted, settings))
+            if limit_bytes < 0:
+                raise RankFailed(f"{description.name}: refused on another rank, whose log says why")
+            block_bytes = block_bytes_for(adopted.geometry, device, limit_bytes)
+            arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+            keeper = cls(description, Tide(adopted, arena), request_pool, agree)
+        except BaseException:
+            device.close()
+            raise
+        keeper.draft_refusal = draft_refusal
+        return keeper
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token owns on this rank; state that a request owns as a whole aside."""
+        return self.tide.pool.geometry.token_bytes
+
+    @property
+    def arena(self) -> HostArena:
+        """The host memory: its limit and its use."""
+        return self.tide.arena
+
+    def save(self, req: Any) -> Backup:
+        """Copies what the request owns to the arena; its slots may be given away afterwards.
+
+        Those are the slots of its first `seqlen - 1` tokens: the last one has no KV yet. Blocks
+        until it is done, and first until nothing on the device writes these slots any more.
+        Raises ArenaFull, SlotError, RankFailed or DeviceFailed; nothing is kept of it then.
+        """
+        began, before = time.perf_counter(), self.tide.stats.offloaded_bytes
+        snapshot, error = self._try(lambda: self._offload(req))
+        error = self._agreed(error, f"request {req.rid}: another rank couldn't save its share")
+        if error is not None or snapshot is None:
+            if snapshot is not None:
+                self.tide.discard(snapshot)
+            raise self._counted(self.counters.refused_saves, error)
+        seconds = time.perf_counter() - began
+        moved = self.tide.stats.offloaded_bytes - before
+        self.counters.saves += 1
+        self.counters.saved_bytes += moved
+        self.counters.save_s += seconds
+        self._log("saved", req.rid, snapshot.token_count, moved, seconds)
+        self._changed(self)
+        return Backup(req.rid, snapshot)
+
+    def restore(self, req: Any, backup: Backup) -> None:
+        """Writes a backup to the slots that the request has now, and discards it, well or badly.
+
+        Blocks until it is done. Raises SnapshotDamaged, SnapshotMiss, SlotError, RankFailed or
+        DeviceFailed: then the request has no KV, and must not go on.
+        """
+        began, before = time.perf_counter(), self.tide.stats.restored_bytes
+        token_count = backup.token_count
+        _, error = self._try(lambda: self._restore(req, backup))
+        self.tide.discard(backup.snapshot)
+        error = self._agreed(error, f"request {req.rid}: another rank couldn't restore its share")
+        if error is not None:
+            raise self._counted(self.counters.failed_restores, error)
+        seconds = time.perf_counter() - began
+        moved = self.tide.stats.restored_bytes - before
+        self.counters.restores += 1
+        self.counters.restored_bytes += moved
+        self.counters.restore_s += seconds
+        self._log("restored", req.rid, token_count, moved, seconds)
+        self._changed(self)
+
+    def discard(self, backup: Backup) -> None:
+        """Forgets a backup whose request won't come back. Repeatable."""
+        if not backup.snapshot.lease.released:
+            self.counters.discards += 1
+            logger.debug("kvtide discarded request %s", backup.request_id)
+        self.tide.discard(backup.snapshot)
+        self._changed(self)
+
+    def follow(self, changed: Callable[[Keeper], None]) -> None:
+        """From now on `changed` is called with this keeper after each of its moves, and now."""
+        self._changed = changed
+        changed(self)
+
+    def close(self) -> None:
+        """Waits for what is under way, and frees what the device holds. Repeatable."""
+        self.tide.close()
+        self.tide.pool.device.close()
+
+    # ---- one move, on this rank alone -------------------------------------------------
+
+    def _offload(self, req: Any) -> Snapshot:
+        # SGLang's forward stream may still be writing these slots, and this thread isn't on it.
+        self._synchronise()
+        return self.tide.offload(self._slots(req), key=req.rid, request=self._rows(req))
+
+    def _restore(self, req: Any, backup: Backup) -> None:
+        self._synchronise()
+        self.tide.restore(backup.snapshot, self._slots(req), key=req.rid, request=self._rows(req))
+
+    def _try(self, move: Callable[[], Any]) -> tuple[Any, KvtideError | None]:
+        """The move's result, or its error: whatever it is, the other ranks wait for the news."""
+        try:
+            return move(), None
+        except KvtideError as error:
+            return None, error
+        except Exception as error:
+            logger.exception("kvtide: a move failed")
+            failed = DeviceFailed(f"{type(error).__name__}: {error}")
+            failed.__cause__ = error
+            return None, failed
+
+    def _agreed(self, error: KvtideError | None, otherwise: str) -> KvtideError | None:
+        """This rank's error, or where another rank has one an error that says `otherwise`."""
+        if self._agree(error is None) or error is not None:
+            return error
+        return RankFailed(otherwise)
+
+    def _counted(self, counts: Counter[str], error: KvtideError | None) -> KvtideError:
+        assert error is not None, "a move has a result or an error"
+        counts[reason_of(error)] += 1
+        self._changed(self)
+        return error
+
+    def _slots(self, req: Any) -> torch.Tensor:
+        """The slots of the request's tokens that have KV, or of those in its window, [token]."""
+        table: torch.Tensor = self._request_pool.req_to_token
+        token_count = req.seqlen - 1
+        # In a model of windows alone, the slots of earlier tokens are somebody else's by now.
+        first = 0 if self._window is None else self._window.first(token_count)
+        return table[req.kv.req_pool_idx, first:token_count].cpu()
+
+    def _rows(self, req: Any) -> Mapping[str, int]:
+        """The request's own rows, of the kinds that the description asks for."""
+        held = {"request": req.kv.req_pool_idx, "mamba": req.kv.mamba_pool_idx}
+        rows = {kind: held.get(kind) for kind in self._kinds}
+        return {kind: int(row) for kind, row in rows.items() if row is not None}
+
+    def _synchronise(self) -> None:
+        """Waits for all that this process gave the device to do, on whatever stream."""
+        device = self.tide.pool.device.torch_device
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    def _log(self, done: str, request_id: str, tokens: int, size: int, seconds: float) -> None:
+        logger.debug(
+            "kvtide %s request %s: %d tokens, %d bytes, %.2f ms; arena %d of %d bytes",
+            done, request_id, tokens, size, seconds * 1e3,
+            self.arena.used_bytes, self.arena.limit_bytes,
+        )  # fmt: skip
+
+
+def _window_of(description: Description) -> LastTokens | None:
+    """What leaves out all but the last tokens of a request, if all of its parts do."""
+    parts = [part for part in description.parts if any(one.numel() for one in part.tensors)]
+    firsts = {part.rules[0] for part in parts if not isinstance(part.rules[0], OfRequest)}
+    first = firsts.pop() if len(firsts) == 1 else None
+    return first if isinstance(first, LastTokens) else None
+
+
+def _adopt(
+    subject: Subject, draft_pools: Sequence[Any], device: Device
+) -> tuple[Description, Pool, str]:
+    """The pool with those of the draft, or without them and the reason."""
+    refusal = ""
+    if draft_pools:
+        from kvtide.plugin.sglang.draft import describe_with_draft
+
+        try:
+            description = describe_with_draft(subject, draft_pools)
+            return description, description.adopt(device), ""
+        except KvtideError as error:
+            refusal = str(error)
+    description = describe(subject)
+    return description, description.adopt(device), refusal
+
+
+def _limit_bytes(pool: Pool, settings: Settings) -> int:
+    """This rank's part of what the host's ranks may take together."""
+    if settings.host_memory_bytes is not None:
+        return settings.host_memory_bytes // settings.rank_count
+    is_on_host = pool.device.torch_device.type == "cpu"
+    pools_bytes = pool.size_bytes * settings.rank_count if is_on_host else 0
+    return default_host_bytes(pools_bytes) // settings.rank_count

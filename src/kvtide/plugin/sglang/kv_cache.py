@@ -1,0 +1,85 @@
+"""What all of SGLang's pools have, by their base class KVCache: slots, pages, a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtide.layout import EveryNth
+from kvtide.plugin.sglang.describe import Subject
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+
+READS: Table = {
+    "KVCache": ("size", "page_size", "start_layer?"),
+    "BaseTokenToKVPoolAllocator": ("page_size",),
+    "ParallelContext": ("attn_dcp_size", "attn_dcp_rank"),
+}
+
+
+def described(subject: Subject, *parts: Part) -> Description:
+    """A pool of these parts. SGLang pads a pool with one page, into which nobody's tokens go."""
+    of = Reader(subject.pool, READS)
+    return Description(
+        type(subject.pool).__name__,
+        parts,
+        of["page_size"],
+        of["size"] + of["page_size"],
+        first_layer=of["start_layer"] or 0,
+    )
+
+
+def pages(subject: Subject, name: str, tensors: Sequence[torch.Tensor], tokens: int) -> Part:
+    """A part whose rows hold `tokens` consecutive slots each, in an order of their own.
+
+    They move whole. Raises Refused where a row may hold tokens of two requests, as it can't then.
+    """
+    page_size = Reader(subject.pool, READS)["page_size"]
+    if page_size % tokens:
+        raise Refused(
+            f"{type(subject.pool).__name__}: {name!r} keeps {tokens} tokens together, but pages of "
+            f"{page_size} are given to requests: two of them may share what only moves whole"
+        )
+    return Part(name, tensors, (EveryNth(tokens),))
+
+
+def share_of_context(subject: Subject) -> tuple[int, int]:
+    """(rank, world) of the ranks that divide each context (DCP); (0, 1) where this one has all.
+
+    SGLang widens its allocator's pages by `world`, but not those of a pool that has a share. A
+    draft model's pool has everything, and the allocator's page size.
+    """
+    rank, world = _context_ranks()
+    if world == 1:
+        return 0, 1
+    page_size = Reader(subject.pool, READS)["page_size"]
+    widened = page_size * world
+    if subject.allocator is not None:
+        widened = Reader(subject.allocator, READS)["page_size"]
+    if widened == page_size * world:
+        return rank, world
+    if widened == page_size and page_size % world == 0:
+        return 0, 1
+    raise Refused(
+        f"{type(subject.pool).__name__}: ranks share a context (dcp-size {world}), and its pages "
+        f"of {page_size} tokens are neither a rank's share of the allocator's {widened} nor all"
+    )
+
+
+def refuse_shares(subject: Subject) -> None:
+    """Raises Refused where ranks divide contexts: SGLang writes no share of such a pool."""
+    _, world = _context_ranks()
+    if world > 1:
+        raise Refused(
+            f"{type(subject.pool).__name__}: ranks share a context (dcp-size {world}), and SGLang "
+            "has no way to write one rank's share of what this pool holds"
+        )
+
+
+def _context_ranks() -> tuple[int, int]:
+    """This process's rank among those that decode a context together, and their number."""
+    from sglang.srt.runtime_context import get_parallel
+
+    shared = Reader(get_parallel(), READS)
+    return int(shared["attn_dcp_rank"]), int(shared["attn_dcp_size"])

@@ -1,0 +1,110 @@
+"""Pools of latents: SGLang's MLATokenToKVPool and what derives from it, on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from kvtide.layout import EveryNth, EveryToken, OfRequest
+from kvtide.plugin.sglang import kv_cache
+from kvtide.plugin.sglang.describe import Describer, NeverMoved, Subject
+from kvtide.plugin.sglang.kv_cache import described, share_of_context
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.rules import Striped
+
+READS: Table = {
+    **kv_cache.READS,
+    "MLATokenToKVPool": ("kv_buffer", "_write_loc_dcp_span"),
+    "MLATokenToKVPoolFP4": ("kv_scale_buffer",),
+    "DSATokenToKVPool": (
+        "index_k_with_scale_buffer",
+        "_compress_tail_k?",
+        "_compress_tail_score?",
+    ),
+    "LayerSplitDSATokenToKVPool": ("layer_shard_start", "layer_shard_rank"),
+}
+
+
+def describe_mla(subject: Subject) -> Description:
+    """Latent and rope of a token side by side, [slot, 1, latent + rope] in each layer.
+
+    Ranks that decode one context together (DCP) have the rows of every `world`-th slot each, and
+    the slots of SGLang's allocator are `world` times as many as a rank's rows.
+    """
+    of = Reader(subject.pool, READS)
+    rank, world = share_of_context(subject)
+    # SGLang's own word for how many slots a row stands for: 1 too where a draft model has all.
+    if world != of["_write_loc_dcp_span"]:
+        raise Refused(
+            f"{type(subject.pool).__name__}: {world} ranks share a context by the allocator's "
+            f"pages, but the pool has a row for one of {of['_write_loc_dcp_span']} slots"
+        )
+    rule = Striped(rank, world) if world > 1 else EveryToken()
+    rows = described(subject, Part("latent", _with_rows(of["kv_buffer"]), (rule,)))
+    return replace(rows, slot_count=rows.slot_count * world, rank=rank)
+
+
+def describe_mla_fp4(subject: Subject) -> Description:
+    """Two values a byte, and of each 16 of them a scale, [slot, (latent + rope) / 16]."""
+    of, latent = Reader(subject.pool, READS), describe_mla(subject)
+    if of["_write_loc_dcp_span"] > 1:
+        raise Refused(
+            "MLATokenToKVPoolFP4: ranks that share a context (dcp-size > 1) write its scales "
+            "where SGLang has no rows for them; use another KV dtype, or no DCP"
+        )
+    return replace(latent, parts=(*latent.parts, Part("scale", of["kv_scale_buffer"])))
+
+
+def describe_dsa(subject: Subject) -> Description:
+    """Latents, and of the layers that choose tokens index keys and unfinished groups of them.
+
+    The index keys of a page lie in one row, the keys of all its tokens first, then their scales;
+    every rank has all of them. Where several tokens share an index key (index_kpool), those of
+    the last group wait in the request's own row until the group is whole.
+    """
+    of, latent = Reader(subject.pool, READS), describe_mla(subject)
+    keys = _with_rows(of["index_k_with_scale_buffer"])
+    parts = [*latent.parts, Part("index_k", keys, (EveryNth(of["page_size"]),))]
+    if of["_compress_tail_k"] is not None:
+        own = (OfRequest("request"),)
+        parts.append(Part("tail_k", _with_rows(of["_compress_tail_k"]), own))
+        parts.append(Part("tail_score", _with_rows(of["_compress_tail_score"]), own))
+    return replace(latent, parts=tuple(parts))
+
+
+def describe_layer_split_dsa(subject: Subject) -> Description:
+    """As `describe_dsa`, of the layers that this rank keeps; the others have no rows here.
+
+    The remote buffers hold a copy of another rank's layer for one forward pass, and are left out.
+    """
+    of = Reader(subject.pool, READS)
+    return replace(
+        describe_dsa(subject), first_layer=of["layer_shard_start"], rank=of["layer_shard_rank"]
+    )
+
+
+def _with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without the layers that have no rows: SGLang keeps an empty tensor in their place."""
+    return [one for one in tensors if one.shape[0]]
+
+
+_PAGES_IN_TURN = (
+    "which rank keeps a page depends on where it lies, so to restore it elsewhere the ranks would "
+    "have to exchange pages; SGLang uses this pool for prefill alone, where nothing is retracted"
+)
+
+DESCRIBERS: Mapping[str, Describer] = {
+    "MLATokenToKVPool": describe_mla,
+    "MLATokenToKVPoolFP4": describe_mla_fp4,
+    "DSATokenToKVPool": describe_dsa,
+    "LayerSplitDSATokenToKVPool": describe_layer_split_dsa,
+    "HiSparseDSATokenToKVPool": NeverMoved(
+        "a request's latents lie in HiSparse's host memory, and SGLang frees them there before it "
+        "asks for a copy: nothing is left to save"
+    ),
+    "PageInterleaveMLATokenToKVPool": NeverMoved(_PAGES_IN_TURN),
+    "PageInterleaveDSATokenToKVPool": NeverMoved(_PAGES_IN_TURN),
+}

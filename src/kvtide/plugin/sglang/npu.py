@@ -1,0 +1,96 @@
+"""SGLang's pools on Ascend NPUs: all layers of a plane in one tensor, by pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from kvtide.layout import EveryNth, EveryToken, Rule
+from kvtide.plugin.sglang import kv_cache
+from kvtide.plugin.sglang.attention import describe_minimax
+from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.sglang.kv_cache import described, refuse_shares
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.rules import Striped
+
+READS: Table = {
+    **kv_cache.READS,
+    "NPUMHATokenToKVPool": ("k_buffer", "v_buffer"),
+    "NPUMHATokenToKOnlyPool": ("k_buffer",),
+    "NPUMLATokenToKVPool": (
+        *("k_buffer?", "v_buffer?", "index_k_buffer?", "index_k_scale_buffer?"),
+        *("use_fia_nz", "dsa_kv_cache_store_fp8", "is_draft_worker", "kv_page_padding"),
+        *("dcp_size", "dcp_rank"),
+    ),
+}
+
+
+def describe_mha(subject: Subject) -> Description:
+    """Keys and values of every token, [slot, head, head_dim] in each layer.
+
+    A layer is [page, token, head, head_dim] or, for fused attention (FIA), [slot, 1, head,
+    head_dim]: the same bytes.
+    """
+    refuse_shares(subject)
+    of = Reader(subject.pool, READS)
+    return described(
+        subject, Part("k", _by_slot(of["k_buffer"])), Part("v", _by_slot(of["v_buffer"]))
+    )
+
+
+def describe_k_only(subject: Subject) -> Description:
+    """Keys alone: those by which sparse layers choose tokens."""
+    refuse_shares(subject)
+    return described(subject, Part("k", _by_slot(Reader(subject.pool, READS)["k_buffer"])))
+
+
+def describe_mla(subject: Subject) -> Description:
+    """Latent and rope, each by itself, and index keys of some layers; [slot, 1, width].
+
+    With fp8 both lie in one packed row, and the second plane has no width. Ranks that decode one
+    context together (DCP) take turns by pages; each has all index keys, and a draft model's pool
+    has everything.
+    """
+    of = Reader(subject.pool, READS)
+    if of["k_buffer"] is None:
+        raise Refused(
+            "NPUMLATokenToKVPool: SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD keeps the latents in a "
+            "manager of its own, on the host; without it the pool has them, and kvtide moves them"
+        )
+    world, page_size = of["dcp_size"], of["page_size"]
+    rules: tuple[Rule, ...] = (EveryToken(),)
+    if world > 1 and not of["is_draft_worker"]:
+        rules = (Striped(of["dcp_rank"], world, page_size),)
+    index: tuple[Part, ...] = ()
+    for name in ("index_k", "index_k_scale"):
+        if of[f"{name}_buffer"] is not None:
+            index += (Part(name, _by_slot(of[f"{name}_buffer"])),)
+    planes = (("latent", of["k_buffer"]), ("rope", of["v_buffer"]))
+    if of["use_fia_nz"] and not of["dsa_kv_cache_store_fp8"]:
+        # Attention reads a page as [tile, token, 16]: no token's bytes lie together.
+        latent = tuple(Part(name, all_, (*rules, EveryNth(page_size))) for name, all_ in planes)
+    else:
+        latent = tuple(Part(name, _by_slot(all_), rules) for name, all_ in planes)
+    padded = of["size"] // page_size + of["kv_page_padding"]
+    turns = 1 if of["is_draft_worker"] else world
+    return replace(
+        described(subject, *latent, *index),
+        slot_count=padded * page_size * turns,
+        rank=of["dcp_rank"],
+    )
+
+
+def _by_slot(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """[slot, …] of each layer's [page, token, …] or [slot, 1, …]."""
+    return [layer.flatten(0, 1) for layer in layers]
+
+
+DESCRIBERS: Mapping[str, Describer] = {
+    "NPUMHATokenToKVPool": describe_mha,
+    "NPUMHATokenToKOnlyPool": describe_k_only,
+    "NPUMiniMaxSparseKVPool": describe_minimax,
+    "NPUMLATokenToKVPool": describe_mla,
+}

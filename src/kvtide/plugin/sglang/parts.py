@@ -1,0 +1,120 @@
+"""Part and Description: what a pool of SGLang's consists of, in kvtide's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm, prod
+from typing import Any, final
+
+import torch
+
+from kvtide.device import Device
+from kvtide.errors import KvtideError
+from kvtide.layout import EveryNth, EveryToken, Geometry, Layout, OfRequest, Plane, Rule
+from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.pool import Pool
+
+
+class Refused(KvtideError):
+    """A pool that kvtide leaves to SGLang; the message says which, and why."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Tensors of one kind, one a layer: [row, …], gaps between rows allowed, none within one.
+
+    `rules` lead from a request's token slots to rows, as those of a Plane do.
+    """
+
+    name: str
+    tensors: Sequence[torch.Tensor]
+    rules: tuple[Rule, ...] = (EveryToken(),)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Description:
+    """A pool's parts. `slot_count` is one more than the highest slot that SGLang hands out.
+
+    `maps` are those of the rules, as `Pool.adopt` takes them. `first_layer` is that of the
+    pipeline stage, `rank` the rank among those that divide this request's KV. `shares_memory` says
+    that parts lie in the same bytes, which SGLang gives to one of them at a time.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    page_size: int
+    slot_count: int
+    maps: Mapping[str, Any] = field(default_factory=dict)
+    first_layer: int = 0
+    rank: int = 0
+    shares_memory: bool = False
+
+    def renamed(self, prefix: str, *rules: Rule) -> tuple[Part, ...]:
+        """The parts for a composite pool: `prefix.name`, their rows named by `rules` first."""
+        return tuple(
+            replace(part, name=f"{prefix}.{part.name}", rules=(*rules, *part.rules))
+            for part in self.parts
+        )
+
+    @property
+    def request_kinds(self) -> frozenset[str]:
+        """Which rows of its own a request has: the keys of a restore's `request`."""
+        rules = {rule for part in self.parts for rule in part.rules}
+        return frozenset(rule.kind for rule in rules if isinstance(rule, OfRequest))
+
+    def adopt(self, device: Device) -> Pool:
+        """A kvtide pool over the tensors. Raises LayoutError where they can't be copied exactly."""
+        parts = [
+            replace(part, tensors=[_plain(one) for one in part.tensors]) for part in self.parts
+        ]
+        parts = [part for part in parts if part.tensors and part.tensors[0].numel()]
+        rows = [prod(_tokens_per_row(rule) for rule in part.rules) for part in parts]
+        slots = self.slot_count - self.slot_count % lcm(*rows)
+        tensors = {}
+        for part, tokens in zip(parts, rows, strict=True):
+            by_slot = all(isinstance(rule, EveryToken | EveryNth) for rule in part.rules)
+            count = slots // tokens if by_slot else None
+            tensors[part.name] = [one[:count] for one in part.tensors]
+        layout = Layout(self.name, *(_plane(part) for part in parts))
+        geometry = layout.bind(
+            dtype={part.name: _dtype_name(part.tensors[0]) for part in parts},
+            token=self.page_size,
+            first_layer=self.first_layer,
+            rank=self.rank,
+            **{f"{part.name}_layer": len(part.tensors) for part in parts},
+        )
+        return Pool.adopt(
+            geometry,
+            device,
+            tensors,
+            maps=self.maps,
+            slot_count=slots,
+            shares_memory=self.shares_memory,
+        )
+
+    def geometry(self, device: Device) -> Geometry:
+        """Of the adopted pool."""
+        return self.adopt(device).geometry
+
+
+def _plane(part: Part) -> Plane:
+    unit = "request" if any(isinstance(rule, OfRequest) for rule in part.rules) else "page token"
+    row = " ".join(map(str, part.tensors[0].shape[1:]))
+    return Plane(part.name, f"{part.name}_layer {unit} {row}", rows=part.rules)
+
+
+def _tokens_per_row(rule: Rule) -> int:
+    return rule.count if isinstance(rule, EveryNth) else 1
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes, at least [row, 1], in a dtype that layouts know."""
+    rows = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+    return rows if _dtype_name(rows) in DTYPE_BYTES else rows.view(torch.uint8)

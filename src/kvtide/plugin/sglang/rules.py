@@ -1,0 +1,98 @@
+"""Row rules that only SGLang's pools need; those of all engines are in kvtide.layout.rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from kvtide.errors import SlotError
+from kvtide.layout import Rows
+from kvtide.layout.rules import Maps, OfRequest
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Striped:
+    """Ranks that share a context take turns, `run` consecutive slots each: this one has its turns.
+
+    SGLang gives the n-th token of a request a slot in the n-th one's place within the turns of
+    all ranks. So each rank keeps the same tokens wherever the request lies, and a restore never
+    needs another rank's bytes. That is checked here, since it is SGLang's allocator's promise.
+    """
+
+    rank: int
+    world: int
+    run: int = 1
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule. Raises SlotError for a slot that isn't in its token's place."""
+        ids, turns = rows.ids, self.world * self.run
+        astray = (ids - rows.tokens) % turns != 0
+        if astray.any():
+            at = int(astray.argmax())
+            raise SlotError(
+                f"token {rows.tokens[at]} has slot {ids[at]}, so that another rank would keep it "
+                f"than elsewhere: {self.world} ranks take turns of {self.run} slots here, and a "
+                f"token's slot must equal its number modulo {turns}"
+            )
+        own = ids // self.run % self.world == self.rank
+        local = ids // turns * self.run + ids % self.run
+        return rows.only(own, local[own])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """Only the last `count` tokens of a request, from the beginning of a page: its window.
+
+    SGLang frees what has left a window now and then, not at once, so a request may still have
+    more than the slots it gets when it comes back. What decoding reads is there both times.
+    """
+
+    count: int
+    page_size: int
+
+    def first(self, token_count: int) -> int:
+        """The number of the first token that is left of so many."""
+        return max(0, token_count - self.count) // self.page_size * self.page_size
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule. It must be the first of its chain, as it counts the request's tokens."""
+        kept = rows.tokens >= self.first(rows.ids.size)
+        return rows.only(kept, rows.ids[kept])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PagesOfRequest:
+    """Pages that a table of the requests names: [request, page of the request's], flat as a map.
+
+    For caches whose pages are handed out on their own, whatever slots the tokens have: a page
+    holds `entries` entries of `tokens` tokens each. Entries that aren't complete have no page yet.
+    """
+
+    name: str
+    columns: int
+    tokens: int
+    entries: int
+    kind: str = "request"
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule. It must be the first of its chain. Raises SlotError for a page it hasn't: 0."""
+        request = OfRequest(self.kind).apply(rows, maps).ids[0]
+        complete = rows.ids.size // self.tokens
+        numbers = np.arange(-(-complete // self.entries), dtype=np.int64)
+        if numbers.size > self.columns:
+            raise SlotError(
+                f"{rows.ids.size} tokens need {numbers.size} pages of {self.name!r}, whose table "
+                f"has {self.columns} a request"
+            )
+        pages = maps[self.name](request * self.columns + numbers)
+        if (pages <= 0).any():
+            at = int((pages <= 0).argmax())
+            raise SlotError(f"request {request} has no page {at} of {self.name!r}")
+        firsts = numbers * self.tokens * self.entries
+        lasts = np.minimum(firsts + self.tokens * self.entries, rows.ids.size) - 1
+        return Rows(pages, firsts, lasts)

@@ -1,0 +1,198 @@
+"""What the installed SGLang's source says of its classes, read without importing it.
+
+Some of its modules need an accelerator to import. Their text says as well which classes there are,
+from which they derive, and which attributes they give their objects.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import final
+
+from kvtide.plugin.sglang.reader import Table
+
+_CLASS = re.compile(r"^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^)]*)\))?", re.MULTILINE)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_ASSEMBLED = {
+    "ServerArgs": "arg_groups/fields/",
+    "ParallelContext": "arg_groups/fields/parallel.py",
+}
+"""Classes whose fields SGLang takes from others, at run time, and the files that have these."""
+
+
+@final
+@dataclass(frozen=True)
+class SourceClass:
+    """A class of SGLang's: its file below `sglang/srt`, and the names of what it derives from."""
+
+    name: str
+    file: str
+    bases: tuple[str, ...]
+    node: ast.ClassDef
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of those that it defines itself, properties too."""
+        return [one.name for one in self.node.body if isinstance(one, _FUNCTIONS)]
+
+    @cached_property
+    def attributes(self) -> frozenset[str]:
+        """What it defines itself: fields, properties, methods, and what its methods set of it."""
+        return frozenset(_attributes_of(self.node))
+
+
+@final
+class Source:
+    """The classes below a folder of Python files, parsed as they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        """Reads all files; raises OSError for one that can't be read."""
+        self.root = root
+        self._texts = {path: path.read_text("utf-8") for path in sorted(root.rglob("*.py"))}
+        self._parsed: dict[Path, list[SourceClass]] = {}
+        self._defined_in: dict[str, list[Path]] = {}
+        self._derived_in: dict[str, list[Path]] = {}
+        for path, text in self._texts.items():
+            for name, bases in _CLASS.findall(text):
+                self._defined_in.setdefault(name, []).append(path)
+                for base in re.findall(r"\w+", bases):
+                    self._derived_in.setdefault(base, []).append(path)
+
+    @classmethod
+    def of_installed(cls) -> Source:
+        """That of the `sglang` in this environment. Raises ModuleNotFoundError without one."""
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError("sglang isn't installed in this environment", name="sglang")
+        return cls(Path(spec.submodule_search_locations[0]) / "srt")
+
+    def named(self, name: str) -> list[SourceClass]:
+        """All classes of that name, nested ones too."""
+        return [one for one in self._classes_in(self._defined_in, name) if one.name == name]
+
+    def derived(self, name: str) -> list[SourceClass]:
+        """All that derive from a class of that name, directly or not, in no order."""
+        found: dict[tuple[str, str], SourceClass] = {}
+        waiting = [name]
+        while waiting:
+            base = waiting.pop()
+            for one in self._classes_in(self._derived_in, base):
+                if base in one.bases and (one.name, one.file) not in found:
+                    found[one.name, one.file] = one
+                    waiting.append(one.name)
+        return list(found.values())
+
+    def defining(self, method: str) -> list[SourceClass]:
+        """All classes that define that method themselves."""
+        paths = [path for path, text in self._texts.items() if f"def {method}(" in text]
+        return [one for path in paths for one in self._parse(path) if method in one.methods]
+
+    def attributes(self, found: SourceClass) -> frozenset[str]:
+        """What objects of that class have, by it or by what it derives from."""
+        attributes: set[str] = set()
+        seen, waiting = {found.name}, [found]
+        while waiting:
+            one = waiting.pop()
+            attributes |= one.attributes
+            fresh = [base for base in one.bases if base not in seen]
+            seen.update(fresh)
+            waiting += [other for base in fresh for other in self.named(base)]
+        folder = _ASSEMBLED.get(found.name)
+        if folder is not None:
+            start = (self.root / folder).as_posix()
+            paths = [path for path in self._texts if path.as_posix().startswith(start)]
+            attributes.update(*(one.attributes for path in paths for one in self._parse(path)))
+        return frozenset(attributes)
+
+    def _classes_in(self, paths: Mapping[str, Iterable[Path]], name: str) -> list[SourceClass]:
+        return [one for path in dict.fromkeys(paths.get(name, ())) for one in self._parse(path)]
+
+    def _parse(self, path: Path) -> list[SourceClass]:
+        if path not in self._parsed:
+            file = path.relative_to(self.root).as_posix()
+            self._parsed[path] = [
+                SourceClass(node.name, file, tuple(_names(node.bases)), node)
+                for node in ast.walk(ast.parse(self._texts[path], str(path)))
+                if isinstance(node, ast.ClassDef)
+            ]
+        return self._parsed[path]
+
+
+def gone(source: Source, tables: Iterable[Table]) -> list[str]:
+    """Of what the tables say that kvtide reads, all that the source doesn't define, in order.
+
+    Where there are several classes of a name, one of them must have it all.
+    """
+    listed: dict[str, set[str]] = {}
+    for table in tables:
+        for name, entries in table.items():
+            listed.setdefault(name, set()).update(entry.removesuffix("?") for entry in entries)
+    lost: list[str] = []
+    for name, attributes in sorted(listed.items()):
+        missing = [attributes - source.attributes(one) for one in source.named(name)]
+        fewest = min(missing, key=len, default=None)
+        found = [f"{name}.{one}" for one in sorted(fewest or ())]
+        lost += [f"class {name}"] if fewest is None else found
+    return lost
+
+
+def _names(nodes: Iterable[ast.expr]) -> Iterator[str]:
+    """The last part of each name: that of `memory_pool.KVCache` and of `Generic[T]` too."""
+    for node in nodes:
+        bare = node.value if isinstance(node, ast.Subscript) else node
+        if isinstance(bare, ast.Attribute):
+            yield bare.attr
+        elif isinstance(bare, ast.Name):
+            yield bare.id
+
+
+def _attributes_of(node: ast.ClassDef) -> Iterator[str]:
+    for one in node.body:
+        if isinstance(one, _FUNCTIONS):
+            yield one.name
+            yield from _set_by(one)
+        elif isinstance(one, ast.ClassDef):
+            yield one.name
+        elif isinstance(one, ast.Assign):
+            yield from _names(one.targets)
+        elif isinstance(one, ast.AnnAssign):
+            yield from _names([one.target])
+
+
+def _set_by(method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """The attributes that a method sets of its object, by name or by `setattr`."""
+    parameters = [*method.args.posonlyargs, *method.args.args]
+    if not parameters:
+        return
+    itself = parameters[0].arg
+    loops = {
+        name: _literals(loop.iter)
+        for loop in ast.walk(method)
+        if isinstance(loop, ast.For | ast.comprehension)
+        for name in _names([loop.target])
+    }
+    for node in ast.walk(method):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if _is(node.value, itself):
+                yield node.attr
+        elif isinstance(node, ast.Call) and _is(node.func, "setattr") and len(node.args) == 3:
+            owner, name, _ = node.args
+            named = loops.get(name.id, []) if isinstance(name, ast.Name) else _literals(name)
+            yield from named if _is(owner, itself) else ()
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _literals(node: ast.expr) -> list[str]:
+    """The strings of a literal: one, or those of a tuple or list."""
+    parts = node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
+    values = [part.value for part in parts if isinstance(part, ast.Constant)]
+    return [value for value in values if isinstance(value, str)]

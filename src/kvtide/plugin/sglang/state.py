@@ -1,0 +1,208 @@
+"""Recurrent state: SGLang's MambaPool, and the pools that keep attention's KV beside it.
+
+A request has one row of it whatever its tokens: the convolution's window, the recurrence, and what
+some models keep besides. Left out is what SGLang makes anew in each step: the states between the
+tokens of a draft, which speculative decoding needs until it knows how many of them it accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvtide.layout import EveryNth, Mapped, OfRequest, Rule
+from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.virtual import PageTable
+
+READS: Table = {
+    "MambaPool": (
+        "mamba_cache",
+        "_slot_siblings",
+        "enable_linear_replayssm?",
+        "enable_linear_replayssm_spec?",
+        "replayssm_write_pos?",
+        "replayssm_spec_write_pos?",
+        "replayssm_cache_base?",
+        "replayssm_is_flush?",
+    ),
+    "State": (
+        "conv",
+        "temporal",
+        "replayssm_d?",
+        "replayssm_k?",
+        "replayssm_g?",
+        "replayssm_rawv?",
+        "replayssm_rawk?",
+    ),
+    "ShortConvPool": ("conv_state",),
+    "NGramPool": ("context",),
+    "HybridReqToTokenPool": ("mamba_pool",),
+    "UnifiedHybridReqToTokenPool": ("mamba_allocator",),
+    "UnifiedMambaSlotAllocator": ("_multi_ended_allocator",),
+    "UnifiedMambaTokenToKVPoolAllocator": ("mamba_allocator",),
+    "UnifiedMambaSWATokenToKVPoolAllocator": ("mamba_allocator",),
+    "KVCache": ("cpu_copy_carries_mamba",),
+    "HybridLinearKVPool": ("full_kv_pool", "mamba_pool", "start_layer"),
+    "QSATokenToKVPool": (
+        "qsa_compress_ratio",
+        "qsa_key_state_buffer_pool",
+        "qsa_compressed_k_buffer_pool",
+        "qsa_rope_position_buffer",
+    ),
+}
+
+STATE_POOLS = ("MambaPool", "UnifiedMambaPool", "UnifiedDraftMambaPool")
+"""The classes that `with_state` knows."""
+
+
+def describe_hybrid(subject: Subject) -> Description:
+    """Keys and values of the layers that attend, and the state of those that recur."""
+    of = Reader(subject.pool, READS)
+    full = subject.part(of["full_kv_pool"])
+    joined = replace(
+        full,
+        name=type(subject.pool).__name__,
+        parts=full.renamed("full"),
+        first_layer=of["start_layer"],
+    )
+    return with_state(joined, of["mamba_pool"], subject)
+
+
+def describe_qsa(subject: Subject) -> Description:
+    """As `describe_hybrid`, and the keys by which a query chooses what it attends to.
+
+    `ratio` slots share one such key. Those of a group that isn't whole yet wait in a ring of the
+    request's own, [request, ratio, head, head_dim], with their positions, [request, ratio, 3].
+    """
+    of, hybrid = Reader(subject.pool, READS), describe_hybrid(subject)
+    ratio = of["qsa_compress_ratio"]
+    pending = [one.unflatten(0, (-1, ratio)) for one in of["qsa_key_state_buffer_pool"]]
+    if not pending:
+        return hybrid  # a pipeline stage without such layers: nobody writes the positions there
+    own = (OfRequest("request"),)
+    return replace(
+        hybrid,
+        parts=(
+            *hybrid.parts,
+            Part("index_k", of["qsa_compressed_k_buffer_pool"], (EveryNth(ratio),)),
+            Part("pending_k", pending, own),
+            Part("pending_rope", [of["qsa_rope_position_buffer"].unflatten(0, (-1, ratio))], own),
+        ),
+    )
+
+
+def with_state_of_requests(subject: Subject, description: Description) -> Description:
+    """The description, with the state that SGLang keeps in the request pool instead of the pool.
+
+    A pool whose own copy carries the state has it in its description already.
+    """
+    bases = [base.__name__ for base in type(subject.request_pool).__mro__]
+    if "HybridReqToTokenPool" not in bases:
+        return description
+    if Reader(subject.pool, READS)["cpu_copy_carries_mamba"]:
+        return description
+    return with_state(description, Reader(subject.request_pool, READS)["mamba_pool"], subject)
+
+
+def with_state(description: Description, pool: Any, subject: Subject) -> Description:
+    """The description and what `pool` keeps of a request. Raises Refused for an unknown class.
+
+    Under unified memory a request has a virtual slot, which a table leads to a row.
+    """
+    name = type(pool).__name__
+    if name not in STATE_POOLS:
+        raise Refused(f"{description.name}: kvtide doesn't know {name}, which has its state")
+    if name == "MambaPool":
+        parts = _state_parts(pool, description.name)
+        return replace(description, parts=(*description.parts, *parts))
+    table = PageTable(_slot_allocator(subject), "mamba")
+    return replace(
+        description,
+        parts=(*description.parts, *_state_parts(pool, description.name, Mapped("mamba_row"))),
+        maps={**description.maps, "mamba_row": table},
+        shares_memory=True,
+    )
+
+
+def _slot_allocator(subject: Subject) -> Any:
+    """Who knows in which row a request's virtual slot lies."""
+    for owner in (subject.allocator, subject.request_pool):
+        kind = type(owner).__name__
+        if kind in READS and "mamba_allocator" in READS[kind]:
+            found = Reader(owner, READS)["mamba_allocator"]
+            if type(found).__name__ == "UnifiedMambaSlotAllocator":
+                return Reader(found, READS)["_multi_ended_allocator"]
+            return found
+    raise Refused(
+        f"{type(subject.pool).__name__}: neither its allocator nor the request pool says where a "
+        "request's state lies"
+    )
+
+
+def _state_parts(pool: Any, whose: str, *more: Rule) -> tuple[Part, ...]:
+    of = Reader(pool, READS)
+    cache = Reader(of["mamba_cache"], READS)
+    own = (OfRequest("mamba"), *more)
+    parts = [Part(f"conv{n}", _layers(one), own) for n, one in enumerate(cache["conv"])]
+    parts.append(Part("temporal", _layers(cache["temporal"]), own))
+    parts += _replay_parts(of, cache, whose, own)
+    parts += [_sibling_part(sibling, whose, own) for sibling in of["_slot_siblings"]]
+    return tuple(part for part in parts if part.tensors and part.tensors[0].numel())
+
+
+def _replay_parts(of: Reader, cache: Reader, whose: str, own: tuple[Rule, ...]) -> list[Part]:
+    """What was decoded since the recurrence was last written: ReplaySSM's ring, and its cursors.
+
+    Its rows are the state's own in plain decoding. In speculative decoding they are the request's,
+    unless each step writes the recurrence (KDA) and begins the ring anew: then there are no
+    cursors, and nothing in it outlives a step.
+    """
+    by_state, by_request = of["replayssm_write_pos"], of["replayssm_spec_write_pos"]
+    if by_state is not None and of["enable_linear_replayssm_spec"]:
+        raise Refused(
+            f"{whose}: --enable-linear-replayssm and --enable-linear-replayssm-spec share one ring "
+            "of its state; use one of them"
+        )
+    if by_state is not None:
+        cursors, rules = {"write_pos": by_state}, own
+    elif by_request is not None:
+        names = ("replayssm_cache_base", "replayssm_is_flush")
+        cursors = {"write_pos": by_request, **{name[10:]: of[name] for name in names}}
+        rules = (OfRequest("request"),)
+    else:
+        return []
+    rings = {name: cache[f"replayssm_{name}"] for name in ("d", "k", "g", "rawv", "rawk")}
+    return [
+        *(Part(f"ring_{name}", _layers(r), rules) for name, r in rings.items() if r is not None),
+        *(Part(f"ring_{name}", [one], rules) for name, one in cursors.items()),
+    ]
+
+
+def _sibling_part(sibling: Any, whose: str, own: tuple[Rule, ...]) -> Part:
+    """State that goes with a MambaPool's rows: [layer, row, …], or [row, token] for n-grams."""
+    name = type(sibling).__name__
+    if name == "ShortConvPool":
+        return Part("short_conv", _layers(Reader(sibling, READS)["conv_state"]), own)
+    if name == "NGramPool":
+        return Part("ngram", [Reader(sibling, READS)["context"]], own)
+    raise Refused(f"{whose}: kvtide doesn't know {name}, whose rows go with those of its state")
+
+
+def _layers(state: torch.Tensor) -> list[torch.Tensor]:
+    """[layer, row, …] as one tensor a layer, the axes of a row in the order in which they lie.
+
+    CPUs with AMX keep the convolution's window transposed.
+    """
+    inner = sorted(range(2, state.dim()), key=state.stride, reverse=True)
+    return list(state.permute(0, 1, *inner).unbind(0))
+
+
+DESCRIBERS: Mapping[str, Describer] = {
+    "HybridLinearKVPool": describe_hybrid,
+    "QSATokenToKVPool": describe_qsa,
+}

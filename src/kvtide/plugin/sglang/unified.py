@@ -1,0 +1,155 @@
+"""Unified memory: SGLang's pools that lie in one buffer, each byte of which belongs to one of them.
+
+A slot's rows of all layers stand side by side, so a layer's rows have gaps. Which rows a slot
+has, only SGLang's tables say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvtide.layout import Mapped, Rule
+from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.sglang.kv_cache import described
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.rules import Striped
+from kvtide.plugin.sglang.state import with_state
+from kvtide.plugin.sglang.virtual import PageTable
+from kvtide.plugin.sglang.window import last_tokens
+
+READS: Table = {
+    "KVCache": ("page_size",),
+    "MHATokenToKVPool": ("k_buffer", "v_buffer"),
+    "MLATokenToKVPool": ("kv_buffer",),
+    "SWAKVPool": ("full_kv_pool", "swa_kv_pool", "page_size", "start_layer"),
+    "UnifiedSWAKVPool": ("_full_allocator", "_swa_allocator"),
+    "HybridLinearKVPool": ("full_kv_pool", "mamba_pool", "start_layer"),
+    "UnifiedMambaTokenToKVPoolAllocator": ("full_attn_allocator",),
+    "UnifiedSWAAllocatorBase": ("full_attn_allocator", "swa_attn_allocator"),
+    "MultiEndedAllocator": ("pool_page_size", "page_size"),
+    "UnifiedDraftKVPool": ("host_allocator", "_host_sub_pool_name"),
+    "UnifiedDraftSWAKVPool": ("full_kv_pool?", "swa_kv_pool"),
+    "ParallelContext": ("attn_dcp_rank",),
+}
+
+
+def describe_rows(subject: Subject) -> Description:
+    """Keys and values, or latents, by row: what a slot's row is, the pool around it knows."""
+    of = Reader(subject.pool, READS)
+    if "MLATokenToKVPool" in [base.__name__ for base in type(subject.pool).__mro__]:
+        return described(subject, Part("latent", of["kv_buffer"]))
+    return described(subject, Part("k", of["k_buffer"]), Part("v", of["v_buffer"]))
+
+
+def describe_unified_hybrid(subject: Subject) -> Description:
+    """Keys and values, or latents, of the layers that attend; the state of those that recur."""
+    of = Reader(subject.pool, READS)
+    full = subject.part(of["full_kv_pool"])
+    owner = Reader(_allocator(subject), READS)["full_attn_allocator"]
+    joined = replace(
+        _by_table(full, owner, "full"),
+        name=type(subject.pool).__name__,
+        first_layer=of["start_layer"],
+    )
+    return with_state(joined, of["mamba_pool"], subject)
+
+
+def describe_unified_swa(subject: Subject) -> Description:
+    """Layers that attend to everything and layers with a window, each kind by a table of its own.
+
+    State that the model keeps besides is the request pool's.
+    """
+    of = Reader(subject.pool, READS)
+    full, window = subject.part(of["full_kv_pool"]), subject.part(of["swa_kv_pool"])
+    joined = _by_table(full, of["_full_allocator"], "full")
+    return replace(
+        joined,
+        name=type(subject.pool).__name__,
+        parts=(*joined.parts, *_in_window(subject, window)),
+        maps={**joined.maps, "swa_row": PageTable(of["_swa_allocator"], "window", may_lack=True)},
+        first_layer=of["start_layer"],
+    )
+
+
+def describe_draft(subject: Subject) -> Description:
+    """A draft model's keys and values, in the same rows as those of the layers that it lies with.
+
+    SGLang itself has no copy of them.
+    """
+    of = Reader(subject.pool, READS)
+    where, host = of["_host_sub_pool_name"], of["host_allocator"]
+    owners = Reader(host, READS)
+    rows = describe_rows(subject)
+    if where == "swa":
+        joined = _by_table(rows, owners["full_attn_allocator"], "full")
+        table = PageTable(owners["swa_attn_allocator"], "window", may_lack=True)
+        return replace(joined, parts=_in_window(subject, rows), maps={"swa_row": table})
+    if where != "full":
+        raise Refused(f"{rows.name}: kvtide doesn't know the rows {where!r} that it lies in")
+    return _by_table(rows, owners["full_attn_allocator"], "full")
+
+
+def describe_draft_swa(subject: Subject) -> Description:
+    """A draft model with windows: a pool of either kind, where it has layers of that kind."""
+    of = Reader(subject.pool, READS)
+    sides = [of["full_kv_pool"], of["swa_kv_pool"]]
+    found = [subject.part(side) for side in sides if side is not None]
+    return replace(
+        found[0],
+        name=type(subject.pool).__name__,
+        parts=tuple(part for side in found for part in side.parts),
+        maps={name: table for side in found for name, table in side.maps.items()},
+    )
+
+
+def _by_table(rows: Description, owner: Any, name: str) -> Description:
+    """The rows of a description as those of virtual slots, by the table of MultiEndedAllocator."""
+    table = PageTable(owner, name)
+    of = Reader(owner, READS)
+    # Ranks that share a context count slots together: each has `world` times as many as rows.
+    world = of["page_size"] // of["pool_page_size"]
+    rank = _context_rank() if world > 1 else 0
+    turns: tuple[Rule, ...] = (Striped(rank, world),) if world > 1 else ()
+    return replace(
+        rows,
+        parts=rows.renamed(name, *turns, Mapped(f"{name}_row")),
+        page_size=of["page_size"],
+        slot_count=table.slot_count * world,
+        maps={f"{name}_row": table},
+        rank=rank,
+        shares_memory=True,
+    )
+
+
+def _in_window(subject: Subject, rows: Description) -> tuple[Part, ...]:
+    rules = (*last_tokens(subject, rows.page_size), Mapped("swa_row"))
+    return rows.renamed("swa", *rules)
+
+
+def _allocator(subject: Subject) -> Any:
+    if subject.allocator is None:
+        raise Refused(
+            f"{type(subject.pool).__name__}: only its allocator knows where slots lie, and kvtide "
+            "wasn't given it"
+        )
+    return subject.allocator
+
+
+def _context_rank() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    rank: Any = Reader(get_parallel(), READS)["attn_dcp_rank"]
+    return int(rank)
+
+
+DESCRIBERS: Mapping[str, Describer] = {
+    "UnifiedMHATokenToKVPool": describe_rows,
+    "UnifiedMLATokenToKVPool": describe_rows,
+    "UnifiedHybridLinearKVPool": describe_unified_hybrid,
+    "UnifiedSWAKVPool": describe_unified_swa,
+    "UnifiedDraftKVPool": describe_draft,
+    "UnifiedDraftSWAKVPool": describe_draft_swa,
+}

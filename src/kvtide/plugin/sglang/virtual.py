@@ -1,0 +1,51 @@
+"""Virtual slots: under SGLang's unified memory, what a request has is looked up in a table.
+
+SGLang moves pages about within one buffer, and hands out numbers that stay. So the table is read
+at each save and restore.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from kvtide.errors import SlotError
+from kvtide.layout import Ids
+from kvtide.plugin.sglang.reader import Reader, Table
+
+READS: Table = {
+    "MultiEndedAllocator": ("virtual_to_physical", "pool_page_size", "num_virtual_ids"),
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """A map for a Mapped rule: from virtual slots to rows of one kind, `what`.
+
+    `allocator` is SGLang's MultiEndedAllocator, which holds the table, [page]. Where slots may
+    have no row, as those that have left a window, their row is -1; elsewhere that is a SlotError.
+    """
+
+    allocator: Any
+    what: str
+    may_lack: bool = False
+
+    def __call__(self, ids: Ids) -> Ids:
+        """The rows of virtual slots, int64 [slot]. Blocks."""
+        of = Reader(self.allocator, READS)
+        table, size = of["virtual_to_physical"], of["pool_page_size"]
+        pages = table[torch.from_numpy(ids // size).to(table.device)].cpu().numpy()
+        lacking = pages <= 0  # page 0 is SGLang's padding
+        if lacking.any() and not self.may_lack:
+            raise SlotError(f"virtual slot {ids[lacking][0]} has no {self.what} row")
+        return np.where(lacking, -1, pages * size + ids % size)
+
+    @property
+    def slot_count(self) -> int:
+        """One more than the highest virtual slot."""
+        of = Reader(self.allocator, READS)
+        return int(of["num_virtual_ids"] * of["pool_page_size"])

@@ -1,0 +1,62 @@
+"""Sliding windows beside full attention: SGLang's SWAKVPool, a pool for either kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvtide.layout import Mapped, Rule
+from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.sglang.parts import Description, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.rules import LastTokens
+
+READS: Table = {
+    "BaseSWAKVPool": ("swa_req_ring_size?", "request_window?", "swa_uses_full_indices"),
+    "SWAKVPool": (
+        "full_kv_pool",
+        "swa_kv_pool",
+        "full_to_swa_index_mapping?",
+        "full_layer_nums",
+        "page_size",
+        "start_layer",
+    ),
+}
+
+
+def describe_swa(subject: Subject) -> Description:
+    """Layers that attend to everything, by slot; those with a window by SGLang's map of slots.
+
+    Slots that map to 0 have left the window. Where a model has windows alone, the map changes
+    nothing, and SGLang gives a slot to others as soon as it has left: only those of the last tokens
+    are the request's.
+    """
+    of, name = Reader(subject.pool, READS), type(subject.pool).__name__
+    if of["swa_req_ring_size"] is not None or of["request_window"] is not None:
+        raise Refused(f"{name}: a window in the request's own rows isn't one that kvtide knows")
+    mapping = of["full_to_swa_index_mapping"]
+    if mapping is None:
+        raise Refused(f"{name}: nothing leads from slots to the window's rows yet")
+    full, window = subject.part(of["full_kv_pool"]), subject.part(of["swa_kv_pool"])
+    main = full if of["full_layer_nums"] else window
+    # A draft model's window may reach farther than the target's, where it has a row for each slot.
+    has_all = of["swa_uses_full_indices"]
+    shortened = () if has_all else last_tokens(subject, of["page_size"])
+    through = (*shortened, Mapped("swa", hole=0))
+    return replace(
+        main,
+        name=name,
+        parts=(*full.renamed("full"), *window.renamed("swa", *through)),
+        page_size=of["page_size"],
+        maps={**full.maps, **window.maps, "swa": mapping},
+        first_layer=of["start_layer"],
+    )
+
+
+def last_tokens(subject: Subject, page_size: int) -> tuple[Rule, ...]:
+    """The rule that leaves out what has left the window, if it is known how long that is."""
+    count = subject.window_tokens or 0
+    return (LastTokens(count, page_size),) if count > 0 else ()
+
+
+DESCRIBERS: Mapping[str, Describer] = {"SWAKVPool": describe_swa}
