@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from kvtide.plugin.sglang.attach import Attachment
 from kvtide.plugin.sglang.checkup.cases_attention import mha
+from kvtide.plugin.sglang.keeper import Keeper
+from kvtide.plugin.sglang.settings import Settings
+
+SETTINGS = Settings(host_memory_bytes=1 << 20)
+ALONE = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "nnodes": 1,
+    "attn_dp_enabled": False,
+    "attn_tp_rank": 0,
+}
+Config = Callable[..., None]
 
 
 class ReqKvInfo:
@@ -122,3 +136,9 @@ def config(**fields: Any) -> Mapping[str, Any]:
         "enable_pd_role_switch": False,
     }
     return {**values, **fields}
+
+
+def keeper_of(attachment: Attachment) -> Keeper:
+    """The keeper that is there."""
+    assert attachment.keeper is not None
+    return attachment.keeper

@@ -186,7 +186,7 @@ def test_what_the_arena_refuses_is_computed_again(crowded: EngineRun) -> None:
 
 
 def test_priorities_change_no_answer(crowded: EngineRun) -> None:
-    """Some requests are preempted by better ones, which overtake them."""
+    """Whoever is let in first, and whoever is preempted for a better one."""
     assert sum(_retractions(crowded.results[2])) >= 4
     assert _tokens(crowded.results[0]) == _tokens(crowded.results[2])
 

@@ -1,0 +1,251 @@
+"""What kvtide finds out of a scheduler when it begins, and what it says of that in the log."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from requests_of import ALONE, SETTINGS, Config, Place, Scheduler, keeper_of, raising
+
+from kvtide.plugin.sglang import attach as attaching
+from kvtide.plugin.sglang import hooks, status
+from kvtide.plugin.sglang.attach import Attachment, attach, draft_pools, rank_count, would_cover
+from kvtide.plugin.sglang.keeper import Keeper
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.settings import Settings
+
+pytest_plugins = ["attached_case"]
+
+
+# ---- the beginning ---------------------------------------------------------------------
+
+
+def test_attaching_finds_out_what_is_refused(place: Place, configure: Config) -> None:
+    """By name, with the reason, and without an error."""
+    unknown = type("StrangeKVPool", (), {"device": "cpu"})()
+    stranger = SimpleNamespace(get_kvcache=lambda: unknown)
+    found = attach(Scheduler(stranger, place.request_pool), SETTINGS)
+    assert found.keeper is None
+    assert "StrangeKVPool isn't known to kvtide" in found.refusal
+    assert not found.covers(stranger)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("moved"), AttributeError("gone")])
+def test_what_nobody_thought_of_is_a_refusal_too(
+    place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """The server is SGLang's: it comes up."""
+    monkeypatch.setattr(Keeper, "of", raising(failure))
+    found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
+    assert (None, f"{type(failure).__name__}: {failure}") == (found.keeper, found.refusal)
+
+
+def test_pipeline_stages_are_refused(place: Place, configure: Config) -> None:
+    """One of them could run out of arena alone."""
+    assert would_cover(place.request_pool, place.allocator)
+    configure({**ALONE, "pp_size": 2})
+    found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
+    assert found.refusal.startswith("pipeline parallelism: ")
+    assert not would_cover(place.request_pool, place.allocator)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "count"),
+    [
+        ({}, 1),
+        ({"tp_size": 8}, 8),
+        ({"tp_size": 16, "nnodes": 2}, 8),
+        ({"tp_size": 4, "dp_size": 2}, 8),
+        ({"tp_size": 8, "dp_size": 8, "attn_dp_enabled": True}, 8),
+        ({"tp_size": 2, "pp_size": 3, "nnodes": 4}, 2),
+    ],
+)
+def test_the_ranks_of_a_host(parallel: dict[str, Any], count: int) -> None:
+    """Replicas are further ranks, unless attention alone is in data parallel."""
+    assert count == rank_count(SimpleNamespace(**{**ALONE, **parallel}))
+
+
+def test_draft_pools_are_the_draft_runners_own(place: Place) -> None:
+    """Once each, without those that are the target's; recurrent state of their own, too."""
+    draft = Place()
+    names = ("BaseSpecWorker", "ModelRunner", "HybridReqToTokenPool")
+    kinds = {name: type(name, (), {}) for name in names}
+    with_state = kinds["HybridReqToTokenPool"]()
+    with_state.mamba_pool = object()
+    runners = []
+    for pool, rows in (
+        (draft.pool, place.request_pool),
+        (draft.pool, with_state),
+        (place.pool, with_state),
+    ):
+        runners.append(kinds["ModelRunner"]())
+        runners[-1].token_to_kv_pool, runners[-1].req_to_token_pool = pool, rows
+    worker = kinds["BaseSpecWorker"]()
+    worker._draft_model_runners = lambda: tuple(runners)
+    scheduler = Scheduler(place.allocator, place.request_pool, draft_worker=worker)
+    assert [draft.pool, with_state.mamba_pool] == draft_pools(scheduler)
+    scheduler.req_to_token_pool = with_state
+    assert [draft.pool] == draft_pools(scheduler)
+    assert [] == draft_pools(Scheduler(place.allocator, place.request_pool))
+
+
+@pytest.mark.parametrize(
+    ("size", "disagg", "count"),
+    [
+        (None, {}, None),
+        (20, {}, 20),
+        (10, {"disaggregation_decode_enable_radix_cache": True}, 17),
+        (50, {"disaggregation_decode_enable_radix_cache": True}, 51),
+        (20, {"disaggregation_mode": "null"}, 20),
+    ],
+)
+def test_a_window_is_as_long_as_a_resumed_requests(
+    configure: Config, size: int | None, disagg: dict[str, Any], count: int | None
+) -> None:
+    """With a prefix cache SGLang gives it slots from an earlier page on."""
+    configure(**disagg)
+    place, seen = Place(page_size=16), list[int | None]()
+    scheduler = Scheduler(place.allocator, place.request_pool, sliding_window_size=size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keeper, "of", lambda *_, window_tokens, **__: seen.append(window_tokens))
+        patch.setattr(attaching, "_serve", lambda *_: None)
+        attach(scheduler, SETTINGS)
+    assert [count] == seen
+
+
+@pytest.mark.parametrize(
+    ("disagg", "settings", "is_needed"),
+    [
+        ({}, SETTINGS, True),
+        ({"disaggregation_mode": "prefill"}, SETTINGS, False),
+        ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, SETTINGS, True),
+        ({"disaggregation_mode": "null"}, SETTINGS, False),
+        ({"disaggregation_mode": "prefill"}, Settings(is_colocated=True), False),
+    ],
+)
+def test_only_a_server_that_saves_is_attached(
+    place: Place, configure: Config, disagg: dict[str, Any], settings: Settings, is_needed: bool
+) -> None:
+    """A decode server, one that may become one, or one that was asked to."""
+    configure(**disagg)
+    scheduler = Scheduler(place.allocator, place.request_pool)
+    found = hooks.attach_if_needed(scheduler, settings)
+    assert is_needed == (found is not None)
+    if found is not None:
+        found.close()
+
+
+@pytest.mark.parametrize("mode", ["on", "strict"])
+def test_strict_turns_what_is_wrong_into_an_error(
+    place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """SGLang ends a server whose scheduler can't be made."""
+    monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: [])
+    monkeypatch.setattr("kvtide.plugin.sglang.describe.describers", dict)
+    begin = hooks._beginning(Settings(mode))
+    made = Scheduler(place.allocator, place.request_pool)
+    if mode == "on":
+        begin(lambda scheduler: None, made)
+    else:
+        with pytest.raises(Refused, match=r"^KVTIDE_SGLANG=strict: left to SGLang: .* isn't known"):
+            begin(lambda scheduler: None, made)
+
+
+@pytest.mark.parametrize("name", ["hooks_not_in_place", "attach_if_needed", "report"])
+def test_an_error_in_the_self_check_does_not_stop_a_server(
+    place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Unless it was to be strict."""
+    monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: [])
+    monkeypatch.setattr(hooks, name, raising(ValueError("cell is empty")))
+    made = Scheduler(place.allocator, place.request_pool)
+    hooks._beginning(Settings("on"))(lambda scheduler: None, made)
+    with pytest.raises(Refused, match="ValueError: cell is empty"):
+        hooks._beginning(Settings("strict"))(lambda scheduler: None, made)
+
+
+# ---- the line in the log ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refusal", "loose", "backend", "level", "said"),
+    [
+        ("X: no", [], "cpu_tensor", logging.WARNING, "backend cpu_tensor: left to SGLang: X: no"),
+        ("", ["a.b"], "cpu_tensor", logging.WARNING, "SGLang calls a.b without them"),
+        ("", [], "none", logging.INFO, "retracted requests are aborted (backend none)"),
+        (
+            "",
+            [],
+            "host_pool",
+            logging.INFO,
+            "384 bytes a token, arena up to 1.0 MiB on this rank, for 2730 tokens",
+        ),
+    ],
+)
+def test_one_line_says_what_is_covered_or_why_not(
+    attachment: Attachment,
+    configure: Config,
+    caplog: pytest.LogCaptureFixture,
+    refusal: str,
+    loose: list[str],
+    backend: str,
+    level: int,
+    said: str,
+) -> None:
+    """A warning where something is wrong, which is given back as well."""
+    configure(disaggregation_decode_retraction_backup=backend)
+    caplog.set_level(logging.INFO)
+    told = Attachment(attachment.scheduler, SETTINGS, attachment.keeper, refusal)
+    if refusal:
+        told.keeper = None
+    wrong = status.report(told, SETTINGS, loose)
+    (record,) = caplog.records
+    assert level == record.levelno
+    assert said in record.getMessage()
+    assert record.getMessage().startswith("kvtide 0.1.0 with SGLang 0.5.23")
+    assert (level == logging.WARNING) == bool(wrong)
+
+
+def test_one_rank_speaks_for_those_in_step_with_it(
+    attachment: Attachment, configure: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each says what is wrong with itself."""
+    configure({**ALONE, "attn_tp_rank": 1})
+    caplog.set_level(logging.INFO)
+    status.report(attachment, SETTINGS, [])
+    assert [] == caplog.records
+    status.report(attachment, SETTINGS, ["a.b"])
+    assert 1 == len(caplog.records)
+
+
+def test_a_draft_that_is_left_out_is_a_warning(
+    attachment: Attachment, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what is covered all the same."""
+    keeper_of(attachment).draft_refusal = "StrangeDraftPool isn't known"
+    assert "the draft model's KV isn't kept" in status.report(attachment, SETTINGS, [])
+    (record,) = caplog.records
+    assert "covers MHATokenToKVPool (k, v)" in record.getMessage()
+    assert "StrangeDraftPool isn't known" in record.getMessage()
+
+
+def test_an_arena_without_room_for_anything_is_a_warning(
+    place: Place, configure: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """KVTIDE_HOST_MEMORY=0 isn't how kvtide is turned off."""
+    scheduler = Scheduler(place.allocator, place.request_pool)
+    found = attach(scheduler, Settings(host_memory_bytes=0))
+    assert "every retracted request is lost" in status.report(found, SETTINGS, [])
+    assert "KVTIDE_SGLANG=0" in caplog.text
+    found.close()
+
+
+def test_a_server_with_nothing_to_do_says_what_would_give_it_something(
+    configure: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An ordinary one computes again what it retracts."""
+    caplog.set_level(logging.INFO)
+    assert "" == status.report(None, SETTINGS, [])
+    assert "KVTIDE_SGLANG_COLOCATED=1" in caplog.text
