@@ -9,7 +9,8 @@ INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
 OUT := out
 # A process to a core, four at most. More threads in each would wait for those of the others.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
-PYTEST := $(ONE_THREAD) '$(CURDIR)/$(PY)' -m pytest -n auto --maxprocesses 4
+SIDE_BY_SIDE := -m pytest -n auto --maxprocesses 4
+PYTEST := $(ONE_THREAD) '$(CURDIR)/$(PY)' $(SIDE_BY_SIDE)
 
 # SmolLM2 keeps 22.5 KiB of KV a token, so this is room for about a quarter of the demo's tokens.
 KV_MEMORY ?= 45MiB
@@ -63,10 +64,13 @@ $(VENV)/.simnpu: $(VENV)/.installed $(SIMNPU)
 	@$(PY) $(INSTALL) --no-build-isolation --no-deps -e ./simnpu
 	@touch $@
 
-$(SGLANG)/.installed: $(VENV)/.simnpu engines/sglang/requirements.txt
+$(SGLANG)/.packages: $(VENV)/.created engines/sglang/requirements.txt
 	@echo 'installing SGLang into $(SGLANG), an environment of its own (minutes)'
 	@$(PYTHON) -m venv $(SGLANG)
 	@$(SGLANG)/bin/python $(INSTALL) --no-deps -r engines/sglang/requirements.txt
+	@touch $@
+
+$(SGLANG)/.installed: $(SGLANG)/.packages $(VENV)/.simnpu
 	@$(SGLANG)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -75,14 +79,16 @@ demo: setup
 	$(VENV)/bin/kvtide run examples/prompts.jsonl --model smollm2 --kv-memory $(KV_MEMORY) \
 	  --verify --out $(OUT)/answers.jsonl --report $(OUT)/report.json
 
-test: lint types
+# What downloads, what compiles and what checks wait for different things.
+test:
+	@$(MAKE) --no-print-directory -j3 lint types $(SGLANG)/.installed
 	cd simnpu && $(PYTEST)
 	$(PYTEST)
-	$(MAKE) test-sglang
+	@$(MAKE) --no-print-directory test-sglang
 
 test-sglang: $(SGLANG)/.installed
-	cd engines/sglang && $(ONE_THREAD) SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins:../../simnpu/src \
-	  '$(CURDIR)/$(SGLANG)/bin/python' -m pytest
+	cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins:../../simnpu/src \
+	  $(ONE_THREAD) '$(CURDIR)/$(SGLANG)/bin/python' $(SIDE_BY_SIDE) --dist loadfile
 
 lint: setup
 	$(PY) -m ruff check

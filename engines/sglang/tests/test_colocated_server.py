@@ -34,9 +34,7 @@ ALONE, TOGETHER, ALONE_PENALISED, TOGETHER_PENALISED, FREE, UNLUCKILY = range(6)
 
 SERVERS: dict[str, dict[str, Any]] = {
     "plain": {"disable_overlap_schedule": True, "disable_radix_cache": True},
-    "radix": {"disable_overlap_schedule": True},
-    "overlap": {"disable_radix_cache": True, "page_size": 4},
-    "overlap-radix": {},
+    "overlap-radix": {"page_size": 4},
 }
 
 
@@ -64,7 +62,7 @@ def test_answers_are_those_of_a_server_that_retracts_nothing(served: EngineRun) 
     assert _tokens(served.results[ALONE]) == _tokens(served.results[TOGETHER])
 
 
-@pytest.mark.parametrize("served", ["plain", "radix"], indirect=True)
+@pytest.mark.parametrize("served", ["plain"], indirect=True)
 def test_penalties_go_on_where_they_were(served: EngineRun) -> None:
     """Frequency, presence and repetition of all tokens since the request's beginning count.
 
