@@ -140,7 +140,7 @@ def measure(name: str, tokens: int, rounds: int) -> dict[str, Any]:
     slots = (pages[:, None] * page + torch.arange(page)).reshape(2, -1)[:, :tokens]
     device = open_device("cpu")
     adopted = describe(Subject(pool, allocator)).adopt(device)
-    blocks = block_bytes_for(adopted.geometry, device, LIMIT_BYTES)
+    blocks = block_bytes_for(adopted, LIMIT_BYTES)
     tide = Tide(adopted, HostArena(device, limit_bytes=LIMIT_BYTES, block_bytes=blocks))
     mamba = torch.tensor([subject.rows["mamba"]]) if subject.rows else None
     times: dict[str, list[tuple[float, float]]] = {}

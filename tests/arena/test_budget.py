@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtide.arena import budget
 from kvtide.device import CPUDevice
 from kvtide.layout import GQA, Layout, OfRequest, Plane
+from kvtide.pool import Pool
 
 GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_dim=5)
 
@@ -33,8 +35,25 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_blocks_are_whole_tokens_and_no_more_than_a_16th_of_a_small_arena() -> None:
     """10 bytes a token: 2**16 of them fit into what a CPU moves at once, 2**13 into 128 KiB."""
     device = CPUDevice(lanes=1)
-    assert 10 * 2**16 == budget.block_bytes_for(GEOMETRY, device, 1 << 30)
-    assert 10 * 2**13 == budget.block_bytes_for(GEOMETRY, device, 2 << 20)
+    pool = Pool.create(GEOMETRY, device, page_count=1)
+    assert 10 * 2**16 == budget.block_bytes_for(pool, 1 << 30)
+    assert 10 * 2**13 == budget.block_bytes_for(pool, 2 << 20)
+    device.close()
+
+
+def in_layers(layers: int, device: CPUDevice) -> Pool:
+    """A pool of 10 bytes a token and layer, in two buffers a layer."""
+    geometry = GQA.bind(dtype="uint8", layer=layers, token=4, head=1, head_dim=5, v_head_dim=5)
+    planes = {name: list(torch.zeros(layers, 8, 1, 5).byte()) for name in ("k", "v")}
+    return Pool.adopt(geometry, device, planes)
+
+
+def test_blocks_are_larger_for_a_pool_in_many_buffers() -> None:
+    """Each of them takes a call for every chunk. There is an end to it, and an arena's limit."""
+    device = CPUDevice(lanes=1)
+    sizes = [budget.block_bytes_for(in_layers(n, device), 1 << 30) for n in (1, 10, 100)]
+    assert [10 * 2**16, 100 * 2**15, 1000 * 2**14] == sizes
+    assert 100 * 2**13 == budget.block_bytes_for(in_layers(10, device), 16 << 20)
     device.close()
 
 
@@ -47,5 +66,6 @@ def test_a_block_holds_the_largest_row() -> None:
     )
     geometry = state.bind(dtype="uint8", layer=2, token=1)
     device = CPUDevice(lanes=1)
-    assert 3_000_000 == budget.block_bytes_for(geometry, device, 1 << 20)
+    pool = Pool.create(geometry, device, page_count=1, request_count=1)
+    assert 3_000_000 == budget.block_bytes_for(pool, 1 << 20)
     device.close()

@@ -147,7 +147,7 @@ class Engine:
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
             limit_bytes = default_host_bytes(pool_host_bytes)
-        block_bytes = block_bytes_for(geometry, device, limit_bytes)
+        block_bytes = block_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         pages = PageAllocator(page_count)
         return cls(model, source, Tide(pool, arena, pages), pages, options)

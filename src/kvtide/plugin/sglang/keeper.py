@@ -183,7 +183,7 @@ class Keeper:
             limit_bytes = agree_on_limit(_limit_bytes(adopted, settings))
             if limit_bytes < 0:
                 raise RankFailed(f"{description.name}: refused on another rank, whose log says why")
-            block_bytes = block_bytes_for(adopted.geometry, device, limit_bytes)
+            block_bytes = block_bytes_for(adopted, limit_bytes)
             arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
             keeper = cls(description, Tide(adopted, arena), request_pool, agree)
         except BaseException:
