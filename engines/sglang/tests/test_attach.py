@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,7 +201,7 @@ def test_one_line_says_what_is_covered_or_why_not(
     told = Attachment(attachment.scheduler, SETTINGS, attachment.keeper, refusal)
     if refusal:
         told.keeper = None
-    wrong = status.report(told, SETTINGS, loose)
+    wrong = status.report(told, loose)
     (record,) = caplog.records
     assert level == record.levelno
     assert said in record.getMessage()
@@ -214,9 +215,9 @@ def test_one_rank_speaks_for_those_in_step_with_it(
     """Each says what is wrong with itself."""
     configure({**ALONE, "attn_tp_rank": 1})
     caplog.set_level(logging.INFO)
-    status.report(attachment, SETTINGS, [])
+    status.report(attachment, [])
     assert [] == caplog.records
-    status.report(attachment, SETTINGS, ["a.b"])
+    status.report(attachment, ["a.b"])
     assert 1 == len(caplog.records)
 
 
@@ -225,27 +226,69 @@ def test_a_draft_that_is_left_out_is_a_warning(
 ) -> None:
     """With what is covered all the same."""
     keeper_of(attachment).draft_refusal = "StrangeDraftPool isn't known"
-    assert "the draft model's KV isn't kept" in status.report(attachment, SETTINGS, [])
+    assert "the draft model's KV isn't kept" in status.report(attachment, [])
     (record,) = caplog.records
     assert "covers MHATokenToKVPool (k, v)" in record.getMessage()
     assert "StrangeDraftPool isn't known" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("mode", "is_v4", "fate"),
+    [
+        ("decode", False, "every retracted request is aborted"),
+        ("decode", True, "every retracted request goes back to the prefill server"),
+        ("null", False, "this server computes every retracted request again"),
+    ],
+)
 def test_an_arena_without_room_for_anything_is_a_warning(
-    place: Place, configure: Config, caplog: pytest.LogCaptureFixture
+    place: Place,
+    configure: Config,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    is_v4: bool,
+    fate: str,
 ) -> None:
     """KVTIDE_HOST_MEMORY=0 isn't how kvtide is turned off."""
+    name = "sglang.srt.mem_cache.common.dsv4_needs_rebootstrap"
+    hooked = partial(hooks.dsv4_needs_rebootstrap, lambda allocator: is_v4)
+    monkeypatch.setattr(name, hooked)
     scheduler = Scheduler(place.allocator, place.request_pool)
     found = attach(scheduler, Settings(host_memory_bytes=0))
-    assert "every retracted request is lost" in status.report(found, SETTINGS, [])
-    assert "KVTIDE_SGLANG=0" in caplog.text
+    configure(disaggregation_mode=mode)
+    assert f"so {fate}; raise KVTIDE_HOST_MEMORY" in status.report(found, [])
+    (record,) = caplog.records
+    assert "KVTIDE_SGLANG=0" in record.getMessage()
     found.close()
 
 
-def test_a_server_with_nothing_to_do_says_what_would_give_it_something(
-    configure: Config, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("backend", [None, "none", "cpu_tensor"])
+def test_an_ordinary_servers_line_names_no_backend(
+    attachment: Attachment, configure: Config, caplog: pytest.LogCaptureFixture, backend: str | None
 ) -> None:
-    """An ordinary one computes again what it retracts."""
+    """It has none, whatever the setting says, and aborts nothing."""
+    configure(disaggregation_mode="null", disaggregation_decode_retraction_backup=backend)
     caplog.set_level(logging.INFO)
-    assert "" == status.report(None, SETTINGS, [])
-    assert "KVTIDE_SGLANG_COLOCATED=1" in caplog.text
+    assert "" == status.report(attachment, [])
+    refused = Attachment(attachment.scheduler, SETTINGS, refusal="X: no")
+    assert "left to SGLang: X: no" == status.report(refused, [])
+    covered, left = (record.getMessage() for record in caplog.records)
+    assert covered.endswith("on this rank, for 2730 tokens")
+    assert left.endswith("with SGLang 0.5.23: left to SGLang: X: no")
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("null", "this server computes retracted requests again (KVTIDE_SGLANG_COLOCATED=1"),
+        ("prefill", "nothing to do, a prefill server retracts no requests"),
+    ],
+)
+def test_a_server_with_nothing_to_do_says_why(
+    configure: Config, caplog: pytest.LogCaptureFixture, mode: str, said: str
+) -> None:
+    """An ordinary one says what would give it something."""
+    configure(disaggregation_mode=mode)
+    caplog.set_level(logging.INFO)
+    assert "" == status.report(None, [])
+    assert said in caplog.text

@@ -38,7 +38,7 @@ class TokenToKVPoolAllocator:
     """Named as SGLang's."""
 
 
-class ReqToTokenPool(SimpleNamespace):
+class ReqToTokenPool:
     """Named as SGLang's."""
 
 
@@ -86,7 +86,7 @@ def server(**changed: Any) -> Scheduler:
         "tp_worker": object(),
         **dict.fromkeys(LATER, object()),
         "token_to_kv_pool_allocator": TokenToKVPoolAllocator(),
-        "req_to_token_pool": ReqToTokenPool(_aux_cache=None),
+        "req_to_token_pool": ReqToTokenPool(),
         "tree_cache": RadixCache(),
         "server_args": ServerArgs(**{key: changed.pop(key, arguments[key]) for key in arguments}),
         "model_config": ModelConfig(**{key: changed.pop(key, model[key]) for key in model}),
@@ -106,7 +106,6 @@ SPECIAL: list[dict[str, Any]] = [
     {"spec_algorithm": SimpleNamespace(is_none=lambda: False)},
     {"tree_cache": object()},
     {"req_to_token_pool": object()},
-    {"req_to_token_pool": ReqToTokenPool(_aux_cache=object())},
     {"token_to_kv_pool_allocator": object()},
 ]
 

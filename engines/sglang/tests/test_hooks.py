@@ -97,9 +97,11 @@ def test_a_full_arena_is_an_answer_and_no_error(place: Place, attachment: Attach
     arena = keeper_of(attachment).arena
     lease: Lease = arena.lease(arena.limit_bytes // arena.block_bytes)
     req = place.admit("a", 20)
+    original = Original(True)
     arguments = (req, None, place.request_pool, place.allocator, "cpu_tensor")
-    assert not hooks.backup_kv_cache(Original(True), *arguments)
+    assert not hooks.backup_kv_cache(original, *arguments)
     assert req.kv.retraction_backup is None
+    assert [] == original.calls
     lease.release()
 
 

@@ -7,7 +7,8 @@ A request's Backup is kept where SGLang keeps its own, in `req.kv.retraction_bac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -53,6 +54,8 @@ class Attachment:
     """Why there is no keeper."""
     lost: dict[str, str] = field(default_factory=dict)
     """Of requests, by id, that couldn't be restored: why. Whoever resumed them takes them out."""
+    is_yielding: bool = False
+    """Whether SGLang is at a request that isn't saved: see `yielding`."""
 
     def covers(self, allocator: Any) -> bool:
         """Whether requests in this allocator's slots are kvtide's to save."""
@@ -69,6 +72,23 @@ class Attachment:
             logger.log(level, "kvtide couldn't save request %s: %s", req.rid, error)
             return False
         return True
+
+    @contextmanager
+    def yielding(self) -> Iterator[None]:
+        """Meanwhile SGLang is told what it would be told without kvtide."""
+        before, self.is_yielding = self.is_yielding, True
+        try:
+            yield
+        finally:
+            self.is_yielding = before
+
+    def prefill_computes_again(self) -> bool:
+        """Whether SGLang asks the prefill server for the KV of requests that aren't saved."""
+        from sglang.srt.mem_cache.common import dsv4_needs_rebootstrap
+
+        allocator = Reader(self.scheduler, READS)["token_to_kv_pool_allocator"]
+        with self.yielding():
+            return bool(dsv4_needs_rebootstrap(allocator))
 
     def restore(self, req: Any) -> bool:
         """Restores the request; False where that can't be: then it must not go on.

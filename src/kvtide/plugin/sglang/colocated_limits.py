@@ -38,7 +38,6 @@ READS: Table = {
         "enable_watermark",
         "kv_canary",
     ),
-    "ReqToTokenPool": ("_aux_cache?",),
     "ModelConfig": ("is_encoder_decoder", "use_engram"),
     "Req": (
         *("beam_group?", "multimodal_inputs?", "input_embeds?", "positional_embed_overrides?"),
@@ -101,10 +100,6 @@ _MODELS: Cases = (
     (lambda of: of["use_engram"], "engrams"),
 )
 
-_ROWS: Cases = (
-    (lambda of: of["_aux_cache"] is not None, "a sparse attention's cache beside the pool"),
-)
-
 _REQUESTS: Cases = (
     (lambda of: of["beam_group"] is not None, "a beam group"),
     (lambda of: of["multimodal_inputs"] is not None, "multimodal input"),
@@ -128,14 +123,10 @@ def refuse_server(scheduler: Any) -> None:
         *_holding(Reader(of["server_args"], READS), _ARGUMENTS),
         *_holding(Reader(of["model_config"], READS), _MODELS),
     ]
-    unknown = [
-        type(of[owner]).__name__
-        for owner, known in _KNOWN.items()
-        if type(of[owner]).__name__ not in known
+    kinds = {owner: type(of[owner]).__name__ for owner in _KNOWN}
+    reasons += [
+        f"{kind}, which isn't known" for owner, kind in kinds.items() if kind not in _KNOWN[owner]
     ]
-    reasons += [f"{name}, which isn't known" for name in unknown]
-    if not unknown:
-        reasons += _holding(Reader(of["req_to_token_pool"], READS), _ROWS)
     if reasons:
         raise Refused(f"colocated serving isn't covered with {', '.join(reasons)}")
 
@@ -158,5 +149,5 @@ def why_not(req: Any) -> str | None:
 
 def reasons() -> tuple[list[str], list[str]]:
     """All that can keep a server from being covered, and a request: for the documentation."""
-    servers = (*_SERVERS, *_ARGUMENTS, *_MODELS, *_ROWS)
+    servers = (*_SERVERS, *_ARGUMENTS, *_MODELS)
     return [reason for _, reason in servers], [reason for _, reason in _REQUESTS]

@@ -11,6 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from kvtide.plugin.sglang.parts import Description, Refused
+from kvtide.plugin.sglang.reader import Table
+
+READS: Table = {
+    "ReqToTokenPool": ("_aux_cache?",),
+    "DecodeReqToTokenPool": ("_aux_cache?",),
+}
+"""Read by name, whatever the request pool's class."""
 
 Describer = Callable[["Subject"], Description]
 """Makes a description of a pool of its class. Raises Refused."""
@@ -71,7 +78,18 @@ def describe(subject: Subject) -> Description:
     """
     from kvtide.plugin.sglang.state import with_state_of_requests
 
+    _refuse_attached(subject)
     return with_state_of_requests(subject, _describe_pool(subject))
+
+
+def _refuse_attached(subject: Subject) -> None:
+    """MiniCPM's sparse attention keeps compressed keys of a request in slots of their own."""
+    attached = getattr(subject.request_pool, "_aux_cache", None)
+    if attached is not None:
+        raise Refused(
+            f"{type(subject.pool).__name__}: {type(attached).__name__}, which is attached to the "
+            "request pool, keeps more of a request, in slots that aren't its tokens'"
+        )
 
 
 def _describe_pool(subject: Subject) -> Description:

@@ -1,10 +1,11 @@
 """Where kvtide stands in SGLang: around the few functions that save and restore requests.
 
     backup_kv_cache           saves a retracted request, or says False: SGLang aborts it
+    dsv4_needs_rebootstrap    whether it asks the prefill server instead: not for what is saved
+    DecodePreallocQueue.add   queues a request: asks that for one that isn't saved
     restore_kv_cache          restores it into new slots
     resume_retracted_reqs     takes out, and aborts, what couldn't be restored
     discard_kv_cache_backup   forgets it: aborted, or the server lets go of its memory
-    dsv4_needs_rebootstrap    no, where kvtide keeps the KV of DeepSeek-V4
     Req.offload_kv_cache, Req.load_kv_cache   the same for whoever calls these two directly
     resolve_decode_retraction_backup   no second host pool beside the arena, unless asked for
     Scheduler.__init__, release_host_resources   begin and end
@@ -19,6 +20,7 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http import HTTPStatus
 from typing import Any
 
@@ -84,6 +86,7 @@ def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
         f"{common}.dsv4_needs_rebootstrap": dsv4_needs_rebootstrap,
         f"{batch}.Req.offload_kv_cache": offload_kv_cache,
         f"{batch}.Req.load_kv_cache": load_kv_cache,
+        f"{queue}.DecodePreallocQueue.add": add_to_queue,
         f"{queue}.DecodePreallocQueue.resume_retracted_reqs": resume_retracted_reqs,
         f"{builder}.resolve_decode_retraction_backup": resolve_decode_retraction_backup,
     }
@@ -147,7 +150,7 @@ def _beginning(settings: Settings) -> Hook:
         original(scheduler, *args, **kwargs)
         try:
             loose = hooks_not_in_place(settings)
-            refusal = report(attach_if_needed(scheduler, settings), settings, loose)
+            refusal = report(attach_if_needed(scheduler, settings), loose)
         except Exception as error:  # a server that would come up without kvtide comes up
             logger.exception("kvtide can't read this SGLang")
             refusal = f"{type(error).__name__}: {error}"
@@ -201,11 +204,29 @@ def resolve_decode_retraction_backup(original: Hook, *args: Any, tp_worker: Any,
 def backup_kv_cache(
     original: Hook, req: Any, tree_cache: Any, request_pool: Any, allocator: Any, backend: str
 ) -> bool:
-    """False where the arena has no room, or the copy fails: SGLang aborts this request."""
+    """False where the arena has no room, or the copy fails: SGLang aborts this request.
+
+    Where the prefill server can compute it anew, SGLang decides.
+    """
     attachment = attached()
     if attachment is None or backend == "none" or not attachment.covers(allocator):
         return bool(original(req, tree_cache, request_pool, allocator, backend))
-    return attachment.save(req)
+    if attachment.save(req):
+        return True
+    if not attachment.prefill_computes_again():
+        return False
+    with attachment.yielding():
+        return bool(original(req, tree_cache, request_pool, allocator, backend))
+
+
+def add_to_queue(
+    original: Hook, queue: Any, req: Any, is_retracted: bool = False, *args: Any, **kwargs: Any
+) -> None:
+    """A retracted request that isn't saved goes the way that it would go without kvtide."""
+    attachment = attached()
+    is_left = attachment is not None and is_retracted and not is_saved(req)
+    with attachment.yielding() if attachment is not None and is_left else nullcontext():
+        original(queue, req, is_retracted, *args, **kwargs)
 
 
 def restore_kv_cache(
@@ -256,11 +277,14 @@ def discard_kv_cache_backup(original: Hook, req: Any, tree_cache: Any, backend: 
 
 
 def dsv4_needs_rebootstrap(original: Hook, allocator: Any) -> bool:
-    """Whether the prefill server must compute a retracted request anew."""
+    """Whether the prefill server must compute a retracted request anew, as for DeepSeek-V4.
+
+    SGLang asks by pool and not by request: where it means one that isn't saved, kvtide yields.
+    """
     attachment = attached()
-    if attachment is not None and attachment.covers(allocator):
-        return False
-    return bool(original(allocator))
+    if attachment is None or attachment.is_yielding or not attachment.covers(allocator):
+        return bool(original(allocator))
+    return False
 
 
 def offload_kv_cache(original: Hook, req: Any, request_pool: Any, allocator: Any) -> None:

@@ -8,13 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvtide.plugin.sglang.attach import Attachment
 from kvtide.plugin.sglang.keeper import Keeper
-from kvtide.plugin.sglang.settings import Settings
 from kvtide.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
 
-def report(attachment: Attachment | None, settings: Settings, loose: Sequence[str]) -> str:
+def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
     """Logs the line, and gives what is wrong: nothing, or why a pool is left to SGLang.
 
     `loose` are the functions of SGLang's that are called without their hook. Of ranks that
@@ -24,28 +23,31 @@ def report(attachment: Attachment | None, settings: Settings, loose: Sequence[st
 
     level = logging.INFO if get_parallel().attn_tp_rank == 0 else logging.DEBUG
     versions = f"kvtide {_version_of('kvtide')} with SGLang {sglang_version()}"
-    backend = get_disagg().disaggregation_decode_retraction_backup
+    # SGLang settles on a backend in every server; an ordinary one never asks for it.
+    is_ordinary = get_disagg().disaggregation_mode == "null"
+    backend = None if is_ordinary else get_disagg().disaggregation_decode_retraction_backup
+    named = f", backend {backend}" if backend else ""
     if loose:
         wrong = f"hooks aren't in place, SGLang calls {', '.join(loose)} without them"
         logger.warning("%s: %s", versions, wrong)
         return wrong
     if attachment is None:
-        logger.log(level, "%s: nothing to do, %s", versions, _why_not(settings))
+        logger.log(level, "%s: nothing to do, %s", versions, _why_not(is_ordinary))
         return ""
     if attachment.keeper is None:
         wrong = f"left to SGLang: {attachment.refusal}"
-        logger.warning("%s, backend %s: %s", versions, backend, wrong)
+        logger.warning("%s%s: %s", versions, named, wrong)
         return wrong
     if backend == "none":
-        logger.log(
-            level, "%s: nothing to do, retracted requests are aborted (backend none)", versions
-        )
+        why = "retracted requests are aborted (backend none)"
+        logger.log(level, "%s: nothing to do, %s", versions, why)
         return ""
-    covered, wrong = _covered(attachment.keeper), _shortcoming(attachment.keeper)
+    covered = f"{_covered(attachment.keeper)}{named}"
+    wrong = _shortcoming(attachment, attachment.keeper, is_ordinary)
     if wrong:
-        logger.warning("%s: %s, backend %s; %s", versions, covered, backend, wrong)
+        logger.warning("%s: %s; %s", versions, covered, wrong)
         return wrong
-    logger.log(level, "%s: %s, backend %s", versions, covered, backend)
+    logger.log(level, "%s: %s", versions, covered)
     return ""
 
 
@@ -58,22 +60,32 @@ def _covered(keeper: Keeper) -> str:
     )
 
 
-def _shortcoming(keeper: Keeper) -> str:
+def _shortcoming(attachment: Attachment, keeper: Keeper, is_ordinary: bool) -> str:
     arena = keeper.arena
     if arena.limit_bytes < arena.block_bytes:
         return (
-            f"that holds not even one block of {arena.block_bytes} bytes, so every retracted "
-            "request is lost; raise KVTIDE_HOST_MEMORY, or turn kvtide off with KVTIDE_SGLANG=0"
+            f"that holds not even one block of {arena.block_bytes} bytes, so "
+            f"{_without_room(attachment, is_ordinary)}; raise KVTIDE_HOST_MEMORY, or turn kvtide "
+            "off with KVTIDE_SGLANG=0"
         )
     if keeper.draft_refusal:
         return f"the draft model's KV isn't kept: {keeper.draft_refusal}"
     return ""
 
 
-def _why_not(settings: Settings) -> str:
-    if settings.is_colocated:
+def _without_room(attachment: Attachment, is_ordinary: bool) -> str:
+    """What becomes of retracted requests when none is saved."""
+    if is_ordinary:
+        return "this server computes every retracted request again"
+    if attachment.prefill_computes_again():
+        return "every retracted request goes back to the prefill server"
+    return "every retracted request is aborted"
+
+
+def _why_not(is_ordinary: bool) -> str:
+    if not is_ordinary:
         return "a prefill server retracts no requests"
-    return "this server computes retracted requests anew (KVTIDE_SGLANG_COLOCATED=1 saves them)"
+    return "this server computes retracted requests again (KVTIDE_SGLANG_COLOCATED=1 saves them)"
 
 
 def sglang_version() -> str:
