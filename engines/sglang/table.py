@@ -19,7 +19,7 @@ from kvtide.plugin.sglang.census import census
 from kvtide.plugin.sglang.checkup.installed import Trip, all_cases, make_trips, reachable
 from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip
 from kvtide.plugin.sglang.colocated_limits import reasons
-from kvtide.plugin.sglang.status import sglang_version
+from kvtide.plugin.sglang.versions import installed_version
 
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
 BEGIN, END = "<!-- made by engines/sglang/table.py -->", "<!-- end of what it made -->"
@@ -54,7 +54,7 @@ def summary(trips: Sequence[Trip]) -> Iterator[str]:
     own = Counter(trip.own_word for trip in trips)
     through = Counter(trip.through.verdict for trip in trips if trip.through is not None)
     here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
-    yield f"SGLang {sglang_version()}, {len(trips)} round trips of small pools on the CPU."
+    yield f"SGLang {installed_version()}, {len(trips)} round trips of small pools on the CPU."
     yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(own)}"
     yield f"({here} of those that aren't exact are so {ON_A_CPU}; the last column says which)."
 

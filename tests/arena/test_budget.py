@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from kvtide.layout import GQA, Layout, OfRequest, Plane
 from kvtide.pool import Pool
 
 GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_dim=5)
+V1, V2 = "memory.limit_in_bytes memory.usage_in_bytes", "memory.max memory.current"
+Control = Callable[[str, str, int, int], Path]
 
 
 def test_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,14 +25,67 @@ def test_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch: pytest.Mo
     assert 0 == budget.default_host_bytes(1001)
 
 
-def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The system would kill the process for what lies beyond it."""
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("2000\n")
+@pytest.fixture
+def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Control:
+    """Gives a group below a mount of the test's own a limit, and what it has taken."""
     monkeypatch.setattr(budget, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(budget, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(budget, "_free_system_bytes", lambda: 1 << 40)
+
+    def set_group(group: str, files: str, limit: int, used: int) -> Path:
+        folder = tmp_path / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(files.split(), (limit, used), strict=True):
+            (folder / name).write_text(f"{value}\n")
+        return folder
+
+    return set_group
+
+
+def test_a_containers_limit_counts(control: Control) -> None:
+    """The system would kill the process for what lies beyond it. More than all of it is none."""
+    folder = control("", V2, 5000, 2000)
     assert 3000 == budget.free_memory_bytes()
-    (tmp_path / "memory.max").write_text("max\n")
-    assert budget.free_memory_bytes() > 3000
+    (folder / "memory.current").write_text("5001\n")
+    assert 0 == budget.free_memory_bytes()
+    (folder / "memory.max").write_text("max\n")
+    assert 1 << 40 == budget.free_memory_bytes()
+
+
+def test_the_tightest_of_the_groups_above_counts(control: Control, tmp_path: Path) -> None:
+    """A group without files doesn't hide those above it; one beside it isn't this process's."""
+    (tmp_path / "own").write_text("0::/unit/job/step\n")
+    control("unit", V2, 9000, 2000)
+    control("unit/other", V2, 10, 0)
+    control("unit/job/step", V2, 8000, 500)
+    assert 7000 == budget.free_memory_bytes()
+    control("unit/job", V2, 6000, 1000)
+    assert 5000 == budget.free_memory_bytes()
+
+
+def test_control_groups_v1_count(control: Control, tmp_path: Path) -> None:
+    """By the line of their memory controller, which may have company; 2**63 is no limit."""
+    (tmp_path / "own").write_text("9:name=systemd:/x\n4:cpu,memory:/unit/a:b\n0::/y\n")
+    control("memory", V1, 2**63 - 4096, 5000)
+    control("memory/x", V1, 10, 0)
+    assert 1 << 40 == budget.free_memory_bytes()
+    control("memory/unit", V1, 7000, 1000)
+    control("memory/unit/a:b", V1, 9000, 1000)
+    assert 6000 == budget.free_memory_bytes()
+    control("memory/unit/a:b", V1, 4000, 1000)
+    assert 3000 == budget.free_memory_bytes()
+
+
+@pytest.mark.parametrize(("mount", "files"), [("", V2), ("memory", V1)])
+@pytest.mark.parametrize("own", ["4:memory:/host/id\n0::/host/id\n", "0::/../id\n", "what?\n", ""])
+def test_a_path_of_the_host_leaves_the_mount_itself(
+    control: Control, tmp_path: Path, mount: str, files: str, own: str
+) -> None:
+    """In a container the mount is the group, and the path may lead nowhere, or not be known."""
+    if own:
+        (tmp_path / "own").write_text(own)
+    control(mount, files, 4000, 1000)
+    assert 3000 == budget.free_memory_bytes()
 
 
 def test_blocks_are_whole_tokens_and_no_more_than_a_16th_of_a_small_arena() -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 from engine_case import SERVER, EngineRun, run_engine
 
-TIGHT_SERVER = {**SERVER, "load_format": "auto", "max_total_tokens": 172, "random_seed": 1}
+TIGHT_SERVER = {
+    **SERVER,
+    "load_format": "auto",
+    "max_total_tokens": 172,
+    "random_seed": 1,
+    "log_level": "debug",
+}
 """Its pool has room for about three of the requests below, and SGLang lets in more than that."""
 
 ENVIRONMENT = {

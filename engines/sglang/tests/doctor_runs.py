@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvtide.cli.main import main
-from kvtide.plugin.sglang import attention
+from kvtide.plugin.sglang import attention, versions
 from kvtide.plugin.sglang.checkup import installed
 from kvtide.plugin.sglang.describe import Subject
 from kvtide.plugin.sglang.parts import Description
@@ -50,6 +50,7 @@ def without_values(subject: Subject) -> Description:
     return replace(whole, parts=whole.parts[:1])
 
 
+MOVED = {"ModelRunner": ("token_to_kv_pool", "renamed?"), "OncePool": ("k_buffer",)}
 attention_describer = DESCRIBERS["MHATokenToKVPool"]
 
 
@@ -70,6 +71,11 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
         with patch.dict(DESCRIBERS):
             del DESCRIBERS["MHATokenToKOnlyPool"]
             yield "unknown class", run("--json")
+        with patch.object(attention, "READS", {**attention.READS, **MOVED}):
+            yield "moved reads", run("--json")
+            with patch.object(versions, "installed_version", lambda: "0.6.0"):
+                yield "moved reads of another version", run("--json")
+                yield "moved reads of another version, in words", run()
         # The plugin was loaded without, so that these hooks are missing now.
         with patch.dict(os.environ, {"KVTIDE_SGLANG_COLOCATED": "1"}):
             yield "hooks missing", run("--json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -83,7 +84,10 @@ def run_engine(
     timeout_s: float = 240,
     **environment: str,
 ) -> EngineRun:
-    """Runs an engine through the steps of engine_run.py, in a process group of its own."""
+    """Runs an engine through the steps of engine_run.py, in a process group of its own.
+
+    Raises subprocess.TimeoutExpired after `timeout_s`, and has killed that group by then.
+    """
     model, events = folder / "model", folder / "events"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
@@ -101,14 +105,28 @@ def run_engine(
     }
     command = [sys.executable, "-W", "ignore", "engine_run.py", "scenario.json", "results.json"]
     command[3:] = [str(HERE / command[3]), *(str(folder / name) for name in command[4:])]
-    with (folder / "log").open("wb") as log:
-        ended = subprocess.run(
-            command, stdout=log, stderr=log, env=variables, timeout=timeout_s, check=False
-        )
+    exit_code = _run_group(command, folder / "log", variables, timeout_s)
     results = folder / "results.json"
     return EngineRun(
         json.loads(results.read_text()) if results.exists() else [],
         [json.loads(line) for line in events.read_text().splitlines()],
         (folder / "log").read_text(errors="replace"),
-        ended.returncode,
+        exit_code,
     )
+
+
+def _run_group(
+    command: Sequence[str], log_path: Path, variables: Mapping[str, str], timeout_s: float
+) -> int:
+    """The exit code. What takes too long, or is interrupted, ends with all that it started."""
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
+            command, stdout=log, stderr=log, env=variables, start_new_session=True
+        ) as leader,
+    ):
+        try:
+            return leader.wait(timeout_s)
+        except BaseException:
+            os.killpg(leader.pid, signal.SIGKILL)
+            raise

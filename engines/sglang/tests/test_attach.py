@@ -292,3 +292,33 @@ def test_a_server_with_nothing_to_do_says_why(
     caplog.set_level(logging.INFO)
     assert "" == status.report(None, [])
     assert said in caplog.text
+
+
+def test_metrics_that_fail_cost_only_the_metrics(
+    place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start, and in the middle of a move."""
+    with monkeypatch.context() as patch:
+        patch.setattr(attaching, "metrics_of", raising(ValueError("Duplicated timeseries")))
+        found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
+    assert found.keeper is not None, found.refusal
+
+    def full(keeper: Keeper) -> None:
+        raise OSError("no space left on device")
+
+    found.keeper._changed = full
+    req = place.admit("a", 20)
+    assert found.save(req)
+    assert found.restore(req)
+    assert 0 == found.keeper.arena.used_bytes
+    found.close()
+
+
+def test_an_sglang_that_has_moved_things_is_left_alone(
+    place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has another name now would be left out, and nobody would notice."""
+    monkeypatch.setattr(attaching, "refuse_if_moved", raising(Refused("SGLang 9 lacks X.y")))
+    found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
+    assert (None, "SGLang 9 lacks X.y") == (found.keeper, found.refusal)
+    assert not would_cover(place.request_pool, place.allocator)

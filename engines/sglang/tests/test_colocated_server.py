@@ -113,7 +113,9 @@ def test_nothing_is_computed_twice(served: EngineRun) -> None:
     finished = Counter(one["rid"] for step in steps for one in step)
     prefills = Counter(rid for event in served.events_of("extend") for rid in event["rids"])
     reasons = "no token yet|chunk .* with checksum"
-    again = Counter(re.findall(rf"request (\S+) will be computed again: (?:{reasons})", served.log))
+    again = Counter(
+        re.findall(rf"request '(\S+)' will be computed again: (?:{reasons})", served.log)
+    )
     for rid, count in finished.items():
         last_step = 1  # the one that the engine is shut down in may have begun it as well
         assert count <= prefills[rid] - again[rid] <= count + last_step

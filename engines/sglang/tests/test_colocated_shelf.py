@@ -198,3 +198,49 @@ def test_penalties_count_as_if_nothing_had_happened(is_late: bool, given: int) -
 
 def _names(reqs: list[Req]) -> list[str]:
     return [req.rid for req in reqs]
+
+
+def test_a_request_that_cannot_be_read_is_computed_again(place: Place) -> None:
+    """It is SGLang's then; the scheduler goes on."""
+    odd = Req("odd", return_routed_experts=None)
+    shelf, keeper = shelved(Scheduler(odd))
+    shelf.keep(odd)
+    assert ["save odd"] == keeper.calls
+    keeper.calls.clear()
+    del odd.inflight_middle_chunks
+    shelf.keep(odd)
+    assert [] == keeper.calls
+
+
+def test_what_nobody_thought_of_closes_the_shelf(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is on it waits where SGLang left it, without slots, and is computed again."""
+
+    def moved(scheduler: Scheduler, req: Req) -> Batch:
+        raise AttributeError("moved")
+
+    first, second = Req("first"), Req("second")
+    scheduler = Scheduler(first, second)
+    shelf, keeper = shelved(scheduler, first, second)
+    monkeypatch.setattr(colocated, "batch_of", moved)
+    assert (["running"], ["first", "second"]) == plan(scheduler, Batch(Req("running")))
+    assert ["first"] == place.given_back
+    assert ["restore first", "discard second"] == keeper.calls
+    shelf.keep(first)
+    assert 0 == len(shelf)
+
+
+def test_a_request_that_is_retracted_again_is_not_late(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is computed again, SGLang counts its tokens as any other's."""
+    monkeypatch.setattr(colocated, "recount_penalties", lambda batch, req, is_late: True)
+    req = Req("late", output_ids=[5, 6])
+    scheduler = Scheduler(req, enable_overlap=True)
+    shelf, keeper = shelved(scheduler, req)
+    batch = shelf.resume(Batch())
+    keeper.error = ArenaFull("no room")
+    shelf.keep(req)
+    with shelf.counting(batch):
+        assert [5, 6] == req.output_ids

@@ -41,7 +41,7 @@ def report(runs: Runs, name: str) -> tuple[int, dict[str, Any]]:
 def test_this_sglang_is_sound(runs: Runs) -> None:
     """Hooks in place, all round trips exact, no class unknown."""
     code, found = report(runs, "whole")
-    assert (0, True, True) == (code, found["active"], found["ok"])
+    assert (0, True, True, []) == (code, found["active"], found["ok"], found["gone"])
     assert [case.name for case in CASES] == [trip["name"] for trip in found["round_trips"]]
     assert {"exact"} == {trip["kvtide"]["verdict"] for trip in found["round_trips"]}
 
@@ -64,10 +64,11 @@ def test_every_class_is_there_with_its_verdict(runs: Runs) -> None:
 
 
 def test_a_person_sees_both_copies_and_the_verdict(runs: Runs) -> None:
-    """A line each; the last one is the verdict."""
+    """A line each, after what this SGLang is like; the last one is the verdict."""
     code, out, err = runs["few"]
     lines = out.splitlines()
     assert (0, "") == (code, err)
+    assert "what kvtide reads of SGLang: all there" in lines
     assert "MHA, page 1: exact" in lines
     assert "keys alone: exact; SGLang: no copy" in lines
     assert "MHATokenToKOnlyPool: exact in 1 round trip" in lines
@@ -95,6 +96,21 @@ def test_an_unknown_class_is_found(runs: Runs) -> None:
     assert ["MHATokenToKOnlyPool"] == [
         one["name"] for one in found["classes"] if one["verdict"] == "unknown"
     ]
+
+
+def test_what_sglang_has_no_longer_is_found(runs: Runs) -> None:
+    """By name; where kvtide wasn't tested with it, it isn't active either."""
+    names = ["ModelRunner.renamed", "class OncePool"]
+    code, found = report(runs, "moved reads")
+    assert (1, 1, names, True) == (code, found["failed"], found["gone"], found["active"])
+    code, found = report(runs, "moved reads of another version")
+    assert (1, 1, names, False) == (code, found["failed"], found["gone"], found["active"])
+    code, out, _ = runs["moved reads of another version, in words"]
+    assert 1 == code
+    assert (
+        "what kvtide reads of SGLang: FAILED: gone: ModelRunner.renamed, class OncePool; so all "
+        "pools are left to SGLang"
+    ) in out.splitlines()
 
 
 def test_hooks_that_are_missing_are_found(runs: Runs) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from requests_of import SETTINGS, Config, Place, Req, keeper_of, same
+from requests_of import SETTINGS, Config, Place, Req, Scheduler, keeper_of, raising, same
 from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -279,3 +279,21 @@ def test_a_hook_that_is_not_called_is_found(
     assert [] == hooks.hooks_not_in_place(SETTINGS)
     vars(importer)["saving"] = original
     assert ["sglang.srt.importer.saving"] == hooks.hooks_not_in_place(SETTINGS)
+
+
+def test_with_a_hook_missing_nothing_is_kvtides(
+    place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the hooks would save a request, and nobody would take out what can't be restored."""
+    monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: ["a.b"])
+    scheduler, original = Scheduler(place.allocator, place.request_pool), Original(True)
+    hooks._beginning(SETTINGS)(lambda *_: None, scheduler)
+    req = place.admit("a", 20)
+    common = (object(), place.request_pool, place.allocator, "cpu_tensor")
+    assert hooks.backup_kv_cache(original, req, *common)
+    assert not is_saved(req)
+    assert [(req, *common)] == original.calls
+    unheard = AssertionError("kvtide chooses nothing")
+    monkeypatch.setattr(hooks, "resolve_decode_retraction_backup", raising(unheard))
+    choose = hooks._choosing(SETTINGS)
+    assert "host_pool" == choose(lambda tp_worker: "host_pool", tp_worker=object())

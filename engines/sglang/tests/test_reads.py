@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from pathlib import Path
 
 import pytest
 
-import kvtide.plugin.sglang as plugin
-from kvtide.plugin.sglang.reader import Table
 from kvtide.plugin.sglang.source import Source, gone
-
-
-def tables() -> list[Table]:
-    """Of all modules of the plugin that have one."""
-    names = [one.name for one in pkgutil.iter_modules(plugin.__path__, f"{plugin.__name__}.")]
-    modules = [importlib.import_module(name) for name in names]
-    return [module.READS for module in modules if hasattr(module, "READS")]
+from kvtide.plugin.sglang.versions import tables
 
 
 @pytest.fixture(scope="module")

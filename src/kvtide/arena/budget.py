@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from kvtide.pool import Pool
 from kvtide.transfer import chunk_tokens_for
@@ -15,6 +15,12 @@ _LEAST_CHUNK_BYTES = 1 << 16
 _BUFFER_SHARE_BYTES = 256 << 10
 _LARGEST_SHARES_BYTES = 16 << 20
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+# Of control groups v2, which have no name there, and of v1: a group's limit, and what it has taken.
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 
 def block_bytes_for(pool: Pool, limit_bytes: int) -> int:
@@ -47,10 +53,31 @@ def free_memory_bytes() -> int:
 
 
 def _free_container_bytes() -> Iterator[int]:
-    """What control group v2 leaves, if there is one with a limit."""
+    """What each control group that this process is in leaves, if it has a limit.
+
+    Without one v2 says `max`; v1 says about 2**63, which is never the least.
+    """
+    for folder, limit_file, used_file in _own_groups():
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / limit_file).read_text())
+            yield max(0, limit - int((folder / used_file).read_text()))
+
+
+def _own_groups() -> Iterator[tuple[Path, str, str]]:
+    """The group's folder and all above it, up to the mount, with the names of the two files.
+
+    In a container the mount may be the group itself, whatever path the system gives: then there is
+    nothing below it.
+    """
+    paths = dict.fromkeys(_GROUP_FILES, "/")
     with contextlib.suppress(OSError, ValueError):
-        limit = int((_CONTROL_GROUP / "memory.max").read_text())
-        yield max(0, limit - int((_CONTROL_GROUP / "memory.current").read_text()))
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths.update({name: path for name in controllers.split(",") if name in paths})
+    for name, path in paths.items():
+        inside = PurePosixPath(path.lstrip("/"))
+        for group in (inside, *inside.parents):
+            yield _CONTROL_GROUP / name / group, *_GROUP_FILES[name]
 
 
 def _free_system_bytes() -> int:

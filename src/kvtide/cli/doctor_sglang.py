@@ -49,6 +49,8 @@ class SGLangReport:
     settings: Settings
     limit_bytes: int
     """What the arenas of this host's ranks might take together, were a server to start now."""
+    gone: list[str] = field(default_factory=list)
+    """Of what kvtide reads of SGLang, all that this one doesn't have."""
     active: list[Finding] = field(default_factory=list)
     trips: list[Trip] = field(default_factory=list)
     classes: list[ClassFound] = field(default_factory=list)
@@ -56,11 +58,19 @@ class SGLangReport:
     """Why no round trips could be tried, if so."""
 
     @property
+    def is_refused(self) -> bool:
+        """Whether kvtide leaves all pools to this SGLang, as `attach` finds that it has moved."""
+        from kvtide.plugin.sglang.versions import TESTED
+
+        return bool(self.gone) and self.versions["sglang"] not in TESTED
+
+    @property
     def findings(self) -> list[Finding]:
         """One for each check; what can't be built here is none."""
         trips = [_of_trip(trip) for trip in self.trips if trip.through is not None]
         classes = [_of_class(found) for found in self.classes]
-        return [*self.active, *([self.lost] if self.lost else []), *trips, *classes]
+        lost = [self.lost] if self.lost else []
+        return [_of_reads(self), *self.active, *lost, *trips, *classes]
 
     @property
     def failed_count(self) -> int:
@@ -78,6 +88,7 @@ def examine_sglang(console: Console) -> SGLangReport:
     with redirect_stdout(sys.stderr):
         report = _look_around()
         _print_here(console, report)
+        _look_for_reads(console, report)
         _check_active(console, report)
         _try_trips(console, report)
         _look_at_classes(console, report)
@@ -98,6 +109,14 @@ def _look_around() -> SGLangReport:
     if limit_bytes is None:
         limit_bytes = default_host_bytes(0)
     return SGLangReport(_versions(), settings, limit_bytes)
+
+
+def _look_for_reads(console: Console, report: SGLangReport) -> None:
+    from kvtide.plugin.sglang.versions import what_is_gone
+
+    print_heading(console, "Whether this SGLang is one that kvtide can read")
+    report.gone = what_is_gone()
+    print_finding(console, _of_reads(report), good="all there")
 
 
 def _check_active(console: Console, report: SGLangReport) -> None:
@@ -163,6 +182,13 @@ def _print_failed_again(console: Console, report: SGLangReport) -> None:
             print_finding(console, finding)
 
 
+def _of_reads(report: SGLangReport) -> Finding:
+    reason = f"gone: {', '.join(report.gone)}" if report.gone else None
+    moved = "what has another name now isn't moved"
+    consequence = "all pools are left to SGLang" if report.is_refused else moved
+    return Finding("what kvtide reads of SGLang", reason, consequence if reason else "")
+
+
 def _of_trip(trip: Trip) -> Finding:
     assert trip.through is not None, "a trip that wasn't made is no finding"
     if trip.through.verdict == "exact":
@@ -204,9 +230,9 @@ def _versions() -> dict[str, str]:
     import torch
 
     from kvtide import __version__
-    from kvtide.plugin.sglang.status import sglang_version
+    from kvtide.plugin.sglang.versions import installed_version
 
-    return {"sglang": sglang_version(), "kvtide": __version__, "torch": torch.__version__}
+    return {"sglang": installed_version(), "kvtide": __version__, "torch": torch.__version__}
 
 
 def _print_here(console: Console, report: SGLangReport) -> None:
@@ -245,7 +271,8 @@ def to_json(report: SGLangReport) -> dict[str, object]:
             "host_memory_bytes": settings.host_memory_bytes,
         },
         "arena_limit_bytes": report.limit_bytes,
-        "active": settings.mode != "off" and not count_failed(report.active),
+        "gone": report.gone,
+        "active": _is_active(report),
         "hooks": [finding_to_json(finding) for finding in report.active],
         "round_trips": [_trip_to_json(trip, report.classes) for trip in report.trips],
         "classes": [
@@ -263,6 +290,11 @@ def to_json(report: SGLangReport) -> dict[str, object]:
         "failed": report.failed_count,
         "ok": not report.failed_count,
     }
+
+
+def _is_active(report: SGLangReport) -> bool:
+    is_on = report.settings.mode != "off"
+    return is_on and not count_failed(report.active) and not report.is_refused
 
 
 def _trip_to_json(trip: Trip, classes: Sequence[ClassFound]) -> dict[str, object]:

@@ -21,6 +21,7 @@ from kvtide.plugin.sglang.metrics import metrics_of
 from kvtide.plugin.sglang.parts import Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.settings import Settings
+from kvtide.plugin.sglang.versions import refuse_if_moved
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,12 @@ class Attachment:
     """Of requests, by id, that couldn't be restored: why. Whoever resumed them takes them out."""
     is_yielding: bool = False
     """Whether SGLang is at a request that isn't saved: see `yielding`."""
+    allocator: Any = None
+    """SGLang's, whose pool the keeper has adopted."""
 
     def covers(self, allocator: Any) -> bool:
         """Whether requests in this allocator's slots are kvtide's to save."""
-        mine = Reader(self.scheduler, READS)["token_to_kv_pool_allocator"]
-        return self.keeper is not None and allocator is mine
+        return self.keeper is not None and allocator is self.allocator
 
     def save(self, req: Any) -> bool:
         """Saves the request; False, and why in the log, where that can't be."""
@@ -68,8 +70,8 @@ class Attachment:
         try:
             req.kv.retraction_backup = self.keeper.save(req)
         except KvtideError as error:
-            level = logging.INFO if isinstance(error, ArenaFull) else logging.WARNING
-            logger.log(level, "kvtide couldn't save request %s: %s", req.rid, error)
+            level = logging.DEBUG if isinstance(error, ArenaFull) else logging.WARNING
+            logger.log(level, "kvtide couldn't save request %r: %s", req.rid, error)
             return False
         return True
 
@@ -86,9 +88,8 @@ class Attachment:
         """Whether SGLang asks the prefill server for the KV of requests that aren't saved."""
         from sglang.srt.mem_cache.common import dsv4_needs_rebootstrap
 
-        allocator = Reader(self.scheduler, READS)["token_to_kv_pool_allocator"]
         with self.yielding():
-            return bool(dsv4_needs_rebootstrap(allocator))
+            return bool(dsv4_needs_rebootstrap(self.allocator))
 
     def restore(self, req: Any) -> bool:
         """Restores the request; False where that can't be: then it must not go on.
@@ -100,7 +101,7 @@ class Attachment:
         try:
             self.keeper.restore(req, backup)
         except KvtideError as error:
-            logger.error("kvtide couldn't restore request %s: %s", req.rid, error)
+            logger.error("kvtide couldn't restore request %r: %s", req.rid, error)
             self.lost[req.rid] = str(error)
             return False
         return True
@@ -142,6 +143,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
             keeper.close()
             raise
         attachment.keeper = keeper
+        attachment.allocator = Reader(scheduler, READS)["token_to_kv_pool_allocator"]
     except KvtideError as error:
         attachment.refusal = str(error)
     except Exception as error:
@@ -154,9 +156,12 @@ def _serve(scheduler: Any, keeper: Keeper) -> None:
     """Lets the metrics follow the keeper, and an ordinary server use it."""
     from sglang.srt.runtime_context import get_disagg
 
-    metrics = metrics_of(Reader(scheduler, READS)["metrics_collector_context"])
-    if metrics is not None:
-        keeper.follow(metrics.update)
+    try:
+        metrics = metrics_of(Reader(scheduler, READS)["metrics_collector_context"])
+        if metrics is not None:
+            keeper.follow(metrics.update)
+    except Exception:
+        logger.exception("kvtide goes without metrics")
     if get_disagg().disaggregation_mode == "null":
         colocated.attach(scheduler, keeper)
 
@@ -165,6 +170,7 @@ def would_cover(request_pool: Any, allocator: Any) -> bool:
     """Whether a pool is one that a keeper can be made of, before there is a scheduler."""
     try:
         _refuse_pipelines()
+        refuse_if_moved()
         Keeper.of(allocator, request_pool, [], Settings(host_memory_bytes=0)).close()
     except KvtideError:
         return False
@@ -188,6 +194,7 @@ def _keeper_of(scheduler: Any, settings: Settings) -> Keeper:
     from sglang.srt.runtime_context import get_parallel
 
     _refuse_pipelines()
+    refuse_if_moved()
     of = Reader(scheduler, READS)
     least = least_among([of["attn_tp_cpu_group"], of["attn_cp_cpu_group"]])
     return Keeper.of(

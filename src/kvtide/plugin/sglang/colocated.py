@@ -52,20 +52,25 @@ class Shelf:
         self._backups: dict[Any, Backup] = {}
         self._late: WeakSet[Any] = WeakSet()
         """Requests with penalties that came back, and haven't decoded since: see `counting`."""
+        self._is_closed = False
+        """Whether this SGLang turned out to be one that requests can't come back in."""
 
     def __len__(self) -> int:
         return len(self._backups)
 
     def keep(self, req: Any) -> None:
         """Saves a request whose slots SGLang is about to give away, if that can be of use."""
-        reason = why_not(req)
-        if reason is not None:
-            logger.info("kvtide: request %s will be computed again: %s", req.rid, reason)
+        self._late.discard(req)
+        if self._is_closed:
             return
         try:
-            self._backups[req] = self._keeper.save(req)
+            reason = why_not(req)
+            if reason is None:
+                self._backups[req] = self._keeper.save(req)
+                return
         except KvtideError as error:
-            logger.info("kvtide: request %s will be computed again: %s", req.rid, error)
+            reason = str(error)
+        logger.debug("kvtide: request %r will be computed again: %s", req.rid, reason)
 
     def resume(self, running: Any) -> Any:
         """Brings back who fits, oldest first: the running batch with them.
@@ -84,7 +89,9 @@ class Shelf:
                     break
                 self._forget(req, "there is no room for it, though nothing runs")
                 continue
-            batch = self._restored(req)
+            batch = self._restored_or_closed(req)
+            if self._is_closed:
+                break
             if batch is not None and running.is_empty():
                 running = batch
             elif batch is not None:
@@ -160,24 +167,34 @@ class Shelf:
         # Alone it may try: the estimate is of what others will need.
         return size == 0 or has_room(scheduler, req, running)
 
+    def _restored_or_closed(self, req: Any) -> Any:
+        """As `_restored`. What nobody thought of ends kvtide's part, not the scheduler."""
+        try:
+            return self._restored(req)
+        except Exception:
+            logger.exception("kvtide: this SGLang takes no request back; all are computed again")
+            self._is_closed = True
+            give_slots_back(self._scheduler, req)
+            self.clear("none can come back")
+            return None
+
     def _restored(self, req: Any) -> Any:
         """A batch of the request, which has its slots; None if its KV is lost."""
         scheduler = self._scheduler
         try:
             self._keeper.restore(req, self._backups.pop(req))
         except KvtideError as error:
-            logger.warning("kvtide: request %s will be computed again: %s", req.rid, error)
+            logger.warning("kvtide: request %r will be computed again: %s", req.rid, error)
             give_slots_back(scheduler, req)
             return None
-        scheduler.waiting_queue = [other for other in scheduler.waiting_queue if other is not req]
-        batch = batch_of(scheduler, req)
-        is_late = scheduler.enable_overlap
+        batch, is_late = batch_of(scheduler, req), scheduler.enable_overlap
         if recount_penalties(batch, req, is_late=is_late) and is_late:
             self._late.add(req)
+        scheduler.waiting_queue = [other for other in scheduler.waiting_queue if other is not req]
         return batch
 
     def _forget(self, req: Any, reason: str) -> None:
-        logger.info("kvtide: the backup of request %s is discarded: %s", req.rid, reason)
+        logger.debug("kvtide: the backup of request %r is discarded: %s", req.rid, reason)
         self._keeper.discard(self._backups.pop(req))
 
 

@@ -41,7 +41,7 @@ READS: Table = {
     "ModelConfig": ("is_encoder_decoder", "use_engram"),
     "Req": (
         *("beam_group?", "multimodal_inputs?", "input_embeds?", "positional_embed_overrides?"),
-        *("session?", "lora_id?", "return_routed_experts", "return_indexer_topk"),
+        *("session?", "lora_id?", "return_routed_experts?", "return_indexer_topk?"),
         *("inflight_middle_chunks", "output_ids"),
     ),
 }

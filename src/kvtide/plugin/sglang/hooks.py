@@ -88,7 +88,7 @@ def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
         f"{batch}.Req.load_kv_cache": load_kv_cache,
         f"{queue}.DecodePreallocQueue.add": add_to_queue,
         f"{queue}.DecodePreallocQueue.resume_retracted_reqs": resume_retracted_reqs,
-        f"{builder}.resolve_decode_retraction_backup": resolve_decode_retraction_backup,
+        f"{builder}.resolve_decode_retraction_backup": _choosing(settings),
     }
     hooks = [(target, hook, "around") for target, hook in around.items()]
     return [*hooks, *(colocated.hooks() if settings.is_colocated else [])]
@@ -149,8 +149,9 @@ def _beginning(settings: Settings) -> Hook:
         """
         original(scheduler, *args, **kwargs)
         try:
+            # With a hook missing, what the others begin would be left half done.
             loose = hooks_not_in_place(settings)
-            refusal = report(attach_if_needed(scheduler, settings), loose)
+            refusal = report(None if loose else attach_if_needed(scheduler, settings), loose)
         except Exception as error:  # a server that would come up without kvtide comes up
             logger.exception("kvtide can't read this SGLang")
             refusal = f"{type(error).__name__}: {error}"
@@ -179,6 +180,16 @@ def end(original: Hook, scheduler: Any) -> None:
         attachment = attached()
         if attachment is not None:
             attachment.close()
+
+
+def _choosing(settings: Settings) -> Hook:
+    def choose(original: Hook, *args: Any, tp_worker: Any, **kw: Any) -> Any:
+        """See resolve_decode_retraction_backup; SGLang's own choice if a hook is missing."""
+        if hooks_not_in_place(settings):
+            return original(*args, tp_worker=tp_worker, **kw)
+        return resolve_decode_retraction_backup(original, *args, tp_worker=tp_worker, **kw)
+
+    return choose
 
 
 def resolve_decode_retraction_backup(original: Hook, *args: Any, tp_worker: Any, **kw: Any) -> Any:

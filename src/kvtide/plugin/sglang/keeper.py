@@ -222,7 +222,7 @@ class Keeper:
         self.counters.saved_bytes += moved
         self.counters.save_s += seconds
         self._log("saved", req.rid, snapshot.token_count, moved, seconds)
-        self._changed(self)
+        self._tell()
         return Backup(req.rid, snapshot)
 
     def restore(self, req: Any, backup: Backup) -> None:
@@ -244,15 +244,23 @@ class Keeper:
         self.counters.restored_bytes += moved
         self.counters.restore_s += seconds
         self._log("restored", req.rid, token_count, moved, seconds)
-        self._changed(self)
+        self._tell()
 
     def discard(self, backup: Backup) -> None:
         """Forgets a backup whose request won't come back. Repeatable."""
         if not backup.snapshot.lease.released:
             self.counters.discards += 1
-            logger.debug("kvtide discarded request %s", backup.request_id)
+            logger.debug("kvtide discarded request %r", backup.request_id)
         self.tide.discard(backup.snapshot)
-        self._changed(self)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Lets whoever follows see the counters; what fails there is no failure of a move."""
+        try:
+            self._changed(self)
+        except Exception:
+            logger.exception("kvtide: counters can't be followed any more")
+            self._changed = lambda keeper: None
 
     def follow(self, changed: Callable[[Keeper], None]) -> None:
         """From now on `changed` is called with this keeper after each of its moves, and now."""
@@ -296,7 +304,7 @@ class Keeper:
     def _counted(self, counts: Counter[str], error: KvtideError | None) -> KvtideError:
         assert error is not None, "a move has a result or an error"
         counts[reason_of(error)] += 1
-        self._changed(self)
+        self._tell()
         return error
 
     def _slots(self, req: Any) -> torch.Tensor:
@@ -321,7 +329,7 @@ class Keeper:
 
     def _log(self, done: str, request_id: str, tokens: int, size: int, seconds: float) -> None:
         logger.debug(
-            "kvtide %s request %s: %d tokens, %d bytes, %.2f ms; arena %d of %d bytes",
+            "kvtide %s request %r: %d tokens, %d bytes, %.2f ms; arena %d of %d bytes",
             done, request_id, tokens, size, seconds * 1e3,
             self.arena.used_bytes, self.arena.limit_bytes,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from kvtide.device import Device
-from kvtide.errors import KvtideError
+from kvtide.errors import KvtideError, LayoutError
 from kvtide.layout import EveryNth, EveryToken, Geometry, Layout, OfRequest, Plane, Rule
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import Pool
@@ -66,11 +66,15 @@ class Description:
         return frozenset(rule.kind for rule in rules if isinstance(rule, OfRequest))
 
     def adopt(self, device: Device) -> Pool:
-        """A kvtide pool over the tensors. Raises LayoutError where they can't be copied exactly."""
+        """A kvtide pool over the tensors. Raises LayoutError where they can't be copied exactly.
+
+        Parts of empty tensors are left out.
+        """
         parts = [
-            replace(part, tensors=[_plain(one) for one in part.tensors]) for part in self.parts
+            replace(part, tensors=[_plain(one) for one in part.tensors])
+            for part in self.parts
+            if _holds_bytes(part)
         ]
-        parts = [part for part in parts if part.tensors and part.tensors[0].numel()]
         rows = [prod(_tokens_per_row(rule) for rule in part.rules) for part in parts]
         slots = self.slot_count - self.slot_count % lcm(*rows)
         tensors = {}
@@ -98,6 +102,17 @@ class Description:
     def geometry(self, device: Device) -> Geometry:
         """Of the adopted pool."""
         return self.adopt(device).geometry
+
+
+def _holds_bytes(part: Part) -> bool:
+    """False if all its tensors are empty. Raises LayoutError if only some are."""
+    empty = [layer for layer, one in enumerate(part.tensors) if not one.numel()]
+    if empty and len(empty) < len(part.tensors):
+        raise LayoutError(
+            f"{part.name}: tensors {empty} of {len(part.tensors)} are empty, the others aren't; "
+            "describe the layers that have none as another part, or leave them out"
+        )
+    return len(empty) < len(part.tensors)
 
 
 def _plane(part: Part) -> Plane:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from kvtide.plugin.sglang.attach import Attachment
 from kvtide.plugin.sglang.keeper import Keeper
+from kvtide.plugin.sglang.versions import installed_version
 from kvtide.sizes import format_size
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
     level = logging.INFO if get_parallel().attn_tp_rank == 0 else logging.DEBUG
-    versions = f"kvtide {_version_of('kvtide')} with SGLang {sglang_version()}"
+    versions = f"kvtide {installed_version('kvtide')} with SGLang {installed_version()}"
     # SGLang settles on a backend in every server; an ordinary one never asks for it.
     is_ordinary = get_disagg().disaggregation_mode == "null"
     backend = None if is_ordinary else get_disagg().disaggregation_decode_retraction_backup
@@ -86,15 +86,3 @@ def _why_not(is_ordinary: bool) -> str:
     if not is_ordinary:
         return "a prefill server retracts no requests"
     return "this server computes retracted requests again (KVTIDE_SGLANG_COLOCATED=1 saves them)"
-
-
-def sglang_version() -> str:
-    """Of the SGLang in this environment, as its package says."""
-    return _version_of("sglang")
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "of unknown version"

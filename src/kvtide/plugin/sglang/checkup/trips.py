@@ -20,6 +20,8 @@ from kvtide.tide import Tide
 
 BLOCK_BYTES = 1 << 14
 LIMIT_BYTES = 1 << 24
+ROWS_READ = 8
+"""How many rows of each kind are looked at for damage to other requests."""
 
 Read = Callable[[torch.Tensor, Mapping[str, int]], torch.Tensor]
 """What some slots, int64 [token], and a request's own rows own of a buffer, as a copy."""
@@ -214,13 +216,13 @@ def _moved_wrong(case: Case, built: Built, way: Way) -> list[str]:
     target = held[: case.token_count].clone()
     assert not set(source.tolist()) & set(target.tolist()), "a restore goes to other slots"
     bystanders = _bystanders(built, held, case.page_size)
-    untouched = [probe.read(bystanders, built.sources) for probe in built.probes]
+    untouched = [_of_others(probe, bystanders, built) for probe in built.probes]
     way.load(built, copy, target, built.targets)
     wrong = []
     for probe, bytes_before, others in zip(built.probes, expected, untouched, strict=True):
         if not same(bytes_before, probe.read(target, built.targets)):
             wrong.append(probe.name)
-        if not same(others, probe.read(bystanders, built.sources)):
+        if not all(map(same, others, _of_others(probe, bystanders, built))):
             wrong.append(f"{probe.name} of others")
     return wrong
 
@@ -230,6 +232,35 @@ def _bystanders(built: Built, held: torch.Tensor, page_size: int) -> torch.Tenso
     slots = torch.arange(page_size, built.pool.size)
     taken = torch.isin(slots // page_size, held.cpu() // page_size)
     return slots[~taken].to(held.device)
+
+
+def _of_others(probe: Probe, bystanders: torch.Tensor, built: Built) -> list[torch.Tensor]:
+    """What it reads for others' slots with each row of a request's own but the target's.
+
+    In one order, the source's rows first; a row that the buffer lacks is an empty tensor.
+    """
+    rows = [
+        {**built.sources, kind: row}
+        for kind, source in built.sources.items()
+        for row in range(ROWS_READ)
+        if row not in (source, built.targets[kind]) and _can_be_held(built, kind, row)
+    ]
+    reads = [_read_if_any(probe, bystanders, others) for others in rows]
+    return [probe.read(bystanders, built.sources), *reads]
+
+
+def _can_be_held(built: Built, kind: str, row: int) -> bool:
+    """False for a virtual slot of state that has no physical one: index -1 would be the last."""
+    allocator = getattr(built.request_pool, "mamba_allocator", None)
+    table = getattr(allocator, "virtual_to_physical", None)
+    return kind != "mamba" or table is None or (row < len(table) and int(table[row]) >= 0)
+
+
+def _read_if_any(probe: Probe, slots: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
+    try:
+        return probe.read(slots, rows)
+    except IndexError:
+        return torch.empty(0)
 
 
 def randomise(buffer: torch.Tensor) -> None:

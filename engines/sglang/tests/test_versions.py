@@ -1,0 +1,84 @@
+"""What becomes of kvtide in an SGLang that it wasn't tested with."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from kvtide.plugin.sglang import attention, versions
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.sglang.source import Source
+from kvtide.plugin.sglang.versions import refuse_if_moved
+
+SOURCE = Source.of_installed()
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source, for all tests: that takes two seconds."""
+    monkeypatch.setattr(Source, "of_installed", lambda: SOURCE)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, number: str, reads: Table) -> None:
+    """SGLang of that version, of which kvtide reads these things as well."""
+    monkeypatch.setattr(versions, "installed_version", lambda: number)
+    monkeypatch.setattr(attention, "READS", {**attention.READS, **reads})
+
+
+def test_the_installed_sglang_is_a_tested_one() -> None:
+    """By the version of its package, and with all that kvtide reads."""
+    assert version("sglang") == versions.installed_version()
+    assert versions.installed_version() in versions.TESTED
+    assert [] == versions.what_is_gone()
+
+
+def test_a_tested_sglang_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would wait for it at each start."""
+    install(monkeypatch, versions.TESTED[0], {"OncePool": ("k_buffer",)})
+    monkeypatch.setattr(versions, "what_is_gone", lambda: pytest.fail("it looked"))
+    refuse_if_moved()
+
+
+def test_another_sglang_that_has_it_all_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may be absent has to be somewhere in its source, too."""
+    install(monkeypatch, "0.6.0", {"ModelRunner": ("token_to_kv_pool?",)})
+    refuse_if_moved()
+
+
+def test_another_sglang_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of what may be absent; a describer would leave it out without a word."""
+    install(monkeypatch, "0.6.0", {"ModelRunner": ("token_to_kv_pool", "renamed?")})
+    with pytest.raises(Refused) as caught:
+        refuse_if_moved()
+    said = (
+        "SGLang 0.6.0 lacks what kvtide reads: ModelRunner.renamed; kvtide was tested with SGLang "
+        f"{', '.join(versions.TESTED)}; `kvtide doctor --sglang` names all that is gone"
+    )
+    assert said == str(caught.value)
+
+
+@pytest.mark.parametrize(("count", "said"), [(5, ".n4; "), (7, ".n4 and 2 more; ")])
+def test_five_are_named_and_the_others_counted(
+    monkeypatch: pytest.MonkeyPatch, count: int, said: str
+) -> None:
+    """The message is a line of a server's log."""
+    install(monkeypatch, "0.6.0", {"ModelRunner": tuple(f"n{one}" for one in range(count))})
+    with pytest.raises(Refused, match="lacks what kvtide reads: ModelRunner") as caught:
+        refuse_if_moved()
+    assert said in str(caught.value)
+    assert "n5" not in str(caught.value)
+
+
+def test_another_sglang_whose_source_cannot_be_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is known of it then; that is no reason for a server to end."""
+    (tmp_path / "memory_pool.py").write_text("class ModelRunner:\n    def (")
+    install(monkeypatch, "of unknown version", {})
+    monkeypatch.setattr(Source, "of_installed", lambda: Source(tmp_path))
+    with pytest.raises(Refused, match="SGLang of unknown version: whether") as caught:
+        refuse_if_moved()
+    assert "its source can't be read (SyntaxError: " in str(caught.value)
