@@ -67,6 +67,7 @@ $(VENV)/.simnpu: $(VENV)/.installed $(SIMNPU)
 $(SGLANG)/.packages: $(VENV)/.created engines/sglang/requirements.txt
 	@echo 'installing SGLang into $(SGLANG), an environment of its own (minutes)'
 	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python $(INSTALL) -c engines/sglang/requirements.txt torch
 	@$(SGLANG)/bin/python $(INSTALL) --no-deps -r engines/sglang/requirements.txt
 	@touch $@
 
