@@ -2,9 +2,9 @@
 
 The numbers are those of the list of defects that kvtide was designed by: contract drift (K01 to
 K11), state left behind (K12 to K22), order and aliasing (K23 to K35), index spaces (K37 to K46),
-boundaries (K48 to K52), dtypes (K92 to K95). K40 (host capacity agreed between ranks) isn't here:
-one process has one arena. Gathers under all schedules (K23, K25, K28, K32) are also in
-tests/test_fences_simulated.py, where each fence is taken away.
+boundaries (K48 to K52), dtypes (K92 to K95). K40 (host capacity agreed between ranks) is in
+engines/sglang/tests/test_keeper.py, since one process has one arena. Gathers under all schedules
+(K23, K25, K28, K32) are also in tests/test_fences_simulated.py, where each fence is taken away.
 """
 
 from __future__ import annotations

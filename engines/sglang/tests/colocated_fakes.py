@@ -77,6 +77,10 @@ class FakeKeeper:
         """Nothing moves."""
         self._do("restore", backup)
 
+    def decline(self) -> None:
+        """Counted elsewhere."""
+        self.calls.append("decline")
+
     def discard(self, backup: str) -> None:
         """Nothing is freed."""
         self._do("discard", backup)

@@ -27,10 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("reason", KINDS)
 def test_requests_of_some_kinds_arent_saved(reason: str) -> None:
-    """Each for a reason of its own; SGLang computes them again."""
+    """Each for a reason of its own, and counted; SGLang computes them again."""
     shelf, keeper = shelved(Scheduler())
     shelf.keep(Req("special", **KINDS[reason]))
-    assert (reason, []) == (why_not(Req("special", **KINDS[reason])), keeper.calls)
+    assert (reason, ["decline"]) == (why_not(Req("special", **KINDS[reason])), keeper.calls)
     assert why_not(Req("ordinary")) is None
 
 

@@ -16,7 +16,7 @@ from kvtide.errors import ArenaFull, SlotError, SnapshotDamaged, SnapshotMiss
 from kvtide.plugin.sglang.checkup.cases_attention import REFUSED as ATTENTION_REFUSED
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
-from kvtide.plugin.sglang.keeper import DeviceFailed, Keeper, RankFailed
+from kvtide.plugin.sglang.keeper import REASONS, DeviceFailed, Keeper, RankFailed
 from kvtide.plugin.sglang.parts import Refused
 from kvtide.plugin.sglang.rules import LastTokens
 from kvtide.plugin.sglang.settings import Settings
@@ -331,3 +331,12 @@ def test_recurrent_state_goes_by_its_own_row() -> None:
     keeper.restore(req, backup)
     assert same(expected, [probe.read(others, built.targets) for probe in built.probes])
     keeper.close()
+
+
+def test_a_request_of_another_kind_counts_as_a_refusal(keeper: Keeper) -> None:
+    """Whoever follows the counters hears of it."""
+    seen: list[int] = []
+    keeper.follow(lambda one: seen.append(one.counters.refused_saves["request"]))
+    keeper.decline()
+    assert [0, 1] == seen
+    assert "request" in REASONS

@@ -68,6 +68,7 @@ class Shelf:
             if reason is None:
                 self._backups[req] = self._keeper.save(req)
                 return
+            self._keeper.decline()
         except KvtideError as error:
             reason = str(error)
         logger.debug("kvtide: request %r will be computed again: %s", req.rid, reason)

@@ -76,8 +76,8 @@ _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (RankFailed, "other_rank"),
     (DeviceFailed, "device"),
 )
-REASONS = tuple(reason for _, reason in _REASONS)
-"""All that `reason_of` gives: the values of a metric's label."""
+REASONS = (*(reason for _, reason in _REASONS), "request")
+"""All that `reason_of` gives, and `request`: of a kind that can't come back. A metric's label."""
 
 
 def reason_of(error: KvtideError) -> str:
@@ -252,6 +252,11 @@ class Keeper:
             self.counters.discards += 1
             logger.debug("kvtide discarded request %r", backup.request_id)
         self.tide.discard(backup.snapshot)
+        self._tell()
+
+    def decline(self) -> None:
+        """Counts a request that wasn't saved since it is of a kind that can't come back."""
+        self.counters.refused_saves["request"] += 1
         self._tell()
 
     def _tell(self) -> None:
