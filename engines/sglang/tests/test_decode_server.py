@@ -155,9 +155,9 @@ def test_one_line_of_the_log_says_what_is_covered(forced: EngineRun) -> None:
 
 def test_each_move_is_a_line_at_debug_level(forced: EngineRun) -> None:
     """Sizes and times; nothing of what was asked or answered."""
-    lines = forced.log_lines("kvtide saved request plain-")
+    lines = forced.log_lines("kvtide saved request 'plain-")
     assert len(forced.events_of("save", "plain")) == len(lines)
-    assert re.search(r"plain-\d: \d+ tokens, \d+ bytes, [\d.]+ ms; arena \d+ of", lines[0])
+    assert re.search(r"plain-\d': \d+ tokens, \d+ bytes, [\d.]+ ms; arena \d+ of", lines[0])
 
 
 def test_a_server_shuts_down_with_requests_retracted(forced: EngineRun) -> None:
