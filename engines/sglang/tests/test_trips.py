@@ -68,5 +68,5 @@ def test_a_part_with_some_empty_tensors_is_an_error(empty: int) -> None:
 def test_a_part_without_any_bytes_is_left_out(count: int) -> None:
     """Some pools have empty buffers for what their model lacks."""
     with closing(open_device("cpu")) as device:
-        geometry = description(*[torch.zeros(0, 4)] * count).geometry(device)
+        geometry = description(*[torch.zeros(0, 4)] * count).adopt(device).geometry
     assert ["k"] == [plane.name for plane in geometry.planes]

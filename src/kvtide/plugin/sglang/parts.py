@@ -11,7 +11,7 @@ import torch
 
 from kvtide.device import Device
 from kvtide.errors import KvtideError, LayoutError
-from kvtide.layout import EveryNth, EveryToken, Geometry, Layout, OfRequest, Plane, Rule
+from kvtide.layout import EveryNth, EveryToken, Layout, OfRequest, Plane, Rule
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import Pool
 
@@ -98,10 +98,6 @@ class Description:
             slot_count=slots,
             shares_memory=self.shares_memory,
         )
-
-    def geometry(self, device: Device) -> Geometry:
-        """Of the adopted pool."""
-        return self.adopt(device).geometry
 
 
 def _holds_bytes(part: Part) -> bool:

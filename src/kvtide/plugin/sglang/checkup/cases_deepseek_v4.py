@@ -45,16 +45,14 @@ def in_window(pool: Any, dead: torch.Tensor) -> Locate:
 
 
 def of_layers(
-    name: str, buffers: list[torch.Tensor], read: Callable[..., torch.Tensor], is_own: bool = False
+    name: str, buffers: list[torch.Tensor], read: Callable[..., torch.Tensor]
 ) -> list[Probe]:
     """A probe for each layer; `read` takes its buffer, the slots, and the request's rows."""
 
     def bound(buffer: torch.Tensor) -> Callable[..., torch.Tensor]:
         return lambda slots, rows: read(buffer, slots, rows)
 
-    return [
-        Probe(f"{name}{layer}", bound(one), [one], not is_own) for layer, one in enumerate(buffers)
-    ]
+    return [Probe(f"{name}{layer}", bound(one), [one]) for layer, one in enumerate(buffers)]
 
 
 def paged(
@@ -109,7 +107,7 @@ def own_rows(name: str, buffers: list[torch.Tensor], count: int, last: int) -> l
     def read(buffer: torch.Tensor, _: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
         return buffer[rows["request"] * count + places]
 
-    return of_layers(name, buffers, read, is_own=True)
+    return of_layers(name, buffers, read)
 
 
 def states(pool: Any, dead: torch.Tensor) -> list[Probe]:
@@ -161,7 +159,7 @@ def _packed_ring(name: str, pool: Any, count: int) -> list[Probe]:
         scales = base + at * scale_step + torch.arange(layout.scale_bytes)
         return buffer[pages, torch.cat([data, scales], 1)]
 
-    return of_layers(name, pool.kv_buffer, read, is_own=True)
+    return of_layers(name, pool.kv_buffer, read)
 
 
 def _built(server: Server | None = None, **options: Any) -> Built:
@@ -248,7 +246,7 @@ def _npu_probes(pool: Any, dead: torch.Tensor, requests: Any, is_a5: bool) -> li
         *entries("c4 ", pool.kv_pools[4].kv_buffer, compressed(4)),
         *entries("index ", index.index_k_buffer, compressed(4)),
         *entries("index scale ", index.index_scale_buffer, compressed(4)),
-        *of_layers("c128 ", pool.kv_pools[128].kv_buffer, own_page, is_own=True),
+        *of_layers("c128 ", pool.kv_pools[128].kv_buffer, own_page),
     ]
 
 

@@ -73,7 +73,7 @@ def state_probes(pool: Any) -> list[Probe]:
 
 def layered_rows(name: str, buffer: torch.Tensor, kind: str) -> Probe:
     """A probe of a tensor [layer, row, …], of which a request has one row of its kind."""
-    return Probe(name, lambda _, rows: buffer[:, rows[kind]].clone(), [buffer], is_of_tokens=False)
+    return Probe(name, lambda _, rows: buffer[:, rows[kind]].clone(), [buffer])
 
 
 def hybrid(
@@ -205,7 +205,7 @@ def _ring(name: str, buffer: torch.Tensor, ratio: int) -> Probe:
     def read(_: torch.Tensor, rows: Any) -> torch.Tensor:
         return buffer[rows["request"] * ratio : (rows["request"] + 1) * ratio].clone()
 
-    return Probe(name, read, [buffer], is_of_tokens=False)
+    return Probe(name, read, [buffer])
 
 
 CASES = [

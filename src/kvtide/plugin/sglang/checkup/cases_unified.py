@@ -109,7 +109,7 @@ def state_by_table(pool: Any, owner: Any, raw: torch.Tensor) -> list[Probe]:
 
     cache = pool.mamba_cache
     named = [*((f"conv{n}", one) for n, one in enumerate(cache.conv)), ("temporal", cache.temporal)]
-    return [Probe(name, read(one), [raw], is_of_tokens=False) for name, one in named]
+    return [Probe(name, read(one), [raw]) for name, one in named]
 
 
 def buffers(pool: Any) -> list[tuple[str, torch.Tensor]]:

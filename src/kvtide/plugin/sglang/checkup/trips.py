@@ -35,8 +35,6 @@ class Probe:
     name: str
     read: Read
     buffers: Sequence[torch.Tensor]
-    is_of_tokens: bool = True
-    """False for what a request owns whatever its tokens."""
 
 
 def token_rows(name: str, buffer: torch.Tensor) -> Probe:
@@ -46,7 +44,7 @@ def token_rows(name: str, buffer: torch.Tensor) -> Probe:
 
 def request_rows(name: str, buffer: torch.Tensor, kind: str) -> Probe:
     """A probe of a tensor [row, …], of which a request has one row of its `kind`."""
-    return Probe(name, lambda _, rows: buffer[rows[kind]].clone(), [buffer], is_of_tokens=False)
+    return Probe(name, lambda _, rows: buffer[rows[kind]].clone(), [buffer])
 
 
 @final
