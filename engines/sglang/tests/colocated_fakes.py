@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 from kvtide.plugin.sglang import colocated
 from kvtide.plugin.sglang.colocated import Shelf
+from kvtide.plugin.sglang.pending import Pending
 
 
 class Req:
@@ -34,6 +36,10 @@ class Scheduler:
         self.enable_priority_scheduling = False
         self.enable_overlap = False
         self.policy = SimpleNamespace(priority_sign=-1)  # the greater, the better
+        self.grammar_manager: Any = SimpleNamespace(has_waiting_grammars=lambda: False)
+        self._add_request_to_queue: Any = None
+        self.result_queue: deque[tuple[Any, Any]] = deque()
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
         self.__dict__.update(changed)
 
     def get_num_allocatable_reqs(self, size: int, running_batch: Any) -> int:
@@ -61,6 +67,7 @@ class FakeKeeper:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.has_recurrent_state = False
         self.error: Exception | None = None
 
     def _do(self, what: str, rid: str) -> str:
@@ -89,7 +96,7 @@ class FakeKeeper:
 def shelved(scheduler: Scheduler, *saved: Req) -> tuple[Shelf, FakeKeeper]:
     """The scheduler's shelf, found by the hooks, with the backups of some of the waiting."""
     keeper = FakeKeeper()
-    shelf = Shelf(scheduler, keeper)  # type: ignore[arg-type]
+    shelf = Shelf(scheduler, keeper, Pending(scheduler))  # type: ignore[arg-type]
     colocated._SHELVES[scheduler] = shelf
     for req in saved:
         shelf.keep(req)

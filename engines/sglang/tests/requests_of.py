@@ -61,7 +61,7 @@ class Scheduler:
     def __init__(self, allocator: Any, request_pool: Any, **more: Any) -> None:
         self.token_to_kv_pool_allocator = allocator
         self.req_to_token_pool = request_pool
-        self.tree_cache = object()
+        self.tree_cache: Any = object()
         self.draft_worker = self.sliding_window_size = None
         self.attn_tp_cpu_group = self.attn_cp_cpu_group = object()
         self.metrics_collector_context = SchedulerMetricsCollectorContext()

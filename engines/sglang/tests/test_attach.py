@@ -93,22 +93,25 @@ def test_draft_pools_are_the_draft_runners_own(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "disagg", "count"),
+    ("size", "disagg", "is_shared", "count"),
     [
-        (None, {}, None),
-        (20, {}, 20),
-        (10, {"disaggregation_decode_enable_radix_cache": True}, 17),
-        (50, {"disaggregation_decode_enable_radix_cache": True}, 51),
-        (20, {"disaggregation_mode": "null"}, 20),
+        (None, {}, False, None),
+        (20, {}, False, 20),
+        (10, {"disaggregation_decode_enable_radix_cache": True}, True, 17),
+        (50, {"disaggregation_decode_enable_radix_cache": True}, True, 51),
+        (20, {"disaggregation_mode": "null"}, True, 20),
+        (10, {"disaggregation_mode": "null"}, True, 16),
+        (10, {"disaggregation_mode": "null"}, False, 10),
     ],
 )
 def test_a_window_is_as_long_as_a_resumed_requests(
-    configure: Config, size: int | None, disagg: dict[str, Any], count: int | None
+    configure: Config, size: int | None, disagg: dict[str, Any], is_shared: bool, count: int | None
 ) -> None:
-    """With a prefix cache SGLang gives it slots from an earlier page on."""
+    """With a prefix cache slots begin at an earlier page: SGLang's, and those that kvtide takes."""
     configure(**disagg)
     place, seen = Place(page_size=16), list[int | None]()
     scheduler = Scheduler(place.allocator, place.request_pool, sliding_window_size=size)
+    scheduler.tree_cache = SimpleNamespace(supports_prefix_sharing=lambda: is_shared)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Keeper, "of", lambda *_, window_tokens, **__: seen.append(window_tokens))
         patch.setattr(attaching, "_serve", lambda *_: None)

@@ -39,7 +39,9 @@ class TokenToKVPoolAllocator:
 
 
 class ReqToTokenPool:
-    """Named as SGLang's."""
+    """Named as SGLang's, with the methods that are looked for."""
+
+    available_size = alloc = write = print
 
 
 class RadixCache:
@@ -57,11 +59,12 @@ class ModelConfig(SimpleNamespace):
 FLAGS = (
     *("enable_pdmux", "enable_overlap_mlx", "require_mlp_sync", "enable_lora", "enable_hisparse"),
     *("enable_hierarchical_cache", "enable_lmcache", "enable_unified_cache_external_linker"),
-    *("enable_unified_memory", "is_hybrid_ssm", "is_hybrid_swa", "use_ngram_embedding"),
+    *("enable_unified_memory", "use_ngram_embedding"),
 )
 LATER = (
     *("future_map", "page_size", "max_prefill_tokens", "weight_updater"),
     *("max_running_requests", "new_token_ratio_tracker", "get_prefill_adder_class"),
+    *("grammar_manager", "process_batch_result"),
 )
 ARGUMENTS = ("enable_pd_role_switch", "enable_watermark")
 MODELS = ("is_encoder_decoder", "use_engram")
@@ -83,6 +86,8 @@ def server(**changed: Any) -> Scheduler:
         "dllm_config": None,
         "prefill_delayer": None,
         "kv_shard_widening": 1,
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
         "tp_worker": object(),
         **dict.fromkeys(LATER, object()),
         "token_to_kv_pool_allocator": TokenToKVPoolAllocator(),

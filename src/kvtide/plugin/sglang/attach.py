@@ -15,10 +15,11 @@ from typing import Any, final
 import torch
 
 from kvtide.errors import ArenaFull, KvtideError
-from kvtide.plugin.sglang import colocated
+from kvtide.plugin.sglang import colocated, colocated_slots
 from kvtide.plugin.sglang.keeper import Backup, Keeper
 from kvtide.plugin.sglang.metrics import metrics_of
 from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.pending import AHEAD, Pending
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.settings import Settings
 from kvtide.plugin.sglang.versions import refuse_if_moved
@@ -59,6 +60,10 @@ class Attachment:
     """Whether SGLang is at a request that isn't saved: see `yielding`."""
     allocator: Any = None
     """SGLang's, whose pool the keeper has adopted."""
+    pending: Pending = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pending = Pending(self.scheduler)
 
     def covers(self, allocator: Any) -> bool:
         """Whether requests in this allocator's slots are kvtide's to save."""
@@ -67,6 +72,10 @@ class Attachment:
     def save(self, req: Any) -> bool:
         """Saves the request; False, and why in the log, where that can't be."""
         assert self.keeper is not None, "asked only where there is a keeper"
+        if self.keeper.has_recurrent_state and self.pending.concerns(req):
+            self.keeper.decline()
+            logger.warning("kvtide couldn't save request %r: %s", req.rid, AHEAD)
+            return False
         try:
             req.kv.retraction_backup = self.keeper.save(req)
         except KvtideError as error:
@@ -74,6 +83,11 @@ class Attachment:
             logger.log(level, "kvtide couldn't save request %r: %s", req.rid, error)
             return False
         return True
+
+    def must_look(self, batch: Any) -> bool:
+        """Whether results on their way matter to what may now be saved of this batch."""
+        has_state = self.keeper is not None and self.keeper.has_recurrent_state
+        return has_state and self.pending.is_due(batch)
 
     @contextmanager
     def yielding(self) -> Iterator[None]:
@@ -138,7 +152,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     try:
         keeper = _keeper_of(scheduler, settings)
         try:
-            _serve(scheduler, keeper)
+            _serve(attachment, keeper)
         except BaseException:
             keeper.close()
             raise
@@ -152,18 +166,18 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     return attachment
 
 
-def _serve(scheduler: Any, keeper: Keeper) -> None:
+def _serve(attachment: Attachment, keeper: Keeper) -> None:
     """Lets the metrics follow the keeper, and an ordinary server use it."""
     from sglang.srt.runtime_context import get_disagg
 
     try:
-        metrics = metrics_of(Reader(scheduler, READS)["metrics_collector_context"])
+        metrics = metrics_of(Reader(attachment.scheduler, READS)["metrics_collector_context"])
         if metrics is not None:
             keeper.follow(metrics.update)
     except Exception:
         logger.exception("kvtide goes without metrics")
     if get_disagg().disaggregation_mode == "null":
-        colocated.attach(scheduler, keeper)
+        colocated.attach(attachment.scheduler, keeper, attachment.pending)
 
 
 def would_cover(request_pool: Any, allocator: Any) -> bool:
@@ -204,7 +218,7 @@ def _keeper_of(scheduler: Any, settings: Settings) -> Keeper:
         replace(settings, rank_count=rank_count(get_parallel())),
         agree=lambda went_well: bool(least(int(went_well))),
         agree_on_limit=least,
-        window_tokens=_window_tokens(of["sliding_window_size"], of["token_to_kv_pool_allocator"]),
+        window_tokens=_window_tokens(of),
     )
 
 
@@ -215,21 +229,26 @@ def rank_count(parallel: Any) -> int:
     return int(max(1, -(-total // parallel.nnodes)))
 
 
-def _window_tokens(size: int | None, allocator: Any) -> int | None:
+def _window_tokens(of: Reader) -> int | None:
     """How many of a request's last tokens have rows in a window when it comes back.
 
     Where a decode server has a prefix cache, a resumed request gets slots for what that cache
-    calls a whole window at the last page's boundary, and it may take in all of them.
+    calls a whole window at the last page's boundary, and it may take in all of them. In an ordinary
+    server kvtide takes them itself.
     """
     from sglang.srt.runtime_context import get_disagg
 
-    disagg = get_disagg()
+    size: int | None = of["sliding_window_size"]
+    if size is None:
+        return None
+    disagg, page_size = get_disagg(), int(of["token_to_kv_pool_allocator"].page_size)
+    if disagg.disaggregation_mode == "null":
+        is_shared = of["tree_cache"].supports_prefix_sharing()
+        return colocated_slots.window_tokens(size, page_size, is_shared=is_shared)
     is_cached = disagg.disaggregation_mode == "decode" and (
         disagg.disaggregation_decode_enable_radix_cache
     )
-    if size is None or not is_cached:
-        return size
-    return 1 + max(size, int(allocator.page_size))
+    return 1 + max(size, page_size) if is_cached else size
 
 
 def draft_pools(scheduler: Any) -> list[Any]:

@@ -27,12 +27,12 @@ from kvtide.plugin.sglang.colocated_limits import refuse_server, why_not
 from kvtide.plugin.sglang.colocated_resume import (
     batch_of,
     bind_to_root,
-    give_slots_back,
     has_room,
     recount_penalties,
-    take_slots,
 )
+from kvtide.plugin.sglang.colocated_slots import give_slots_back, take_slots
 from kvtide.plugin.sglang.keeper import Backup, Keeper
+from kvtide.plugin.sglang.pending import AHEAD, Pending
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,10 @@ _SHELVES: dict[Any, Shelf] = {}
 class Shelf:
     """The backups of one scheduler's retracted requests, in the order of their retraction."""
 
-    def __init__(self, scheduler: Any, keeper: Keeper) -> None:
+    def __init__(self, scheduler: Any, keeper: Keeper, pending: Pending) -> None:
         self._scheduler = scheduler
         self._keeper = keeper
+        self._pending = pending
         self._backups: dict[Any, Backup] = {}
         self._late: WeakSet[Any] = WeakSet()
         """Requests with penalties that came back, and haven't decoded since: see `counting`."""
@@ -64,7 +65,7 @@ class Shelf:
         if self._is_closed:
             return
         try:
-            reason = why_not(req)
+            reason = why_not(req) or self._why_not_now(req)
             if reason is None:
                 self._backups[req] = self._keeper.save(req)
                 return
@@ -72,6 +73,10 @@ class Shelf:
         except KvtideError as error:
             reason = str(error)
         logger.debug("kvtide: request %r will be computed again: %s", req.rid, reason)
+
+    def _why_not_now(self, req: Any) -> str | None:
+        is_ahead = self._keeper.has_recurrent_state and self._pending.concerns(req)
+        return AHEAD if is_ahead else None
 
     def resume(self, running: Any) -> Any:
         """Brings back who fits, oldest first: the running batch with them.
@@ -199,13 +204,13 @@ class Shelf:
         self._keeper.discard(self._backups.pop(req))
 
 
-def attach(scheduler: Any, keeper: Keeper) -> None:
+def attach(scheduler: Any, keeper: Keeper, pending: Pending) -> None:
     """From now on this scheduler's retracted requests are saved. Raises Refused, with the reason.
 
     To be called when the scheduler is complete, in a server with KVTIDE_SGLANG_COLOCATED=1.
     """
     refuse_server(scheduler)
-    _SHELVES[scheduler] = Shelf(scheduler, keeper)
+    _SHELVES[scheduler] = Shelf(scheduler, keeper, pending)
 
 
 def hooks() -> list[tuple[str, Hook, str]]:
@@ -255,6 +260,10 @@ def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
     with shelf.aside() as anybody:
         if anybody:
             return original(scheduler, running_batch)
+    # As SGLang would have done first, so that compiled grammars don't wait for those on the shelf.
+    if scheduler.grammar_manager.has_waiting_grammars():
+        for req in scheduler.grammar_manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
     return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtide.plugin.sglang import colocated_resume
+from kvtide.plugin.sglang import colocated_resume, colocated_slots, pending
 from kvtide.plugin.sglang.parts import Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 
@@ -28,7 +28,7 @@ READS: Table = {
             "enable_hisparse",
         ),
         *("enable_hierarchical_cache", "enable_lmcache", "enable_unified_memory"),
-        *("enable_unified_cache_external_linker", "is_hybrid_ssm", "is_hybrid_swa"),
+        *("enable_unified_cache_external_linker",),
         *("dllm_config?", "use_ngram_embedding", "prefill_delayer?"),
     ),
     "ServerArgs": (
@@ -51,12 +51,13 @@ ALLOCATORS = frozenset(
         "TokenToKVPoolAllocator",
         "PagedTokenToKVPoolAllocator",
         "NPUPagedTokenToKVPoolAllocator",
+        "SWATokenToKVPoolAllocator",
     }
 )
-"""Those whose `alloc` gives a request all that its tokens own."""
+"""Those that give a request all that its tokens own in ways that `colocated_slots` knows."""
 
-TABLES = frozenset({"ReqToTokenPool"})
-"""Of requests' slots, with nothing else in a request's row."""
+TABLES = frozenset({"ReqToTokenPool", "HybridReqToTokenPool"})
+"""Of requests' slots, and of their recurrent states."""
 
 TREES = frozenset({"RadixCache", "UnifiedRadixCache"})
 """Prefix caches that take a request which owns its whole row."""
@@ -80,8 +81,6 @@ _SERVERS: Cases = (
     (lambda of: of["enable_lmcache"], "LMCache"),
     (lambda of: of["enable_unified_cache_external_linker"], "an external cache linker"),
     (lambda of: of["enable_unified_memory"], "unified memory pools"),
-    (lambda of: of["is_hybrid_ssm"], "recurrent state in the prefix cache"),
-    (lambda of: of["is_hybrid_swa"], "sliding windows with a pool of their own"),
     (lambda of: of["use_ngram_embedding"], "n-gram embeddings"),
     (lambda of: of["prefill_delayer"] is not None, "the prefill delayer"),
     (lambda of: of["kv_shard_widening"] > 1, "pages interleaved among ranks"),
@@ -133,9 +132,13 @@ def refuse_server(scheduler: Any) -> None:
 
 def _read_all(scheduler: Any) -> None:
     """Raises Refused for what is missing of that on which requests depend later."""
-    of = Reader(scheduler, colocated_resume.READS)
-    for entry in colocated_resume.READS["Scheduler"]:
-        of[entry.removesuffix("?")]
+    for table in (colocated_resume.READS, colocated_slots.READS, pending.READS):
+        owners = [scheduler, scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool]
+        for owner in [*owners, scheduler.tree_cache]:
+            of = Reader(owner, table)
+            for kind in type(owner).__mro__:
+                for entry in table.get(kind.__name__, ()):
+                    of[entry.removesuffix("?")]
 
 
 def _holding(of: Reader, cases: Cases) -> list[str]:

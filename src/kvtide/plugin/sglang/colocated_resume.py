@@ -1,8 +1,12 @@
 """A retracted request's way back into the running batch, in SGLang's terms.
 
 All that SGLang does for a request between its waiting queue and its next decode step, but for the
-forward pass: admission, slots, the prefix cache, a batch with its sampling state. A request that
+forward pass: admission, slots (`colocated_slots`), the prefix cache, a batch with its sampling
+state. A request that
 comes back owns its whole row of slots; the prefix cache then shares what it has of it already.
+
+Layers with a sliding window have slots for a request's last tokens only, and recurrent layers a
+state for all of them: both come back as they were, and go into the prefix cache at the end only.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvtide.plugin.sglang.colocated_slots import longest_window_slots
 from kvtide.plugin.sglang.reader import Table
 
 READS: Table = {
@@ -19,7 +24,8 @@ READS: Table = {
         *("waiting_queue", "chunked_req?", "last_batch?", "policy", "enable_priority_scheduling"),
         *("enable_overlap", "spec_algorithm", "future_map", "page_size", "max_prefill_tokens"),
         *("max_running_requests", "new_token_ratio_tracker", "get_prefill_adder_class"),
-        *("get_num_allocatable_reqs", "weight_updater"),
+        *("get_num_allocatable_reqs", "weight_updater", "grammar_manager"),
+        *("sliding_window_size?", "is_hybrid_swa", "is_hybrid_ssm"),
     ),
     "Req": (
         *("rid", "seqlen", "origin_input_ids", "output_ids", "priority", "extra_key", "kv"),
@@ -60,6 +66,8 @@ def has_room(scheduler: Any, req: Any, running: Any) -> bool:
 
     Its own rule, so that a request doesn't come back only to be retracted the next moment.
     """
+    # In chunks of a window a request takes no more of the windows' slots than when it comes back.
+    chunk = longest_window_slots(scheduler) if scheduler.is_hybrid_swa else None
     adder = scheduler.get_prefill_adder_class()(
         scheduler.page_size,
         scheduler.tree_cache,
@@ -67,42 +75,13 @@ def has_room(scheduler: Any, req: Any, running: Any) -> bool:
         running,
         scheduler.new_token_ratio_tracker.current,
         scheduler.max_prefill_tokens,
-        None,  # no chunks: nothing is computed
+        chunk,
         max_running_requests=scheduler.max_running_requests,
     )
     adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
     scheduler.tree_cache.unlock(req.lock)
     req.lock = req.extend_end = None
     return any(one is req for one in adder.can_run_list)
-
-
-def take_slots(scheduler: Any, req: Any) -> bool:
-    """Gives the request a row and slots for all of its tokens that have KV; False if none are."""
-    from sglang.srt.mem_cache.common import evict_from_tree_cache
-
-    allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
-    token_count = req.seqlen - 1
-    whole_pages = -(-token_count // allocator.page_size) * allocator.page_size
-    evict_from_tree_cache(scheduler.tree_cache, whole_pages)
-    if rows.alloc([req]) is None:
-        return False
-    slots = allocator.alloc(whole_pages)
-    if slots is None:
-        rows.free(req)
-        return False
-    rows.write((req.kv.req_pool_idx, slice(0, token_count)), slots[:token_count])
-    req.kv.kv_committed_len = req.kv.kv_allocated_len = token_count
-    req.extend_end = token_count
-    return True
-
-
-def give_slots_back(scheduler: Any, req: Any) -> None:
-    """Undoes `take_slots`: the request waits as SGLang left it, without KV."""
-    from sglang.srt.mem_cache.common import release_kv_cache
-
-    release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
-    req.kv.kv_committed_len = 0
-    req.extend_end = None
 
 
 def batch_of(scheduler: Any, req: Any) -> Any:
@@ -125,7 +104,10 @@ def batch_of(scheduler: Any, req: Any) -> Any:
     last = torch.tensor([req.output_ids[-1]], dtype=torch.int64, device=batch.device)
     scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last))
     batch.input_ids = None
-    checkpoint_kv_cache(req, scheduler.tree_cache)
+    if scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm:
+        req.prefix_len = req.extend_end
+    else:
+        checkpoint_kv_cache(req, scheduler.tree_cache)
     req.time_stats.set_forward_entry_time()
     return batch
 

@@ -80,6 +80,9 @@ def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
     around: dict[str, Hook] = {
         f"{scheduler}.Scheduler.__init__": _beginning(settings),
         f"{scheduler}.Scheduler.release_host_resources": end,
+        f"{scheduler}.Scheduler.update_running_batch": update_running_batch,
+        f"{scheduler}.Scheduler.process_batch_result": process_batch_result,
+        f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens": cumulate_penalty_output_tokens,
         f"{common}.backup_kv_cache": backup_kv_cache,
         f"{common}.restore_kv_cache": restore_kv_cache,
         f"{common}.discard_kv_cache_backup": discard_kv_cache_backup,
@@ -207,6 +210,32 @@ def resolve_decode_retraction_backup(original: Hook, *args: Any, tp_worker: Any,
         chosen = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
         get_context().override("kvtide.plugin.sglang", **chosen)
     return original(*args, tp_worker=tp_worker, **kw)
+
+
+# ---- before any retraction ------------------------------------------------------------
+
+
+def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
+    """Here SGLang retracts. Recurrent states must not be a step ahead of the answers by then."""
+    attachment = attached()
+    if attachment is None or not attachment.must_look(batch):
+        return original(scheduler, batch)
+    with attachment.pending.looked_at():
+        return original(scheduler, batch)
+
+
+def process_batch_result(original: Hook, scheduler: Any, batch: Any, result: Any) -> None:
+    """Once for each result."""
+    attachment = attached()
+    if attachment is None or not attachment.pending.is_repeated(result):
+        original(scheduler, batch, result)
+
+
+def cumulate_penalty_output_tokens(original: Hook, batch: Any) -> None:
+    """See Pending.counting."""
+    attachment = attached()
+    with attachment.pending.counting(batch) if attachment is not None else nullcontext():
+        original(batch)
 
 
 # ---- a decode server's retraction -----------------------------------------------------

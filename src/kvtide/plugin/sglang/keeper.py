@@ -198,6 +198,11 @@ class Keeper:
         return self.tide.pool.geometry.token_bytes
 
     @property
+    def has_recurrent_state(self) -> bool:
+        """Whether a request owns state that each of its steps changes: see `pending`."""
+        return "mamba" in self._kinds
+
+    @property
     def arena(self) -> HostArena:
         """The host memory: its limit and its use."""
         return self.tide.arena

@@ -1,0 +1,168 @@
+"""Slots for a request that comes back to an ordinary server, by SGLang's own allocators."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from kvtide.plugin.sglang.checkup.cases_state import state_params
+from kvtide.plugin.sglang.checkup.cases_window import allocator_of, extend, window_pool
+from kvtide.plugin.sglang.colocated_slots import longest_window_slots, take_slots
+
+WINDOW = 20
+
+
+class Tree:
+    """A prefix cache that can do without as much as is asked, and notes how much that was."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        self.asked: list[tuple[int, int]] = []
+
+    def supports_prefix_sharing(self) -> bool:
+        """Whether requests share prefixes."""
+        return self.is_shared
+
+    def supports_mamba(self) -> bool:
+        """It holds no states."""
+        return False
+
+    def evict_for_alloc(self, params: Any) -> None:
+        """Nothing is freed."""
+        self.asked.append((params.num_tokens, params.swa_num_tokens))
+
+
+def scheduler(page_size: int, *, is_shared: bool = False) -> Any:
+    """One with windows of 20 tokens: 512 slots, of which a window's layers have 256."""
+    rows = ReqToTokenPool(size=2, max_context_len=600, device="cpu", enable_memory_saver=False)
+    return SimpleNamespace(
+        token_to_kv_pool_allocator=allocator_of(window_pool(page_size), page_size),
+        req_to_token_pool=rows,
+        tree_cache=Tree(is_shared=is_shared),
+        page_size=page_size,
+        is_hybrid_swa=True,
+        sliding_window_size=WINDOW,
+    )
+
+
+def request(token_count: int) -> Any:
+    """One with so many tokens that have KV, and one that has none yet."""
+    return SimpleNamespace(
+        rid="one", seqlen=token_count + 1, kv=ReqKvInfo(), extend_end=None, is_dllm=lambda: False
+    )
+
+
+def free(on: Any) -> tuple[int, int, int]:
+    """Slots of both kinds, and rows, that nobody has."""
+    allocator = on.token_to_kv_pool_allocator
+    slots = allocator.full_available_size(), allocator.swa_available_size()
+    return (*slots, on.req_to_token_pool.available_size())
+
+
+@pytest.mark.parametrize(
+    ("page_size", "is_shared", "kept"),
+    [(1, False, 20), (1, True, 20), (4, False, 20 + 2), (64, False, 50), (64, True, 50 + 64)],
+)
+def test_the_last_tokens_have_slots_in_each_layer(
+    page_size: int, is_shared: bool, kept: int
+) -> None:
+    """From a page's beginning on, and a page at least where prefixes are shared."""
+    on, req = scheduler(page_size, is_shared=is_shared), request(178)
+    before = free(on)
+    assert take_slots(on, req)
+    slots = on.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :178].long()
+    mapping = on.token_to_kv_pool_allocator.full_to_swa_index_mapping
+    assert [False] * (178 - kept) + [True] * kept == (mapping[slots] > 0).tolist()
+    assert (178, kept) == (slots.unique().numel(), mapping[slots[-kept:]].unique().numel())
+    assert 178 - kept == req.kv.get_evicted_seqlen(ComponentType.SWA)
+    assert (178, 178) == (req.kv.kv_committed_len, req.kv.kv_allocated_len)
+    pages, window_pages = -(-178 // page_size), -(-kept // page_size)
+    taken = pages * page_size, window_pages * page_size, 1
+    assert taken == tuple(one - other for one, other in zip(before, free(on), strict=True))
+    assert kept <= longest_window_slots(on) + page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("lacking", ["full", "window", "row"])
+def test_without_room_nothing_is_taken(page_size: int, lacking: str) -> None:
+    """The prefix cache was asked for what is missing, and no more."""
+    on = scheduler(page_size, is_shared=True)
+    allocator = on.token_to_kv_pool_allocator
+    if lacking == "full":
+        allocator.full_attn_allocator.alloc(400)
+    elif lacking == "window":
+        allocator.swa_attn_allocator.alloc(244)
+    else:
+        on.req_to_token_pool.alloc([request(1), request(1)])
+    before = free(on)
+    assert not take_slots(on, request(160))
+    assert before == free(on)
+    expected = {"full": [(160 - before[0], 0)], "window": [(0, 20 - before[1])], "row": []}
+    assert expected[lacking] == on.tree_cache.asked
+
+
+def test_a_stale_slot_leads_to_no_window() -> None:
+    """Slots keep what they led to until somebody says otherwise."""
+    on = scheduler(1)
+    allocator = on.token_to_kv_pool_allocator
+    allocator.full_to_swa_index_mapping[:-1] = 7
+    req = request(100)
+    assert take_slots(on, req)
+    slots = on.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :80].long()
+    assert [0] * 80 == allocator.full_to_swa_index_mapping[slots].tolist()
+
+
+def test_sglang_frees_what_was_taken() -> None:
+    """All of it: what it knows of the request is what the request has."""
+    from sglang.srt.mem_cache.common import free_kv_row_segments
+
+    for page_size in (1, 4):
+        on, req = scheduler(page_size), request(100)
+        before = free(on)
+        assert take_slots(on, req)
+        slots = on.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :100].long()
+        gone = req.kv.get_evicted_seqlen(ComponentType.SWA)
+        free_kv_row_segments(on.token_to_kv_pool_allocator, [(slots, 0)], swa_evicted_seqlen=gone)
+        on.req_to_token_pool.free(req)
+        assert before == free(on)
+
+
+def test_a_recurrent_state_isnt_cleared_by_the_next_step() -> None:
+    """And without a free one the request waits."""
+    on, req = scheduler(4), request(40)
+    on.req_to_token_pool = HybridReqToTokenPool(
+        size=4,
+        mamba_size=1,
+        mamba_spec_state_size=0,
+        max_context_len=64,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=state_params(),
+        mamba_layer_ids=[0],
+        enable_mamba_extra_buffer=False,
+    )
+    assert take_slots(on, req)
+    assert (True, False) == (req.kv.holds_mamba, req.kv.mamba_needs_clear)
+    before = free(on)
+    assert not take_slots(on, request(40))
+    assert before == free(on)
+
+
+def test_the_slots_are_not_those_of_others() -> None:
+    """Of neither kind."""
+    on = scheduler(4)
+    mapping = on.token_to_kv_pool_allocator.full_to_swa_index_mapping
+    others = extend(on.token_to_kv_pool_allocator, 100)
+    theirs = mapping[others].clone()
+    req = request(100)
+    assert take_slots(on, req)
+    slots = on.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :100].long()
+    assert not torch.isin(slots, others).any()
+    assert not torch.isin(mapping[slots[-20:]], theirs).any()
+    assert torch.equal(theirs, mapping[others])

@@ -1,0 +1,96 @@
+"""Results that SGLang hasn't looked at yet: with overlapped scheduling, those of the last step.
+
+SGLang retracts requests while their last step's token is still on its way, throws that token away,
+and computes it again later. The KV of a token may be computed twice. A recurrent state may not: it
+has taken that step already, and would take it again:
+
+    answer so far   a b c              saved: KV of a b (c's is computed again) and a state
+    step under way        c -> d       after a b c, which c is added to once more
+
+So where there is such a state, the results are looked at before anybody is retracted, and a request
+whose result is still on its way isn't saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+from weakref import WeakSet
+
+from kvtide.plugin.sglang.reader import Table
+
+READS: Table = {
+    "Scheduler": ("result_queue?", "process_batch_result", "spec_algorithm"),
+    "ScheduleBatch": ("check_decode_mem", "reqs"),
+}
+
+AHEAD = "its recurrent state is a step ahead of its answer"
+"""Why a request isn't saved while `Pending.concerns` it."""
+
+
+@final
+class Pending:
+    """One scheduler's results that are on their way, oldest first: each with its batch."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._seen: list[Any] = []
+        """Results in the queue that have been looked at: SGLang will come to them once more."""
+        self._uncounted: WeakSet[Any] = WeakSet()
+        """Requests whose last token came earlier than SGLang's counting of penalties expects."""
+
+    def concerns(self, req: Any) -> bool:
+        """Whether the request is part of a step whose result is on its way."""
+        return any(req is one for batch, _ in self._unseen() for one in batch.reqs)
+
+    def is_due(self, batch: Any) -> bool:
+        """Whether results have to be looked at now, since some of the batch may be retracted."""
+        from sglang.srt.managers import scheduler as sglang_scheduler
+
+        if not self._unseen() or not self._scheduler.spec_algorithm.is_none():
+            return False
+        return bool(sglang_scheduler.TEST_RETRACT) or not batch.check_decode_mem()
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Lets SGLang process all results at once, and meanwhile see an empty queue."""
+        queue = self._scheduler.result_queue
+        entries, unseen = list(queue), self._unseen()
+        queue.clear()
+        for batch, result in unseen:
+            self._scheduler.process_batch_result(batch, result)
+            self._seen.append(result)
+            self._uncounted.update(batch.reqs)
+        try:
+            yield
+        finally:
+            queue.extend(entries)
+
+    def is_repeated(self, result: Any) -> bool:
+        """Whether the result has been looked at already; asked once, when SGLang comes to it."""
+        before = len(self._seen)
+        self._seen = [one for one in self._seen if one is not result]
+        return len(self._seen) < before
+
+    @contextmanager
+    def counting(self, batch: Any) -> Iterator[None]:
+        """Around SGLang's counting of a batch's last tokens for penalties.
+
+        While steps overlap it counts the token before the last one, since the last is on its way.
+        Of a result that was looked at early the last is there, so it is hidden from it.
+        """
+        early = {req: req.output_ids for req in batch.reqs if req in self._uncounted}
+        for req, output_ids in early.items():
+            req.output_ids = output_ids[:-1]
+        try:
+            yield
+        finally:
+            for req, output_ids in early.items():
+                req.output_ids = output_ids
+            self._uncounted.clear()
+
+    def _unseen(self) -> list[tuple[Any, Any]]:
+        queue = getattr(self._scheduler, "result_queue", None) or ()
+        seen = {id(one) for one in self._seen}
+        return [(batch, result) for batch, result in queue if id(result) not in seen]
