@@ -121,6 +121,11 @@ class Counters:
     failed_restores: Counter[str] = field(default_factory=Counter)
     """Restores that raised, likewise."""
 
+    @property
+    def retractions(self) -> int:
+        """Requests that were to be saved, whether they were or not."""
+        return self.saves + self.refused_saves.total()
+
 
 @final
 class Keeper:

@@ -13,6 +13,7 @@ from typing import Any, final
 from kvtide.plugin.sglang.keeper import REASONS, Keeper
 
 _TOTALS = {
+    "retractions": ("retracted_requests", "Retracted requests that kvtide was to save."),
     "saves": ("saved_requests", "Retracted requests that kvtide saved."),
     "restores": ("restored_requests", "Retracted requests that kvtide restored."),
     "discards": ("discarded_requests", "Saved requests that were aborted before they came back."),
