@@ -89,7 +89,8 @@ test:
 
 test-sglang: $(SGLANG)/.installed
 	cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins:../../simnpu/src \
-	  $(ONE_THREAD) '$(CURDIR)/$(SGLANG)/bin/python' $(SIDE_BY_SIDE) --dist loadfile
+	  $(ONE_THREAD) '$(CURDIR)/$(SGLANG)/bin/python' $(SIDE_BY_SIDE) --dist loadfile \
+	  --no-loadscope-reorder
 
 lint: setup
 	$(PY) -m ruff check

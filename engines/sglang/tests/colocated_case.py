@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, final
 
 from engine_case import SERVER, EngineRun, run_engine
 
@@ -21,14 +24,77 @@ ENVIRONMENT = {
     "KVTIDE_SGLANG": "strict",
     "KVTIDE_SGLANG_COLOCATED": "1",
     "KVTIDE_HOST_MEMORY": "16MiB",
-    "SGLANG_TEST_RETRACT": "1",  # one request every third step, whether it is needed or not
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
+    # Of a recurrent state; else an answer depends on where a prefill ended.
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+}
+"""Of a model that `make_model` writes, in transformers' words."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "windows": {
+        "model_type": "cohere2",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        # With these SGLang gives a model it doesn't know for it a pool for the window's layers.
+        "is_hybrid_swa": True,
+        "hybrid_layer_pattern": [1, 0],
+    },
+    "latents": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 2,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+    },
+    "states": {
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"],
+    },
+}
+"""Of two layers each, by what is special about their KV."""
+
+FOR_SGLANG: dict[str, dict[str, Any]] = {
+    "latents": {
+        "moe_layer_freq": 1,
+        "rope_parameters": None,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "type": "deepseek_yarn",
+            "factor": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 512,
+            "rope_theta": 10000.0,
+        },
+    }
+}
+"""What SGLang wants to find in a model's config.json, and transformers doesn't write."""
 
 
 def requests(
@@ -49,37 +115,44 @@ def requests(
     ]  # fmt: skip
 
 
-def make_model(folder: Path) -> None:
-    """A Llama of two layers with random weights, always the same ones."""
+def make_model(folder: Path, name: str) -> None:
+    """One of MODELS, with random weights, always the same ones."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=256,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.15,
-    )
-    LlamaForCausalLM(config).float().eval().save_pretrained(folder)
+    whole = AutoConfig.for_model(**{**SIZES, **MODELS[name]})
+    AutoModelForCausalLM.from_config(whole).float().eval().save_pretrained(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **FOR_SGLANG.get(name, {})}))
+
+
+@final
+@dataclass(frozen=True)
+class Served:
+    """A server that has ended, and its answers by the names of the steps."""
+
+    run: EngineRun
+    answers: Mapping[str, Any]
 
 
 def run_colocated(
     model: Path,
     folder: Path,
-    steps: list[tuple[str, Any]],
-    server: dict[str, Any],
+    steps: Mapping[str, tuple[str, Any]],
+    server: Mapping[str, Any],
     **environment: str,
-) -> EngineRun:
-    """Runs an ordinary server with kvtide, watched, through the steps of engine_run.py."""
-    arguments = {**TIGHT_SERVER, "model_path": str(model), **server}
-    variables = {**ENVIRONMENT, **environment}
-    run = run_engine(folder, arguments, steps, plugins=["watcher"], timeout_s=500, **variables)
+) -> Served:
+    """Runs an ordinary server with kvtide, watched, through named steps of engine_run.py."""
+    run = run_engine(
+        folder,
+        {**TIGHT_SERVER, **server},
+        list(steps.values()),
+        model=model,
+        plugins=["watcher", "on_cpu"],
+        is_spawned=False,
+        timeout_s=240,
+        **{**ENVIRONMENT, **environment},
+    )
     assert run.exit_code == 0, run.log[-8000:]
-    return run
+    return Served(run, dict(zip(steps, run.results, strict=True)))

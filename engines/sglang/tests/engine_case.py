@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from select import select
 from typing import Any, final
 
 HERE = Path(__file__).parent
@@ -54,6 +57,14 @@ DECODE_SERVER = {
 }
 """Its prefill server is made up: requests begin with whatever lies in their slots."""
 
+IMPORTED = {
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""What SGLang reads while it is imported. A request is retracted every third step, needed or not;
+requests are let in as if they would get eight more tokens; nothing is compiled."""
+
 
 @final
 @dataclass(frozen=True)
@@ -80,53 +91,91 @@ def run_engine(
     server: Mapping[str, Any],
     steps: Sequence[tuple[str, Any]],
     *,
+    model: Path | Mapping[str, Any] = MODEL,
     plugins: Sequence[str] = ("watcher", "meddler"),
+    is_spawned: bool = False,
     timeout_s: float = 240,
     **environment: str,
 ) -> EngineRun:
     """Runs an engine through the steps of engine_run.py, in a process group of its own.
 
-    Raises subprocess.TimeoutExpired after `timeout_s`, and has killed that group by then.
+    `model` is a folder with one, or the config.json of one whose weights SGLang makes up. The
+    engine's processes are forked from one that all engines share, or all started anew, as SGLang
+    does it, if `is_spawned`; the variables of IMPORTED can be set for these alone.
+    Raises TimeoutError after `timeout_s`, and has killed that group by then.
     """
-    model, events = folder / "model", folder / "events"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL))
+    assert is_spawned or not IMPORTED.keys() & environment.keys(), "SGLang has read these by then"
+    if not isinstance(model, Path):
+        config, model = model, folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(config))
+    events, log, results = (folder / name for name in ("events", "log", "results.json"))
     events.touch()
-    scenario = {"server": {"model_path": str(model), **server}, "steps": steps}
-    (folder / "scenario.json").write_text(json.dumps(scenario))
-    paths = [HERE.parent / "stand_ins", *(HERE / one for one in plugins)]
-    inherited = os.environ.get("PYTHONPATH", "")
-    variables = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), inherited]),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "KVTIDE_WATCH": str(events),
-        **environment,
+    scenario = folder / "scenario.json"
+    scenario.write_text(
+        json.dumps({"server": {"model_path": str(model), **server}, "steps": steps})
+    )
+    wanted = {
+        "run": [str(scenario), str(results)],
+        "log": str(log),
+        "environment": {"KVTIDE_WATCH": str(events), **environment},
+        "plugins": [str(HERE / one) for one in plugins],
+        "is_spawned": is_spawned,
     }
-    command = [sys.executable, "-W", "ignore", "engine_run.py", "scenario.json", "results.json"]
-    command[3:] = [str(HERE / command[3]), *(str(folder / name) for name in command[4:])]
-    exit_code = _run_group(command, folder / "log", variables, timeout_s)
-    results = folder / "results.json"
+    exit_code = _host().run(wanted, timeout_s)
     return EngineRun(
         json.loads(results.read_text()) if results.exists() else [],
         [json.loads(line) for line in events.read_text().splitlines()],
-        (folder / "log").read_text(errors="replace"),
+        log.read_text(errors="replace"),
         exit_code,
     )
 
 
-def _run_group(
-    command: Sequence[str], log_path: Path, variables: Mapping[str, str], timeout_s: float
-) -> int:
-    """The exit code. What takes too long, or is interrupted, ends with all that it started."""
-    with (
-        log_path.open("wb") as log,
-        subprocess.Popen(
-            command, stdout=log, stderr=log, env=variables, start_new_session=True
-        ) as leader,
-    ):
+@final
+class _Host:
+    """The process that engines are forked from, engine_host.py."""
+
+    def __init__(self) -> None:
+        paths = [str(HERE.parent / "stand_ins"), os.environ.get("PYTHONPATH", "")]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(HERE / "engine_host.py")],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **variables, **IMPORTED},
+            start_new_session=True,
+        )
+
+    def run(self, wanted: Mapping[str, Any], timeout_s: float) -> int:
+        """The engine's exit code. What takes too long, or is interrupted, ends with all its own."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
+        group = self._answer(200)  # when it has imported SGLang
         try:
-            return leader.wait(timeout_s)
+            return self._answer(timeout_s)
         except BaseException:
-            os.killpg(leader.pid, signal.SIGKILL)
+            os.killpg(group, signal.SIGKILL)
+            self._answer(10)
             raise
+
+    def _answer(self, timeout_s: float) -> int:
+        output = self._process.stdout
+        assert output is not None
+        if not select([output], [], [], timeout_s)[0]:
+            raise TimeoutError(f"no answer from an engine's host in {timeout_s} s")
+        line = output.readline()
+        if not line:
+            raise RuntimeError("the engines' host has ended; why is in what it wrote to stderr")
+        return int(line)
+
+    def close(self) -> None:
+        """Its input ends, and so does it."""
+        self._process.communicate()
+
+
+@cache
+def _host() -> _Host:
+    host = _Host()
+    atexit.register(host.close)
+    return host

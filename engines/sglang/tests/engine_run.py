@@ -51,6 +51,23 @@ async def sample(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     return {"answers": answers, "scores": await alone(engine, prompts)}
 
 
+async def prolong(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """All requests at once; then each with half of its answer in its prompt, which is cached."""
+    answers = await generate(engine, requests)
+    halves = []
+    for request, answer in zip(requests, answers, strict=True):
+        first = answer["output_ids"][: len(answer["output_ids"]) // 2]
+        rest = len(answer["output_ids"]) - len(first)
+        halves.append(
+            {
+                **request,
+                "input_ids": [*request["input_ids"], *first],
+                "sampling_params": {**request["sampling_params"], "max_new_tokens": rest},
+            }
+        )
+    return {"answers": answers, "rests": await generate(engine, halves)}
+
+
 async def leave(engine: Any, requests: list[dict[str, Any]]) -> None:
     """Starts requests, and waits only until they are under way: the engine shuts down on them."""
     tasks = [asyncio.create_task(engine.async_generate(**one)) for one in requests]
@@ -84,7 +101,7 @@ async def metrics(engine: Any, _: None) -> str:
     return str(generate_latest(registry).decode())
 
 
-STEPS = {one.__name__: one for one in (generate, alone, sample, leave, rest, ask, metrics)}
+STEPS = {one.__name__: one for one in (generate, alone, sample, prolong, leave, rest, ask, metrics)}
 
 
 def main(scenario_path: str, results_path: str) -> None:

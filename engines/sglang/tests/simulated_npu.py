@@ -1,12 +1,14 @@
-"""Round trips of the NPU's pools on a simulated NPU. Run as a script: it is one for good.
+"""Round trips of the NPU's pools on a simulated NPU. Run as a script.
 
-`python simulated_npu.py SCHEDULE`, such as `lazy` or `random:1`, prints a line of JSON for each
-case: its name, what SGLang alone made of it, what kvtide made of it, and what was wrong then.
+`python simulated_npu.py SCHEDULE ...`, such as `lazy` or `random:1`, prints a line of JSON for each
+schedule and case: the schedule, the case's name, what SGLang alone made of it, what kvtide made of
+it, and what was wrong then.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 
 # SGLang first: a torch that has an NPU would have it look for an NPU's kernels.
@@ -16,13 +18,23 @@ from kvtide.plugin.sglang.checkup.trips import KvtideWay, Way, round_trip
 
 
 def run(schedule: str) -> None:
-    """All cases, under a schedule as `kvtide --schedule` takes it."""
+    """All cases, under a schedule as `kvtide --schedule` takes it; the process has an NPU then."""
     simulate("npu", schedule)
     for case in cases_npu.cases("npu"):
         alone, through = round_trip(case, Way()), round_trip(case, KvtideWay())
-        line = json.dumps([case.name, alone.verdict, through.verdict, through.detail])
+        line = json.dumps([schedule, case.name, alone.verdict, through.verdict, through.detail])
         sys.stdout.write(line + "\n")
 
 
+def run_each(schedules: list[str]) -> int:
+    """Each in a process of its own; gives how many of them failed."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=run, args=(schedule,)) for schedule in schedules]
+    for process in processes:
+        process.start()
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
+
+
 if __name__ == "__main__":
-    run(sys.argv[1])
+    sys.exit(run_each(sys.argv[1:]))

@@ -12,70 +12,116 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from colocated_case import make_model, requests, run_colocated
-from engine_case import EngineRun
+from colocated_case import MODELS, Served, make_model, requests, run_colocated
 
 GREEDY = requests(6, 40)
+CONSTRAINED = requests(5, 30, "c", regex="the one grammar of on_cpu")
 PENALISED = requests(
-    5, 34, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.3
+    5, 34, "p", frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.3
 )  # fmt: skip
-SAMPLED = requests(5, 34, temperature=1.0)
+SAMPLED = requests(5, 34, "s", temperature=1.0)
 RANKED = [{**one, "priority": rank % 3, "return_logprob": False} for rank, one in enumerate(GREEDY)]
+PROLONGED = requests(2, 40, "l")
+"""Few enough for all of their KV to stay in the prefix cache."""
 UNLUCKY = [*requests(2, 40), *requests(2, 36, "abort"), *requests(2, 36, "spoil")]
-STEPS: list[tuple[str, Any]] = [
-    *(("alone", GREEDY), ("generate", GREEDY)),
-    *(("alone", PENALISED), ("generate", PENALISED)),
-    ("sample", SAMPLED),
-    ("generate", UNLUCKY),
-    ("rest", 0.5),
-    ("leave", requests(6, 80)),
-]
-ALONE, TOGETHER, ALONE_PENALISED, TOGETHER_PENALISED, FREE, UNLUCKILY = range(6)
-
-SERVERS: dict[str, dict[str, Any]] = {
-    "plain": {"disable_overlap_schedule": True, "disable_radix_cache": True},
-    "overlap-radix": {"page_size": 4},
+STEPS: dict[str, tuple[str, Any]] = {
+    "greedy alone": ("alone", GREEDY),
+    "greedy": ("generate", GREEDY),
+    "constrained alone": ("alone", CONSTRAINED),
+    "constrained": ("generate", CONSTRAINED),
+    "prolonged": ("prolong", PROLONGED),
+    "unlucky": ("generate", UNLUCKY),
+    "rest": ("rest", 0.5),
 }
+FURTHER_STEPS: dict[str, tuple[str, Any]] = {
+    "penalised alone": ("alone", PENALISED),
+    "penalised": ("generate", PENALISED),
+    "sampled": ("sample", SAMPLED),
+    "rest again": ("rest", 0.5),
+    "leave": ("leave", requests(6, 80)),
+}
+
+SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {"disable_overlap_schedule": True, "disable_radix_cache": True}),
+    "overlap-radix": ("llama", {"page_size": 4}),
+    "latents": ("latents", {}),
+    "windows": ("windows", {"page_size": 4}),
+    "windows-single": ("windows", {"disable_radix_cache": True}),
+    "states": ("states", {"disable_radix_cache": True, "page_size": 4}),
+    "states-radix": ("states", {}),
+}
+"""Steps overlap and prefixes are shared where nothing else is said; SGLang shares no prefix of a
+recurrent state while steps overlap."""
+WHOLE = ("plain", "overlap-radix")
+"""Those that go through the further steps."""
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of a few kilobytes."""
-    folder = tmp_path_factory.mktemp("model")
-    make_model(folder)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models of a few kilobytes each."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        make_model(folder / name, name)
     return folder
 
 
 @pytest.fixture(scope="module", params=SERVERS)
 def served(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> EngineRun:
-    """What each server made of all steps."""
-    folder = tmp_path_factory.mktemp("served")
-    return run_colocated(model, folder, STEPS, SERVERS[request.param])
+    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
+    """What each server made of its steps."""
+    model, server = SERVERS[request.param]
+    steps = {**STEPS, **(FURTHER_STEPS if request.param in WHOLE else {})}
+    return run_colocated(models / model, tmp_path_factory.mktemp("served"), steps, server)
 
 
-def test_answers_are_those_of_a_server_that_retracts_nothing(served: EngineRun) -> None:
+def test_answers_are_those_of_a_server_that_retracts_nothing(served: Served) -> None:
     """Token for token; the alone ones were never retracted, several of the others were."""
-    assert [0] * len(GREEDY) == _retractions(served.results[ALONE])
-    assert sum(_retractions(served.results[TOGETHER])) >= 5
-    assert _tokens(served.results[ALONE]) == _tokens(served.results[TOGETHER])
+    assert [0] * len(GREEDY) == _retractions(served.answers["greedy alone"])
+    assert sum(_retractions(served.answers["greedy"])) >= 5
+    assert _tokens(served.answers["greedy alone"]) == _tokens(served.answers["greedy"])
 
 
 @pytest.mark.parametrize("served", ["plain"], indirect=True)
-def test_penalties_go_on_where_they_were(served: EngineRun) -> None:
+def test_penalties_go_on_where_they_were(served: Served) -> None:
     """Frequency, presence and repetition of all tokens since the request's beginning count.
 
     With overlapped scheduling SGLang counts by what else happens to run, so that two of its
     answers needn't be equal; see test_colocated_shelf for what kvtide counts then.
     """
-    assert sum(_retractions(served.results[TOGETHER_PENALISED])) >= 4
-    assert _tokens(served.results[ALONE_PENALISED]) == _tokens(served.results[TOGETHER_PENALISED])
+    assert sum(_retractions(served.answers["penalised"])) >= 4
+    assert _tokens(served.answers["penalised alone"]) == _tokens(served.answers["penalised"])
 
 
-def test_log_probabilities_are_given_for_each_token_once(served: EngineRun) -> None:
+def test_grammars_go_on_where_they_were(served: Served) -> None:
+    """Each token is the one that its number in the answer allows; see on_cpu for the grammar."""
+    answers = served.answers["constrained"]
+    assert sum(_retractions(answers)) >= 4
+    assert _tokens(served.answers["constrained alone"]) == _tokens(answers)
+    for tokens in _tokens(answers):
+        assert [number % 5 for number in range(len(tokens))] == [token % 5 for token in tokens]
+
+
+def test_what_came_back_may_be_shared(served: Served) -> None:
+    """Requests whose prompts are other requests' answers go on as these did."""
+    answers, rests = served.answers["prolonged"]["answers"], served.answers["prolonged"]["rests"]
+    assert sum(_retractions(answers)) >= 1
+    wholes = zip(_tokens(answers), _tokens(rests), strict=True)
+    assert all(_tokens(rests))
+    assert [] == [(whole, rest) for whole, rest in wholes if whole[len(whole) // 2 :] != rest]
+
+
+@pytest.mark.parametrize("served", ["overlap-radix", "latents", "windows"], indirect=True)
+def test_answers_are_in_the_prefix_cache(served: Served) -> None:
+    """More of them than the prompts: what came back has been taken in."""
+    cached = [one["meta_info"]["cached_tokens"] for one in served.answers["prolonged"]["rests"]]
+    assert min(cached) > max(len(one["input_ids"]) for one in PROLONGED)
+
+
+def test_log_probabilities_are_given_for_each_token_once(served: Served) -> None:
     """As many as tokens, those of the tokens, and as without retraction."""
-    for alone, together in zip(served.results[ALONE], served.results[TOGETHER], strict=True):
+    pairs = zip(served.answers["greedy alone"], served.answers["greedy"], strict=True)
+    for alone, together in pairs:
         expected = alone["meta_info"]["output_token_logprobs"]
         actual = together["meta_info"]["output_token_logprobs"]
         assert together["output_ids"] == [token for _, token, *_ in actual]
@@ -84,9 +130,10 @@ def test_log_probabilities_are_given_for_each_token_once(served: EngineRun) -> N
         )
 
 
-def test_sampled_answers_are_the_models(served: EngineRun) -> None:
+@pytest.mark.parametrize("served", WHOLE, indirect=True)
+def test_sampled_answers_are_the_models(served: Served) -> None:
     """Each token was drawn with the probability that the model gives it after those before it."""
-    answers, scores = served.results[FREE]["answers"], served.results[FREE]["scores"]
+    answers, scores = served.answers["sampled"]["answers"], served.answers["sampled"]["scores"]
     assert sum(_retractions(answers)) >= 4
     for request, answer, score in zip(SAMPLED, answers, scores, strict=True):
         drawn = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
@@ -94,101 +141,114 @@ def test_sampled_answers_are_the_models(served: EngineRun) -> None:
         assert whole[len(request["input_ids"]) :] == pytest.approx(drawn, abs=1e-3)
 
 
-def test_every_restore_is_exact(served: EngineRun) -> None:
+def test_every_restore_is_exact(served: Served) -> None:
     """Bytes are compared around each, in slots that held something else."""
-    restores = served.events_of("restore")
+    restores = served.run.events_of("restore")
     assert len(restores) >= 20
     assert [] == [event for event in restores if not event["exact"] or event["empty"]]
     assert any(event["moved"] for event in restores)
 
 
-def test_nothing_is_computed_twice(served: EngineRun) -> None:
+def test_nothing_is_computed_twice(served: Served) -> None:
     """Each request is in one prefill only in each step that it is part of.
 
     But for those that SGLang retracts before it has the prefill's own token, or that were spoilt.
     """
-    assert [] == served.events_of("refused")
-    assert {"spoil"} == {event["rid"].rstrip("01") for event in served.events_of("failed")}
-    steps = [GREEDY] * 2 + [PENALISED] * 2 + [SAMPLED, UNLUCKY]
-    finished = Counter(one["rid"] for step in steps for one in step)
-    prefills = Counter(rid for event in served.events_of("extend") for rid in event["rids"])
+    assert [] == served.run.events_of("refused")
+    assert {"spoil"} == {event["rid"].rstrip("01") for event in served.run.events_of("failed")}
+    asked = {**STEPS, **FURTHER_STEPS}
+    steps = [(name, *asked[name]) for name in served.answers]
+    runs = [one for _, kind, one in steps if kind in ("alone", "generate", "sample")]
+    runs += [one for _, kind, one in steps if kind == "prolong" for _ in range(2)]
+    finished = Counter(request["rid"] for one in runs for request in one)
+    prefills = Counter(rid for event in served.run.events_of("extend") for rid in event["rids"])
     reasons = "no token yet|chunk .* with checksum"
     again = Counter(
-        re.findall(rf"request '(\S+)' will be computed again: (?:{reasons})", served.log)
+        re.findall(rf"request '(\S+)' will be computed again: (?:{reasons})", served.run.log)
     )
     for rid, count in finished.items():
         last_step = 1  # the one that the engine is shut down in may have begun it as well
         assert count <= prefills[rid] - again[rid] <= count + last_step
 
 
-def test_a_request_may_be_aborted_while_it_is_in_the_arena(served: EngineRun) -> None:
+def test_a_request_may_be_aborted_while_it_is_in_the_arena(served: Served) -> None:
     """It ends as aborted, its part of the arena is free at once, the others are answered."""
-    aborts = served.events_of("abort")
+    aborts = served.run.events_of("abort")
     assert aborts
     assert all(event["after"] < event["before"] for event in aborts)
-    answers = dict(zip([one["rid"] for one in UNLUCKY], served.results[UNLUCKILY], strict=True))
+    answers = dict(zip([one["rid"] for one in UNLUCKY], served.answers["unlucky"], strict=True))
     for event in aborts:
         assert "abort" == answers[event["rid"]]["meta_info"]["finish_reason"]["type"]
-    assert answers["r0"]["output_ids"] == served.results[ALONE][0]["output_ids"]
+    assert answers["r0"]["output_ids"] == served.answers["greedy alone"][0]["output_ids"]
 
 
-def test_damaged_kv_is_computed_again(served: EngineRun) -> None:
+def test_damaged_kv_is_computed_again(served: Served) -> None:
     """It is found before anything is written, the slots are given back, and the answer is right."""
-    assert {"SnapshotDamaged"} == {event["why"] for event in served.events_of("failed")}
-    answers = dict(zip([one["rid"] for one in UNLUCKY], served.results[UNLUCKILY], strict=True))
+    assert {"SnapshotDamaged"} == {event["why"] for event in served.run.events_of("failed")}
+    answers = dict(zip([one["rid"] for one in UNLUCKY], served.answers["unlucky"], strict=True))
     for number in range(2):
         answer = answers[f"spoil{number}"]["output_ids"]
-        assert served.results[ALONE][number]["output_ids"][: 36 + number] == answer
+        assert served.answers["greedy alone"][number]["output_ids"][: 36 + number] == answer
 
 
-def test_nothing_is_left_behind(served: EngineRun) -> None:
+def test_nothing_is_left_behind(served: Served) -> None:
     """Idle at last, all slots, rows and the whole arena are free; SGLang's own checks ran."""
-    idle = served.events_of("idle")[-1]
-    assert (idle["slots"], idle["rows"], 0) == (
-        idle["slots_free"], idle["rows_free"], idle["arena_bytes"],
-    )  # fmt: skip
-    assert "leak" not in served.log
+    idle = served.run.events_of("idle")[-1]
+    for kind in ("slots", "rows", "window_slots", "states"):
+        assert idle[kind] == idle[f"{kind}_free"]
+    assert 0 == idle["arena_bytes"]
+    assert "leak" not in served.run.log
 
 
-def test_without_restores_the_answers_differ(model: Path, tmp_path: Path) -> None:
-    """The control: what the tests above look at does depend on restored KV."""
-    outcome = run_colocated(
-        model,
-        tmp_path,
-        [("alone", GREEDY), ("generate", GREEDY)],
-        SERVERS["plain"],
-        KVTIDE_WATCH_SKIP="1",
-    )
-    assert _tokens(outcome.results[0]) != _tokens(outcome.results[1])
-    assert not any(event["exact"] for event in outcome.events_of("restore"))
+@pytest.mark.parametrize("name", ["plain", "states"])
+def test_without_restores_the_answers_differ(name: str, models: Path, tmp_path: Path) -> None:
+    """The control: what the tests above look at does depend on restored KV, or state."""
+    model, server = SERVERS[name]
+    steps = {step: STEPS[step] for step in ("greedy alone", "greedy")}
+    outcome = run_colocated(models / model, tmp_path, steps, server, KVTIDE_WATCH_SKIP="1")
+    assert _tokens(outcome.answers["greedy alone"]) != _tokens(outcome.answers["greedy"])
+    # Whoever came back with poison may have been saved with it, and come back "exact" later.
+    restores = outcome.run.events_of("restore")
+    first = {event["rid"]: event["exact"] for event in reversed(restores)}
+    assert first
+    assert not any(first.values())
 
 
-@pytest.fixture(scope="module")
-def crowded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    """Chunked prefills, mixed with decodes, and priorities; an arena with room for one request."""
-    server = {"chunked_prefill_size": 16, "enable_mixed_chunk": True}
+@pytest.fixture(scope="module", params=["llama", "states"])
+def crowded(
+    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
+    """Priorities; with chunked prefills, mixed with decodes, and an arena with room for one."""
+    chunks: dict[str, Any] = {"chunked_prefill_size": 16, "enable_mixed_chunk": True}
+    server = chunks if request.param == "llama" else {"disable_radix_cache": True}
+    steps: dict[str, tuple[str, Any]] = {
+        **{step: STEPS[step] for step in ("greedy alone", "greedy")},
+        "ranked": ("generate", RANKED),
+        "rest": STEPS["rest"],
+    }
     return run_colocated(
-        model,
+        models / request.param,
         tmp_path_factory.mktemp("crowded"),
-        [("alone", GREEDY), ("generate", GREEDY), ("generate", RANKED), ("rest", 0.5)],
+        steps,
         {**server, "enable_priority_scheduling": True},
-        KVTIDE_HOST_MEMORY="64KiB",
+        KVTIDE_HOST_MEMORY="64KiB" if request.param == "llama" else "16MiB",
     )
 
 
-def test_what_the_arena_refuses_is_computed_again(crowded: EngineRun) -> None:
+@pytest.mark.parametrize("crowded", ["llama"], indirect=True)
+def test_what_the_arena_refuses_is_computed_again(crowded: Served) -> None:
     """Some are saved, some are refused, and all are answered all the same."""
-    assert {"ArenaFull"} == {event["why"] for event in crowded.events_of("refused")}
-    assert crowded.events_of("restore")
-    assert [] == [event for event in crowded.events_of("restore") if not event["exact"]]
-    assert _tokens(crowded.results[0]) == _tokens(crowded.results[1])
-    assert 0 == crowded.events_of("idle")[-1]["arena_bytes"]
+    assert {"ArenaFull"} == {event["why"] for event in crowded.run.events_of("refused")}
+    assert crowded.run.events_of("restore")
+    assert [] == [event for event in crowded.run.events_of("restore") if not event["exact"]]
+    assert _tokens(crowded.answers["greedy alone"]) == _tokens(crowded.answers["greedy"])
+    assert 0 == crowded.run.events_of("idle")[-1]["arena_bytes"]
 
 
-def test_priorities_change_no_answer(crowded: EngineRun) -> None:
+def test_priorities_change_no_answer(crowded: Served) -> None:
     """Whoever is let in first, and whoever is preempted for a better one."""
-    assert sum(_retractions(crowded.results[2])) >= 4
-    assert _tokens(crowded.results[0]) == _tokens(crowded.results[2])
+    assert sum(_retractions(crowded.answers["ranked"])) >= 4
+    assert _tokens(crowded.answers["greedy alone"]) == _tokens(crowded.answers["ranked"])
 
 
 def _tokens(answers: list[dict[str, Any]]) -> list[list[int]]:

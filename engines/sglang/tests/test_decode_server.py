@@ -40,7 +40,8 @@ def forced(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
     steps += [("ask", [ask("lone")]), ("rest", 1.5), ("metrics", None), ("leave", three("stay"))]
     server = {**DECODE_SERVER, "enable_metrics": True, "log_level": "debug"}
     folder = tmp_path_factory.mktemp("forced")
-    return run_engine(folder, server, steps, SGLANG_TEST_RETRACT="1", KVTIDE_HOST_MEMORY="16MiB")
+    # One engine whose processes begin with nothing, as a server's do.
+    return run_engine(folder, server, steps, is_spawned=True, KVTIDE_HOST_MEMORY="16MiB")
 
 
 def answers(run: EngineRun, prefix: str) -> list[Mapping[str, Any]]:
@@ -135,6 +136,7 @@ def test_the_metrics_count_it(forced: EngineRun) -> None:
     tokens = sum(one["tokens"] for one in forced.events_of("save") if "stay" not in one["rid"])
     assert 512 * tokens == value("saved_bytes_total")
     assert value("save_seconds_total") > 0
+    assert 2 + value("saved_requests_total") == value("retracted_requests_total")
     assert 2 == value("refusals_total", 'way="save"', 'reason="arena_full"')
     assert 2 == value("refusals_total", 'way="restore"', 'reason="damaged"')
     assert 0 == value("arena_used_bytes")
@@ -176,10 +178,12 @@ def test_under_real_pressure_requests_come_back(tmp_path_factory: pytest.TempPat
         "page_size": 16,
         "num_reserved_decode_tokens": 16,
     }
-    requests = [ask(f"plain-{number}", 80) for number in range(4)]
+    requests = [ask(f"crowd-{number}", 80) for number in range(4)]
     run = run_engine(
         tmp_path_factory.mktemp("pressure"), server, [("ask", requests), ("rest", 1.0)]
     )
+    assert [] == run.log_lines("Testing retraction")
+    assert run.log_lines("KV cache pool is full. Retract requests")
     resumed = run.events_of("resume")
     assert resumed
     assert [] == [one for one in resumed if not one["exact"]]
@@ -197,7 +201,6 @@ def test_ranks_save_and_restore_together_or_not_at_all(
         tmp_path_factory.mktemp("ranks"),
         {**DECODE_SERVER, "tp_size": 2},
         [*(("ask", three(prefix)) for prefix in prefixes), ("rest", 1.0)],
-        SGLANG_TEST_RETRACT="1",
         SGLANG_CPU_OMP_THREADS_BIND="0|1",
         KVTIDE_HOST_MEMORY="16MiB",
     )

@@ -164,10 +164,11 @@ def test_the_reference_engine_stays_out_of_it(runs: Runs) -> None:
     assert "[]" == runs["modules"][1]
 
 
-def test_sglang_that_cannot_be_imported_is_one_line() -> None:
-    """As on a machine without its kernels."""
+def test_sglang_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+    """As on a machine without something that it needs; this is imported early."""
+    (tmp_path / "orjson.py").write_text("""raise ModuleNotFoundError("No module named 'orjson'")""")
     kept = {name: value for name, value in os.environ.items() if name != "SGLANG_USE_CPU_ENGINE"}
-    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if "stand_ins" not in path)
+    kept["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-W", "ignore", "-c", "import sys; from kvtide.cli import start; "
                "sys.argv = ['kvtide', 'doctor', '--sglang']; sys.exit(start())"]  # fmt: skip
     result = subprocess.run(
@@ -175,4 +176,5 @@ def test_sglang_that_cannot_be_imported_is_one_line() -> None:
     )
     assert (2, "") == (result.returncode, result.stdout)
     said = result.stderr.splitlines()[-1]
-    assert "SGLang is installed here, but can't be imported: ModuleNotFoundError: No module" in said
+    reason = "ModuleNotFoundError: No module named 'orjson'"
+    assert f"SGLang is installed here, but can't be imported: {reason}" in said

@@ -59,6 +59,7 @@ def test_metrics_follow_the_keeper() -> None:
         with pytest.raises(ArenaFull):
             keeper.save(req)
     assert 2 == value("refusals_total", way="save", reason="arena_full")
+    assert (3, 1) == (value("retracted_requests_total"), value("restored_requests_total"))
     assert 0 == value("refusals_total", way="restore", reason="damaged")
     lease.release()
     keeper.close()
@@ -70,7 +71,10 @@ def test_a_rank_that_does_not_report_has_none() -> None:
     assert metrics_of(context(CollectorRegistry(), is_reporting=False)) is None
 
 
-def test_ranks_that_schedule_in_step_are_told_the_same(tmp_path: Path) -> None:
+def test_ranks_that_schedule_in_step_are_told_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The least of what they ask with, however large, whatever other groups they are in."""
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")  # nothing of SGLang's is imported there
     asked = [[1, 1, 1 << 40, -1], [1, 0, 1 << 41, 5]]
     assert [[1, 0, 1 << 40, -1]] * 2 == two_ranks.ask(asked, tmp_path)

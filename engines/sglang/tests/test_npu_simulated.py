@@ -16,17 +16,23 @@ from kvtide.plugin.sglang.checkup.cases_npu import CASES
 from kvtide.plugin.sglang.checkup.trips import Case
 
 SCRIPT = Path(__file__).parent / "simulated_npu.py"
+SCHEDULES = ("lazy", "random:1")
 Found = dict[str, list[str]]
 
 
-@pytest.fixture(scope="module", params=["lazy", "random:1"])
-def found(request: pytest.FixtureRequest) -> Found:
-    """Of each case, by name: what SGLang alone made of it, what kvtide did, and what was wrong."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), request.param]
+@pytest.fixture(scope="module")
+def outcomes() -> list[list[str]]:
+    """Of each schedule and case: what SGLang alone made of it, what kvtide did, what was wrong."""
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *SCHEDULES]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stderr[-2000:]
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
-    return {name: outcome for name, *outcome in lines}
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def found(request: pytest.FixtureRequest, outcomes: list[list[str]]) -> Found:
+    """Those under one schedule, by the case's name."""
+    return {name: more for schedule, name, *more in outcomes if schedule == request.param}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

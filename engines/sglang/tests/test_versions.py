@@ -13,13 +13,17 @@ from kvtide.plugin.sglang.reader import Table
 from kvtide.plugin.sglang.source import Source
 from kvtide.plugin.sglang.versions import refuse_if_moved
 
-SOURCE = Source.of_installed()
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    """The source, for all tests: that takes two seconds."""
+    return Source.of_installed()
 
 
 @pytest.fixture(autouse=True)
-def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source, for all tests: that takes two seconds."""
-    monkeypatch.setattr(Source, "of_installed", lambda: SOURCE)
+def read_once(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
+    """Nothing is read again."""
+    monkeypatch.setattr(Source, "of_installed", lambda: source)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, number: str, reads: Table) -> None:

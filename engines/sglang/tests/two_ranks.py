@@ -1,4 +1,7 @@
-"""Two ranks of a server, as far as they have to agree: a process each, over gloo."""
+"""Two ranks of a server, as far as they have to agree: a process each, over gloo.
+
+They are forked from a process that has imported torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from kvtide.plugin.sglang.attach import least_among
 
 def ask(values: list[list[int]], folder: Path) -> list[list[int]]:
     """What each of two ranks is told, when they ask with these values one after another."""
-    context: Any = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
     ranks = [context.Process(target=_rank, args=(rank, values, str(folder))) for rank in range(2)]
     for rank in ranks:
         rank.start()

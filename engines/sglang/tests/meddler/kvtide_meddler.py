@@ -7,6 +7,7 @@
     abort-…   is aborted while it is retracted
     stay-…    is retracted and never comes back
     lone-…    finds no slot left in the pool for its next token
+    crowd-…   is retracted only if the pool is full, whatever SGLANG_TEST_RETRACT says
 
 It stands where SGLang retracts and resumes, outside of kvtide, and compares a request's bytes there
 as well: read from the pool's own tensors, overwritten as soon as the request has given up its
@@ -55,6 +56,9 @@ def _begin(_: None, scheduler: Any, *__: Any) -> None:
 
 
 def _update(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+    if any(req.rid.startswith("crowd") for req in batch.reqs):
+        with mock.patch("sglang.srt.managers.scheduler.TEST_RETRACT", False):
+            return original(scheduler, batch)
     if not any(req.rid.startswith("lone") and len(req.output_ids) > 3 for req in batch.reqs):
         return original(scheduler, batch)
     allocator = scheduler.token_to_kv_pool_allocator

@@ -1,7 +1,7 @@
 """A plugin of SGLang's beside kvtide's: it writes down what happens to requests' KV in an engine.
 
-It compares bytes by itself, by the pool's own tensors, and overwrites slots that a request gave up,
-and those it gets before a restore, so that nothing is right by chance. KVTIDE_WATCH names the file:
+It compares bytes by itself, by the pool's own tensors, and overwrites what a request gave up, and
+what it gets before a restore, so that nothing is right by chance. KVTIDE_WATCH names the file:
 one JSON object a line. KVTIDE_WATCH_SKIP=1 leaves restores out, as a control. In an ordinary server
 a request whose id begins with `abort` is aborted while its KV is in the arena, and a bit of one's
 that begins with `spoil` is changed there.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,33 @@ import torch
 
 POISON = 777.0
 
-_KEPT: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-"""Of a saved request, by its id: its slots, and their rows of every buffer."""
+_KEPT: dict[str, tuple[torch.Tensor, list[Rows]]] = {}
+"""Of a saved request, by its id: its slots, and what it has of every buffer."""
 
 _LAST: dict[str, Any] = {}
+
+
+@dataclass
+class Rows:
+    """What a request has of a buffer: which rows, and their bytes; rows of 0 have left a window."""
+
+    buffer: torch.Tensor
+    ids: torch.Tensor
+    is_of_tokens: bool
+
+    def __post_init__(self) -> None:
+        self.content = self.buffer[self.ids].clone()
+
+    def are_kept_by(self, other: Rows) -> bool:
+        """Whether another place of the same request has the same, wherever it has a row at all."""
+        there = other.ids > 0
+        had = self.ids[there] > 0
+        return bool(had.all()) and torch.equal(self.content[there], other.content[there])
+
+    def poison(self, first_token: int = 0) -> None:
+        """From one token on; the state of a request is all of the request's."""
+        ids = self.ids[first_token:] if self.is_of_tokens else self.ids
+        self.buffer[ids[ids > 0]] = POISON
 
 
 def register() -> None:
@@ -46,14 +70,16 @@ def _save(original: Callable[..., Any], keeper: Any, req: Any) -> Any:
         _write(event="refused", rid=req.rid, why=type(error).__name__)
         raise
     _KEPT[req.rid] = slots, rows
-    _poison(keeper, slots[req.kv.cache_protected_len :])
+    for one in rows:
+        one.poison(req.kv.cache_protected_len)
     _write(event="save", rid=req.rid, tokens=len(slots))
     return backup
 
 
 def _restore(original: Callable[..., Any], keeper: Any, req: Any, backup: Any) -> None:
-    slots, _ = _rows_of(keeper, req)
-    _poison(keeper, slots)
+    slots, rows = _rows_of(keeper, req)
+    for one in rows:
+        one.poison()
     old_slots, expected = _KEPT.pop(req.rid)
     if req.rid.startswith("spoil"):
         backup.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
@@ -66,13 +92,12 @@ def _restore(original: Callable[..., Any], keeper: Any, req: Any, backup: Any) -
             _write(event="failed", rid=req.rid, why=type(error).__name__)
             raise
     _, actual = _rows_of(keeper, req)
-    same = all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
     _write(
         event="restore",
         rid=req.rid,
-        exact=same,
+        exact=all(one.are_kept_by(other) for one, other in zip(expected, actual, strict=True)),
         moved=not torch.equal(old_slots, slots),
-        empty=not any(bool(one.any()) for one in expected),
+        empty=not any(bool(one.content.any()) for one in expected),
     )
 
 
@@ -94,12 +119,22 @@ def _run(scheduler: Any, batch: Any, *_: Any) -> None:
 
 def _idle(scheduler: Any) -> None:
     allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    tree, windows = scheduler.tree_cache, scheduler.is_hybrid_swa
+    free = allocator.full_available_size() if windows else allocator.available_size()
+    states = getattr(rows, "mamba_allocator", None)
     state = {
-        "slots_free": allocator.available_size() + scheduler.tree_cache.evictable_size(),
+        "slots_free": free
+        + (tree.full_evictable_size() if windows or states else tree.evictable_size()),
         "slots": scheduler.max_total_num_tokens,
         "rows_free": rows.available_size(),
         "rows": rows.size,
         "arena_bytes": _arena_bytes(),
+        "window_slots_free": allocator.swa_available_size() + tree.swa_evictable_size()
+        if windows
+        else 0,
+        "window_slots": allocator.size_swa if windows else 0,
+        "states_free": states.available_size() + tree.mamba_evictable_size() if states else 0,
+        "states": states.size if states else 0,
     }
     if scheduler.is_fully_idle() and state != _LAST.get("idle"):
         _LAST["idle"] = state
@@ -116,24 +151,19 @@ def _arena_bytes() -> int | None:
     return sum(one.used_bytes for one in arenas) if arenas else None
 
 
-def _buffers(keeper: Any) -> list[torch.Tensor]:
-    pool = keeper.tide.pool
-    return [
-        pool.plane(plane.name, layer)
-        for plane in pool.geometry.planes
-        for layer in range(plane.layer_count)
-    ]
-
-
-def _rows_of(keeper: Any, req: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    table = keeper._request_pool.req_to_token
+def _rows_of(keeper: Any, req: Any) -> tuple[torch.Tensor, list[Rows]]:
+    table, pool = keeper._request_pool.req_to_token, keeper.tide.pool
     slots = table[req.kv.req_pool_idx, : req.seqlen - 1].long().clone()
-    return slots, [buffer[slots].clone() for buffer in _buffers(keeper)]
-
-
-def _poison(keeper: Any, slots: torch.Tensor) -> None:
-    for buffer in _buffers(keeper):
-        buffer[slots] = POISON
+    rows = []
+    for plane in pool.geometry.planes:
+        ids, is_of_tokens = slots, True
+        if plane.name.startswith("swa."):
+            ids = keeper.description.maps["swa"][slots]
+        elif plane.name.startswith("conv"):
+            ids, is_of_tokens = req.kv.mamba_pool_idx.reshape(1).long().clone(), False
+        for layer in range(plane.layer_count):
+            rows.append(Rows(pool.plane(plane.name, layer), ids, is_of_tokens))
+    return slots, rows
 
 
 def _write(**event: Any) -> None:
