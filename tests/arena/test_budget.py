@@ -11,6 +11,7 @@ import torch
 from kvtide.arena import budget
 from kvtide.device import CPUDevice
 from kvtide.layout import GQA, Layout, OfRequest, Plane
+from kvtide.layout.quantized import GQA_SCALED
 from kvtide.pool import Pool
 
 GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_dim=5)
@@ -89,11 +90,12 @@ def test_a_path_of_the_host_leaves_the_mount_itself(
 
 
 def test_blocks_are_whole_tokens_and_no_more_than_a_16th_of_a_small_arena() -> None:
-    """10 bytes a token: 2**16 of them fit into what a CPU moves at once, 2**13 into 128 KiB."""
+    """10 bytes a token: of whole 64, 111,360 fit into what a CPU moves at once and a 16th more,
+    and 13,056 into 128 KiB."""
     device = CPUDevice(lanes=1)
     pool = Pool.create(GEOMETRY, device, page_count=1)
-    assert 10 * 2**16 == budget.block_bytes_for(pool, 1 << 30)
-    assert 10 * 2**13 == budget.block_bytes_for(pool, 2 << 20)
+    assert 10 * 111_360 == budget.block_bytes_for(pool, 1 << 30)
+    assert 10 * 13_056 == budget.block_bytes_for(pool, 2 << 20)
     device.close()
 
 
@@ -108,8 +110,23 @@ def test_blocks_are_larger_for_a_pool_in_many_buffers() -> None:
     """Each of them takes a call for every chunk. There is an end to it, and an arena's limit."""
     device = CPUDevice(lanes=1)
     sizes = [budget.block_bytes_for(in_layers(n, device), 1 << 30) for n in (1, 10, 100)]
-    assert [10 * 2**16, 100 * 2**15, 1000 * 2**14] == sizes
-    assert 100 * 2**13 == budget.block_bytes_for(in_layers(10, device), 16 << 20)
+    assert [10 * 111_360, 100 * 55_680, 1000 * 17_792] == sizes
+    assert 100 * 10_432 == budget.block_bytes_for(in_layers(10, device), 16 << 20)
+    device.close()
+
+
+def test_scales_beside_values_do_not_halve_a_block() -> None:
+    """Without them 64 tokens are what a CPU moves at once."""
+    device = CPUDevice(lanes=1)
+    values = {"layer": 4, "token": 64, "head": 8, "head_dim": 256, "v_head_dim": 256}
+    alone = GQA.bind(dtype="uint8", **values)
+    scaled = GQA_SCALED.bind(dtype="uint8", k_scale_dim=1, v_scale_dim=1, **values)
+    sizes = [
+        budget.block_bytes_for(Pool.create(one, device, page_count=1), 1 << 30)
+        for one in (alone, scaled)
+    ]
+    assert [64 * alone.token_bytes, 64 * scaled.token_bytes] == sizes
+    assert [1 << 20, 65 << 14] == sizes
     device.close()
 
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from kvtide.cli.bench_layouts import AXES, bind_for_models, declared_layouts
+from kvtide.cli import bench, bench_layouts
+from kvtide.cli.bench_layouts import AXES, bind_for_models, bind_for_size, declared_layouts
 from kvtide.cli.main import main
 from kvtide.layout.compressed import COMPRESSED_128
 from kvtide.layout.mla import MLA
+from kvtide.layout.recurrent import RECURRENT
 from kvtide.layout.window import WINDOW_AND_FULL
+from kvtide.pool import Pool
 
 
 def test_every_declared_layout_has_a_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,3 +47,34 @@ def test_axes_are_those_of_models() -> None:
 def test_a_page_holds_whole_rows() -> None:
     """Where more tokens share a row than a page has, the page is as long."""
     assert (64, 128) == (bind_for_models(MLA).page_size, bind_for_models(COMPRESSED_128).page_size)
+
+
+def test_state_of_requests_has_layers_for_the_size() -> None:
+    """A request has but one row in each; where it has tokens, layers are those of the axes."""
+    for size_bytes in (1 << 20, 64 << 20):
+        geometry = bind_for_size(RECURRENT, size_bytes)
+        moved_bytes = sum(plane.row_bytes * plane.layer_count for plane in geometry.planes)
+        assert abs(moved_bytes - size_bytes) <= moved_bytes / geometry.planes[0].layer_count
+    assert bind_for_models(MLA) == bind_for_size(MLA, 64 << 20)
+
+
+def test_blocks_are_those_of_an_arena_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is what users get."""
+    asked: list[str] = []
+
+    def block_bytes_for(pool: Pool, limit_bytes: int) -> int:
+        asked.append(pool.geometry.layout.name)
+        assert limit_bytes >= 1 << 30
+        return 1 << 21
+
+    monkeypatch.setattr("kvtide.arena.budget.block_bytes_for", block_bytes_for)
+    monkeypatch.setattr(bench_layouts, "declared_layouts", lambda: [MLA])
+    sizes: list[int] = []
+
+    def noting(*args: Any, chunk_bytes: int) -> Any:
+        sizes.append(chunk_bytes)
+        return bench.make_moves(*args, chunk_bytes=chunk_bytes)
+
+    monkeypatch.setattr(bench_layouts, "make_moves", noting)
+    assert ["mla"] == [one.name for one in bench_layouts.measure_layouts(1 << 20, 1)]
+    assert (["mla"], [1 << 21]) == (asked, sizes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 
 import numpy as np
@@ -9,9 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.device import Block, CPUDevice
+from kvtide.device import AcceleratorDevice, Block, CPUDevice
 from kvtide.errors import SnapshotDamaged
 from kvtide.layout import GQA, Geometry
+from kvtide.layout.recurrent import RECURRENT_AND_FULL
 from kvtide.pool import Pool
 from kvtide.transfer import Mover, checked_slots
 from support.lazy_device import LazyDevice
@@ -24,13 +26,24 @@ from support.pools import (
     image_of,
     make_pool,
     same_image,
+    scramble,
     slot_lists,
     small_geometry,
     with_rows,
 )
+from support.simulated import simulated
 
 GUARD = 0x5A
 TOKEN_BYTES = 36  # of small_geometry()
+
+
+@pytest.fixture(scope="module", autouse=True, params=["by numpy", "by torch"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Buffers in host memory move by numpy where they can, those of a device by torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "by torch":
+            patch.setattr("kvtide.transfer.copies._suits_numpy", lambda _: False)
+        yield
 
 
 def make_blocks(count: int, size_bytes: int, offset: int, slab_count: int = 1) -> list[Block]:
@@ -111,6 +124,82 @@ def test_moves_longer_than_torch_keeps_on_a_thread_are_cut() -> None:
     assert chunk_bytes(before, slots) == bytes(blocks[0].bytes_view(380 * geometry.token_bytes))
     mover.scatter(blocks, [slots + 387], chunk_bytes=size_bytes, checksums=checksums).wait()
     assert same_image(with_rows(before, slots + 387, before, slots), image_of(case.pool))
+
+
+@pytest.mark.parametrize("count", [1, 100, 249, 250, 700])
+@pytest.mark.parametrize("head_dim", [5, 300])
+def test_units_of_any_number_and_width_move(head_dim: int, count: int) -> None:
+    """Few and many, of a few bytes and of kilobytes, one by one in any order."""
+    geometry = GQA.bind(dtype="int64", layer=2, token=1, head=1, head_dim=head_dim, v_head_dim=1)
+    case = make_pool("created", geometry, LazyDevice(), 1400)
+    fill(case, 9)
+    before, mover, size_bytes = image_of(case.pool), Mover(case.pool), 704 * geometry.token_bytes
+    slots, blocks = np.random.default_rng(4).permutation(1400), make_blocks(1, size_bytes, 8)
+    source, target = slots[:count], slots[-count:]
+    checksums = mover.gather([source], blocks, chunk_bytes=size_bytes).wait()
+    found = [bytes(block.bytes_view(count * geometry.token_bytes)) for block in blocks]
+    assert [chunk_bytes(before, source)] == found
+    mover.scatter(blocks, [target], chunk_bytes=size_bytes, checksums=checksums).wait()
+    assert same_image(with_rows(before, target, before, source), image_of(case.pool))
+
+
+@pytest.mark.parametrize("count", [100, 255, 256, 257, 1000])
+def test_a_checksum_is_of_the_whole_chunk(device: CPUDevice, count: int) -> None:
+    """Of chunks that are hashed at once, and of those that are hashed piece by piece."""
+    geometry = GQA.bind(dtype="uint8", layer=3, token=8, head=1, head_dim=512, v_head_dim=64)
+    case = make_pool("created", geometry, device, 128)
+    fill(case, 6)
+    mover, blocks = Mover(case.pool), make_blocks(1, 1024 * geometry.token_bytes, 0)
+    job = mover.gather([np.arange(count)], blocks, chunk_bytes=1024 * geometry.token_bytes)
+    expected = chunk_bytes(image_of(case.pool), range(count))
+    assert [xxhash.xxh3_64_intdigest(expected)] == job.wait()
+
+
+def test_large_chunks_of_a_device_go_by_its_staging() -> None:
+    """They are hashed once they have arrived."""
+    with simulated("lazy") as name:
+        device = AcceleratorDevice(name)
+        geometry = GQA.bind(dtype="uint8", layer=2, token=8, head=1, head_dim=512, v_head_dim=64)
+        pool = Pool.create(geometry, device, page_count=64)
+        scramble(pool, 2)
+        mover, slots, size_bytes = Mover(pool), np.arange(511, 0, -1), 512 * geometry.token_bytes
+        blocks = [Block(device.allocate_host(size_bytes), 0)]
+        checksums = mover.gather([slots], blocks, chunk_bytes=size_bytes).wait()
+        expected = chunk_bytes(image_of(pool), slots)
+        assert expected == bytes(blocks[0].bytes_view(len(expected)))
+        assert [xxhash.xxh3_64_intdigest(expected)] == checksums
+        device.close()
+
+
+@pytest.mark.parametrize(("count", "message"), [(0, "few"), (2, "few"), (4, "many")])
+def test_there_is_a_block_for_each_chunk(count: int, message: str) -> None:
+    """With fewer nothing would say that less was moved; nothing moves at all."""
+    case = filled()
+    mover, blocks = Mover(case.pool), make_blocks(count, 4 * 36, 0)
+    before, rows = image_of(case.pool), [np.arange(10)]
+    with pytest.raises(AssertionError, match=f"{count} blocks are too {message}"):
+        mover.gather(rows, blocks, chunk_bytes=4 * TOKEN_BYTES).wait()
+    assert all({GUARD} == set(block.slab.tolist()) for block in blocks)
+    with pytest.raises(AssertionError, match=f"{count} blocks are too {message}"):
+        mover.scatter(blocks, rows, chunk_bytes=4 * TOKEN_BYTES, checksums=None).wait()
+    assert same_image(before, image_of(case.pool))
+
+
+def test_each_section_needs_its_blocks(device: CPUDevice) -> None:
+    """Also the last of several: there is no other one behind it to miss them."""
+    geometry = RECURRENT_AND_FULL.bind(
+        dtype="uint8", token=4,
+        full_layer=2, full_head=2, full_head_dim=2, full_v_head_dim=2,
+        state_layer=2, state_channel=2, state_width=2,
+        state_head=2, state_head_dim=2, state_state=2,
+    )  # fmt: skip
+    pool = Pool.create(geometry, device, page_count=2, request_count=2)
+    rows = [group.ids for group in pool.rows_of(np.arange(8), request=1)]
+    mover = Mover(pool)
+    count = mover.chunk_count(rows, 64)
+    blocks = make_blocks(count - 1, 64, 0)
+    with pytest.raises(AssertionError, match=f"{count - 1} blocks are too few"):
+        mover.gather(rows, blocks, chunk_bytes=64).wait()
 
 
 def test_without_a_seal_checksums_are_zero() -> None:

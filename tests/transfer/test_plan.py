@@ -246,10 +246,14 @@ def test_rows_are_numbered_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk_bytes", "expected"), [(36, 1), (71, 1), (72, 2), (143, 2), (144, 4), (1 << 20, 16384)]
-)
-def test_a_chunk_holds_a_power_of_two_of_tokens(chunk_bytes: int, expected: int) -> None:
-    """The largest that fits: 36 bytes a token."""
+    ("chunk_bytes", "expected"),
+    [
+        (36, 1), (71, 1), (72, 2), (143, 2), (144, 4), (36 * 64 - 1, 32), (36 * 64, 64),
+        (36 * 128 - 1, 64), (36 * 192, 192), (1 << 20, 29120),
+    ],
+)  # fmt: skip
+def test_a_chunk_holds_whole_groups_of_tokens(chunk_bytes: int, expected: int) -> None:
+    """As many of 64 as fit, or the largest power of two: 36 bytes a token."""
     assert expected == chunk_tokens_for(small_geometry(), chunk_bytes)
 
 

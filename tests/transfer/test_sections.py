@@ -156,6 +156,28 @@ def test_created_and_adopted_pools_have_the_same_sections(
         assert found[0] == found[1] == found[2] == found[3]
 
 
+@pytest.mark.parametrize(
+    ("row_bytes", "chunk_bytes", "rows"),
+    [
+        (1152, 227 * 1152, 192), (1152, 64 * 1152, 64), (1152, 63 * 1152, 32), (4096, 3 * 4096, 2),
+        (8191, 3 * 8191, 2), (8192, 3 * 8192, 3), (8192, 100 * 8192, 100),
+    ],
+)  # fmt: skip
+def test_a_chunk_is_of_whole_groups_where_rows_are_narrow(
+    row_bytes: int, chunk_bytes: int, rows: int
+) -> None:
+    """Of 64 rows, or of a power of two; wide rows move one by one, so it holds all that fit."""
+    (section,) = sections_of([BufferRows(row_bytes, np.zeros(1, np.int64))], chunk_bytes)
+    assert (rows, 1) == (section.chunk_rows, section.pieces)
+
+
+def test_the_widest_row_says_whether_rows_are_narrow() -> None:
+    """Most bytes are its."""
+    buffers = [BufferRows(size, np.zeros(1, np.int64)) for size in (16, 8192)]
+    (section,) = sections_of(buffers, 3 * (16 + 8192))
+    assert 3 == section.chunk_rows
+
+
 def test_row_with_gaps_that_would_have_to_be_cut_is_refused() -> None:
     """Its pieces are no rows of the buffer; the message says what would do."""
     padded = BufferRows(12, np.zeros(1, np.int64), is_padded=True)

@@ -11,7 +11,7 @@ from kvtide.pool import Pool
 from kvtide.transfer import chunk_tokens_for
 
 _LEAST_CHUNK_BYTES = 1 << 16
-# A call costs what it takes to copy 50 KiB: a chunk should have several times that of each buffer.
+# A call costs what it takes to copy 10 KiB: a chunk should have many times that of each buffer.
 _BUFFER_SHARE_BYTES = 256 << 10
 _LARGEST_SHARES_BYTES = 16 << 20
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -27,12 +27,13 @@ def block_bytes_for(pool: Pool, limit_bytes: int) -> int:
     """The size of the arena's blocks, which is also that of a chunk.
 
     What the device moves best at once, and more where the pool is in many buffers, each of which
-    takes a call of its own for every chunk. But no more than a 16th of a small arena: a request
-    takes whole blocks of it. Never less than the largest row, which moves whole.
+    takes a call of its own for every chunk; up to a 16th more, so that where scales lie beside
+    values of a power of two as many tokens fit as without. But no more than a 16th of a small
+    arena: a request takes whole blocks of it. Never less than the largest row, which moves whole.
     """
     geometry = pool.geometry
     shares = min(len(pool.buffers) * _BUFFER_SHARE_BYTES, _LARGEST_SHARES_BYTES)
-    wanted = max(pool.device.chunk_bytes, shares)
+    wanted = max(pool.device.chunk_bytes, shares) * 17 // 16
     chunk_bytes = min(wanted, max(_LEAST_CHUNK_BYTES, limit_bytes // 16))
     token_bytes = max(1, geometry.token_bytes)
     largest_row = max(plane.row_bytes for plane in geometry.planes)

@@ -1,8 +1,8 @@
 """`kvtide bench copy --layouts`: the same for every declared layout, at row sizes that models have.
 
 Slots lie in scattered pages of 64 tokens (128 where so many share a row), as a paged allocator
-leaves them. Each layout is measured beside a memcpy of its own, in turns with it: ratios are of
-bandwidth.
+leaves them, and blocks are as large as those of an arena for such a pool. Each layout is measured
+beside a memcpy of its own, in turns with it: ratios are of bandwidth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvtide.pool import Pool
 
 _PAGE_SIZE = 64
-_BLOCK_BYTES = 1 << 20
+# Of an arena large enough to have blocks of the size that it likes best.
+_ARENA_BYTES = 1 << 30
 _POOL_SHARE = 4
 
 # Axes as in an 8B model for attention with heads, as in DeepSeek-V3 for latents, as in Qwen3-Next
@@ -57,19 +58,30 @@ def declared_layouts() -> list[Layout]:
     return list({sample.layout.name: sample.layout for sample in SAMPLES}.values())
 
 
-def bind_for_models(layout: Layout) -> Geometry:
-    """The layout with axes as models have them, its optional planes included."""
+def bind_for_models(layout: Layout, **larger: int) -> Geometry:
+    """The layout with axes as models have them, its optional planes included; `larger` are sizes
+    to have instead."""
     from kvtide.layout import EveryNth
 
     axes = {axis for plane in layout.planes for axis in plane.sized_axes} - {"token"}
     # A joined layout's axes are called by their part first: full_layer, draft_head_dim.
     sizes: dict[str, Any] = {
         axis: AXES[axis] if axis in AXES else AXES[axis.partition("_")[2]] for axis in axes
-    }
+    } | larger
     shared = [
         rule.count for plane in layout.planes for rule in plane.rows if isinstance(rule, EveryNth)
     ]
     return layout.bind(dtype="bfloat16", token=max(_PAGE_SIZE, *shared, 1), **sizes)
+
+
+def bind_for_size(layout: Layout, size_bytes: int) -> Geometry:
+    """The same. Where a request has but one row in each layer, whatever its length, layers are as
+    many as it takes to move about `size_bytes`."""
+    geometry = bind_for_models(layout)
+    if geometry.page_bytes:
+        return geometry
+    layer_bytes = sum(plane.row_bytes for plane in geometry.planes)
+    return bind_for_models(layout, layer=max(1, round(size_bytes / layer_bytes)))
 
 
 def measure_layouts(size_bytes: int, rounds: int) -> Iterator[LayoutFigures]:
@@ -78,7 +90,7 @@ def measure_layouts(size_bytes: int, rounds: int) -> Iterator[LayoutFigures]:
 
     with closing(open_device("cpu")) as device:
         for layout in declared_layouts():
-            yield _measure(bind_for_models(layout), device, size_bytes, rounds)
+            yield _measure(bind_for_size(layout, size_bytes), device, size_bytes, rounds)
 
 
 def layout_json(figures: LayoutFigures) -> dict[str, Any]:
@@ -100,6 +112,7 @@ def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -
     import torch
 
     from kvtide.arena import HostArena
+    from kvtide.arena.budget import block_bytes_for
     from kvtide.transfer import Mover
 
     # Recurrent state alone has no pages: then one request's row is all that moves.
@@ -109,11 +122,11 @@ def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -
     page_size = geometry.page_size
     slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
     rows = [group.ids for group in pool.rows_of(slots, request=1)]
-    mover = Mover(pool)
-    count, moved_bytes = mover.chunk_count(rows, _BLOCK_BYTES), mover.size_bytes(rows)
-    arena = HostArena(device, limit_bytes=count * _BLOCK_BYTES, block_bytes=_BLOCK_BYTES)
+    mover, block_bytes = Mover(pool), block_bytes_for(pool, _ARENA_BYTES)
+    count, moved_bytes = mover.chunk_count(rows, block_bytes), mover.size_bytes(rows)
+    arena = HostArena(device, limit_bytes=count * block_bytes, block_bytes=block_bytes)
     lease = arena.lease(count)
-    moves = make_moves(pool, rows, lease.blocks, chunk_bytes=_BLOCK_BYTES)
+    moves = make_moves(pool, rows, lease.blocks, chunk_bytes=block_bytes)
     source = torch.ones(moved_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
     timings = time_in_turns(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -13,10 +12,14 @@ from kvtide.device import Block, Job, Step
 from kvtide.errors import SnapshotDamaged
 from kvtide.layout import Ids
 from kvtide.pool import Pool
+from kvtide.transfer.copies import Copies, DeviceCopies, HostCopies, Run, Units, runs_of, widest
 from kvtide.transfer.plan import Moves, Section, plan_moves, sections_of
 
 # So many views of buffers are kept from move to move; each is some hundred bytes.
 _MOST_UNITS = 4096
+# A chunk is hashed in pieces of about this size, each as soon as it is there: with what it was
+# copied from, it is still in the core's own cache.
+_HASHED_BYTES = 256 << 10
 
 _Phases = Iterator[Sequence[Step[int]]]
 
@@ -25,16 +28,15 @@ _Phases = Iterator[Sequence[Step[int]]]
 class Mover:
     """Copies rows between a pool and host blocks, a chunk of rows a block.
 
-    All copying is of bytes, in elements as wide as alignment allows, so every dtype moves,
-    NaN payloads included. Rows come checked (`Pool.rows_of`), those of each group of planes; a
-    block is uint8 [block_bytes], of which a chunk of up to `chunk_bytes` fills the beginning.
-    Both ways return at once.
+    All copying is of bytes, so every dtype moves, NaN payloads included. Rows come checked
+    (`Pool.rows_of`), those of each group of planes; a block is uint8 [block_bytes], of which a
+    chunk of up to `chunk_bytes` fills the beginning. Both ways return at once.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._known: dict[int, list[Section]] = {}
-        self._units: dict[tuple[int, int, int], _Units] = {}
+        self._units: dict[tuple[int, int, int], Units] = {}
 
     def chunk_count(self, rows: Sequence[Ids], chunk_bytes: int) -> int:
         """The chunks, which is as many blocks, that these rows of each group make."""
@@ -63,7 +65,10 @@ class Mover:
 
         def phases() -> _Phases:
             chunks = self._chunks(rows, blocks, chunk_bytes)
-            yield [Step(chunk.checksum if seal else _nothing, chunk.gather) for chunk in chunks]
+            if seal:
+                yield [Step(chunk.checksum, chunk.gather_hashing) for chunk in chunks]
+            else:
+                yield [Step(_nothing, chunk.gather) for chunk in chunks]
 
         return self._submit(phases, chunk_bytes)
 
@@ -111,8 +116,9 @@ class Mover:
         for section in self.sections(chunk_bytes):
             count = section.chunk_count(rows[section.group].size)
             own = blocks[len(chunks) : len(chunks) + count]
+            assert len(own) == count, f"{len(blocks)} blocks are too few: one a chunk"
             chunks += self._section_chunks(section, rows[section.group], own)
-        assert len(chunks) == len(blocks), "one block a chunk"
+        assert len(chunks) == len(blocks), f"{len(blocks)} blocks are too many: one a chunk"
         return chunks
 
     def _section_chunks(self, section: Section, rows: Ids, blocks: Sequence[Block]) -> list[_Chunk]:
@@ -121,40 +127,40 @@ class Mover:
         for part in plan_moves(section.rows, ids, size, self._pool.device.move_bytes):
             size_bytes = min(size, ids.size - len(chunks) * size) * section.row_bytes
             stop = len(chunks) + len(part[0].units)
-            for run in _runs_of(blocks[len(chunks) : stop]):
+            for run in runs_of(blocks[len(chunks) : stop]):
                 first = len(chunks) - stop + len(part[0].units)
                 copies = self._copies(section, part, run, first)
-                chunks += [
-                    _Chunk(number, run.block(number, size_bytes), copies)
-                    for number in range(run.count)
-                ]
+                chunks += [_Chunk(run, number, size_bytes, copies) for number in range(run.count)]
         return chunks
 
     def _copies(
-        self, section: Section, part: Sequence[Moves], run: _Run, first: int
-    ) -> list[_Copies]:
+        self, section: Section, part: Sequence[Moves], run: Run, first: int
+    ) -> list[Copies]:
         """The copies of the chunks in `run`, the first of which is number `first` of `part`."""
         device = self._pool.device
-        indices: dict[int, Sequence[torch.Tensor]] = {}
-        copies: list[_Copies] = []
+        uploaded: dict[int, Sequence[torch.Tensor]] = {}
+        copies: list[Copies] = []
         for moves in part:
-            if id(moves.units) not in indices:
-                units = torch.from_numpy(moves.units)[first : first + run.count]
-                indices[id(moves.units)] = device.upload(units).unbind()
-            source = self._units_of(section, moves)
-            dtype = _widest(device.elements, source.bits | run.bits | moves.block_offset)
-            shape = (moves.units.shape[1], source.unit_bytes // dtype.itemsize)
+            source, at = self._units_of(section, moves), moves.block_offset
+            index = moves.units[first : first + run.count]
+            if source.in_memory is not None:
+                copies.append(HostCopies(source.in_memory, index, run, at))
+                continue
+            if id(moves.units) not in uploaded:
+                uploaded[id(moves.units)] = device.upload(torch.from_numpy(index)).unbind()
+            dtype = widest(device.elements, source.bits | run.bits | at)
+            shape = (index.shape[1], source.unit_bytes // dtype.itemsize)
             copies.append(
-                _Copies(
+                DeviceCopies(
                     source.as_type(dtype),
-                    indices[id(moves.units)],
-                    run.parts(moves.block_offset, dtype, shape),
-                    moves.block_offset,
+                    uploaded[id(moves.units)],
+                    run.parts(at, dtype, shape),
+                    at,
                 )
             )
         return copies
 
-    def _units_of(self, section: Section, moves: Moves) -> _Units:
+    def _units_of(self, section: Section, moves: Moves) -> Units:
         """A buffer as units of that size; known from the last time, mostly."""
         row_bytes = section.rows[moves.buffer].row_bytes
         form = (
@@ -165,145 +171,59 @@ class Mover:
         if form not in self._units:
             if len(self._units) >= _MOST_UNITS:
                 self._units.clear()
-            self._units[form] = _Units(self._pool.buffers[form[0]], *form[1:])
+            self._units[form] = Units(self._pool.buffers[form[0]], *form[1:])
         return self._units[form]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """What moves between one buffer and the blocks of one run, for each of its chunks."""
-
-    units: torch.Tensor
-    """The buffer, as units [unit, element]."""
-    index: Sequence[torch.Tensor]
-    """Of each chunk the units that move, int64 [unit]."""
-    parts: Sequence[torch.Tensor]
-    """Of each chunk their place in its block, [unit, element]."""
-    block_offset: int
-    """In bytes, where that place begins in each block."""
-
-    def staged(self, staging: torch.Tensor) -> torch.Tensor:
-        """The place of one chunk's units in `staging`, which is laid out like a block."""
-        place, size_bytes = self.parts[0], self.parts[0].nbytes
-        part = staging[self.block_offset : self.block_offset + size_bytes]
-        return part.view(place.dtype).view(place.shape)
-
-
-@final
-class _Units:
-    """A buffer less its first bytes, read as units: rows that adjoin, taken together."""
-
-    def __init__(self, buffer: torch.Tensor, skip_bytes: int, unit_bytes: int) -> None:
-        self.unit_bytes = unit_bytes
-        if buffer.dim() == 1:
-            buffer = buffer[skip_bytes:]
-            buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes].view(-1, unit_bytes)
-        self._typed = {torch.uint8: buffer}
-        self.bits = unit_bytes | buffer.stride(0) | _bits_of(buffer)
-
-    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
-        """The units as [unit, element]."""
-        if dtype not in self._typed:
-            self._typed[dtype] = self._typed[torch.uint8].view(dtype)
-        return self._typed[dtype]
-
-
-@final
 class _Chunk:
-    """One chunk: its number in the run that `copies` are of, and its bytes in the block."""
+    """One chunk: its number in `run`, which `copies` are of, and its length."""
 
-    def __init__(self, number: int, block: torch.Tensor, copies: Sequence[_Copies]) -> None:
+    def __init__(self, run: Run, number: int, size_bytes: int, copies: Sequence[Copies]) -> None:
+        self._run = run
         self._number = number
-        self._block = block
         self._copies = copies
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the chunk."""
-        return self._block.numel()
+        self._checksum: int | None = None
+        self.size_bytes = size_bytes
 
     def gather(self, staging: torch.Tensor | None) -> None:
         """Units of the buffers to the block, by way of `staging` if there is any."""
         for one in self._copies:
-            place = one.parts[self._number] if staging is None else one.staged(staging)
-            torch.index_select(one.units, 0, one.index[self._number], out=place)
+            one.gather(self._number, staging)
         if staging is not None:
-            self._block.copy_(staging[: self.size_bytes], non_blocking=True)
+            self._block().copy_(staging[: self.size_bytes], non_blocking=True)
+
+    def gather_hashing(self, staging: torch.Tensor | None) -> None:
+        """The same; without staging the checksum is known then as well."""
+        if staging is not None or self.size_bytes <= _HASHED_BYTES:
+            self.gather(staging)
+            return
+        checksum, hashed = xxhash.xxh3_64(), 0
+        for one in self._copies:
+            one.gather(self._number, None)
+            if one.stop - hashed >= _HASHED_BYTES or one.stop == self.size_bytes:
+                checksum.update(self._memory(hashed, one.stop))
+                hashed = one.stop
+        self._checksum = checksum.intdigest()
 
     def scatter(self, staging: torch.Tensor | None) -> None:
         """The block to units of the buffers, by way of `staging` if there is any."""
         if staging is not None:
-            staging[: self.size_bytes].copy_(self._block, non_blocking=True)
+            staging[: self.size_bytes].copy_(self._block(), non_blocking=True)
         for one in self._copies:
-            place = one.parts[self._number] if staging is None else one.staged(staging)
-            one.units.index_copy_(0, one.index[self._number], place)
+            one.scatter(self._number, staging)
 
     def checksum(self) -> int:
         """XXH3 64 of the block's bytes."""
-        return xxhash.xxh3_64_intdigest(self._block.numpy().data)
+        if self._checksum is None:
+            self._checksum = xxhash.xxh3_64_intdigest(self._memory(0, self.size_bytes))
+        return self._checksum
 
+    def _block(self) -> torch.Tensor:
+        return self._run.slab[self._run.span(self._number, 0, self.size_bytes)]
 
-@final
-class _Run:
-    """Blocks of one slab at equal distances: `count` of them, `step` bytes apart.
-
-    Most leases are one run, and a run is cut up in one call where blocks would take one each.
-    """
-
-    def __init__(self, block: Block) -> None:
-        self.slab = block.slab
-        self.first = block.offset
-        self.step = 0
-        self.count = 1
-        self.bits = _bits_of(block.slab) | block.offset
-        """See _bits_of."""
-
-    def join(self, block: Block) -> bool:
-        """Takes the block into the run, if it is the next one."""
-        step = block.offset - self.first if self.count == 1 else self.step
-        if block.slab is not self.slab or step <= 0:
-            return False
-        if block.offset != self.first + self.count * step:
-            return False
-        self.step = step
-        self.bits |= step
-        self.count += 1
-        return True
-
-    def block(self, number: int, size_bytes: int) -> torch.Tensor:
-        """The first bytes of one block, uint8 [size_bytes]."""
-        start = self.first + number * self.step
-        return self.slab[start : start + size_bytes]
-
-    def parts(
-        self, block_offset: int, dtype: torch.dtype, shape: tuple[int, int]
-    ) -> Sequence[torch.Tensor]:
-        """What lies at `block_offset` bytes of each block, as `dtype` [*shape]."""
-        size = dtype.itemsize
-        strides = (self.step // size, shape[1], 1)
-        start = (self.first + block_offset) // size
-        wide = self.slab.view(dtype)
-        parts = wide.as_strided((self.count, *shape), strides, wide.storage_offset() + start)
-        return parts.unbind()
-
-
-def _runs_of(blocks: Sequence[Block]) -> list[_Run]:
-    runs: list[_Run] = []
-    for block in blocks:
-        if not runs or not runs[-1].join(block):
-            runs.append(_Run(block))
-    return runs
-
-
-def _bits_of(tensor: torch.Tensor) -> int:
-    """Its place and size in bytes, or-ed: what divides them all divides this, if a power of two."""
-    return tensor.data_ptr() | int(tensor.storage_offset()) | tensor.numel()
-
-
-def _widest(dtypes: Sequence[torch.dtype], bits: int) -> torch.dtype:
-    """The first of `dtypes` that fits sizes and places of these bits."""
-    return next(dtype for dtype in dtypes if bits % dtype.itemsize == 0)
+    def _memory(self, first: int, stop: int) -> memoryview:
+        return self._run.memory[self._run.span(self._number, first, stop)].data
 
 
 def _checking(number: int, chunk: _Chunk, sealed: int) -> Callable[[], int]:

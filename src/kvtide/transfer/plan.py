@@ -21,6 +21,8 @@ from kvtide.layout import BufferRows, Geometry
 Slots = NDArray[np.int64]
 
 _LONGEST_GROUP = 64
+# Rows of that size move one by one about as fast as in groups.
+_WIDE_ROW_BYTES = 8 << 10
 
 
 @final
@@ -105,8 +107,8 @@ def checked_slots(slots: Any, slot_count: int) -> Slots:
 
 
 def chunk_tokens_for(geometry: Geometry, chunk_bytes: int) -> int:
-    """The most tokens that `chunk_bytes` hold, rounded down to a power of two; at least 1."""
-    return _power_of_two(chunk_bytes // max(1, geometry.token_bytes))
+    """The most tokens that `chunk_bytes` hold, rounded down to whole groups; at least 1."""
+    return _whole_groups(chunk_bytes // max(1, geometry.token_bytes))
 
 
 def sections_of(buffers: Sequence[BufferRows], chunk_bytes: int) -> list[Section]:
@@ -143,7 +145,9 @@ def _take_section(
         at = [layer for other, layer in own if other == number]
         rows.append(buffers[number].part(at[0], at[-1] + 1).cut(pieces))
     row_bytes = sum(one.row_bytes * len(one.layer_rows) for one in rows)
-    chunk_rows = _power_of_two(chunk_bytes // row_bytes)
+    chunk_rows = chunk_bytes // row_bytes
+    if max(one.row_bytes for one in rows) < _WIDE_ROW_BYTES:
+        chunk_rows = _whole_groups(chunk_rows)
     return Section(first.group, tuple(numbers), tuple(rows), pieces, chunk_rows)
 
 
@@ -160,9 +164,12 @@ def _pieces_of(rows: BufferRows, chunk_bytes: int) -> int:
     return pieces
 
 
-def _power_of_two(number: int) -> int:
-    """The largest one up to `number`, and at least 1: a chunk of whole pages moves by pages."""
-    return 1 << (max(1, number).bit_length() - 1)
+def _whole_groups(rows: int) -> int:
+    """The most up to `rows`, and at least 1, that is whole groups: of the longest ones, or a power
+    of two. A chunk of whole pages moves by pages."""
+    if rows >= _LONGEST_GROUP:
+        return rows - rows % _LONGEST_GROUP
+    return 1 << (max(1, rows).bit_length() - 1)
 
 
 def plan_moves(
@@ -202,8 +209,10 @@ def _units_of(
     """How many rows of that buffer are a unit; and the units [chunk, unit] of each move."""
     # A unit must not straddle two layers, so each layer has to begin at one.
     unit_rows = 1 if buffer.is_padded else min(group, _alignment(buffer.layer_rows))
-    firsts = (chunks[:, ::unit_rows] - skip % unit_rows) // unit_rows
-    bases = buffer.layer_rows // unit_rows
+    firsts, bases = chunks, buffer.layer_rows
+    if unit_rows > 1:
+        firsts = (chunks[:, ::unit_rows] - skip % unit_rows) // unit_rows
+        bases = bases // unit_rows
     units = (bases[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
     step = max(1, longest_bytes // (unit_rows * buffer.row_bytes))
     return unit_rows, [units[:, at : at + step] for at in range(0, units.shape[1], step)]
@@ -212,15 +221,17 @@ def _units_of(
 def _grouping(chunks: Slots) -> tuple[int, int]:
     """(group, skip): each chunk's slots are runs of `group` consecutive ones, and every run
     begins `skip` after a multiple of `group`; the longest such power of two."""
-    group = _LONGEST_GROUP
-    while group > 1:
-        if chunks.shape[1] % group == 0:
-            runs = chunks.reshape(-1, group)
-            skips = runs[:, 0] % group
-            if (np.diff(runs, axis=1) == 1).all() and (skips == skips[0]).all():
-                return group, int(skips[0])
-        group //= 2
-    return 1, 0
+    # A power of two that divides where runs begin, in the chunks and among the slots, divides
+    # what is or-ed here.
+    bits = chunks.shape[1] | _LONGEST_GROUP
+    if bits & 1:
+        return 1, 0
+    slots = chunks.reshape(-1)
+    first = int(slots[0])
+    starts = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
+    bits |= int(np.bitwise_or.reduce(starts)) | int(np.bitwise_or.reduce(slots[starts] - first))
+    group = bits & -bits
+    return group, first % group
 
 
 def _alignment(rows: Slots) -> int:
