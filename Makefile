@@ -10,7 +10,8 @@ OUT := out
 # A process to a core, four at most. More threads in each would wait for those of the others.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SIDE_BY_SIDE := -m pytest -n auto --maxprocesses 4
-PYTEST := $(ONE_THREAD) '$(CURDIR)/$(PY)' $(SIDE_BY_SIDE)
+# Neighbours share what is made once for each process, such as a model that is loaded.
+PYTEST := $(ONE_THREAD) '$(CURDIR)/$(PY)' $(SIDE_BY_SIDE) --dist worksteal
 
 # SmolLM2 keeps 22.5 KiB of KV a token, so this is room for about a quarter of the demo's tokens.
 KV_MEMORY ?= 45MiB
@@ -50,9 +51,9 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo 'installing torch (the largest part; minutes on a slow line)'
-	@$(PY) $(INSTALL) -c constraints.txt torch
+	@$(PY) $(INSTALL) -c constraints.txt torch setuptools
 	@echo 'installing kvtide, its engine and the tools for its tests'
-	@$(PY) $(INSTALL) -c constraints.txt -e '.[serve,dev]'
+	@$(PY) $(INSTALL) -c constraints.txt --no-build-isolation -e '.[serve,dev]'
 	@touch $@
 
 # Built against the torch of the environment, which a build of its own would download again.
@@ -60,7 +61,7 @@ $(VENV)/.simnpu: $(VENV)/.installed $(SIMNPU)
 	@$(PY) -c 'import shutil, os, sys; sys.exit(shutil.which(os.environ.get("CXX") or "c++") is None)' || { \
 	  echo 'error: there is no C++ compiler, which simnpu, the simulated accelerator, needs.' >&2; \
 	  echo '       On Debian or Ubuntu: apt install g++' >&2; exit 1; }
-	@echo 'building simnpu, the simulated accelerator of the tests (a minute)'
+	@echo 'building simnpu, the simulated accelerator of the tests (half a minute)'
 	@$(PY) $(INSTALL) --no-build-isolation --no-deps -e ./simnpu
 	@touch $@
 
@@ -96,7 +97,7 @@ lint: setup
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 
-types: $(VENV)/.simnpu
+types: setup
 	$(PY) -m mypy
 	cd simnpu && ../$(PY) -m mypy
 

@@ -30,7 +30,8 @@ def build() -> None:
 
     extension = CppExtension(
         "simnpu._C",
-        sorted(str(path) for path in Path("csrc").glob("*.cpp")),
+        ["csrc/all.cpp"],
+        depends=sorted(str(path) for path in Path("csrc").iterdir()),
         # The C++ standard is torch's choice: C++17 for 2.9, C++20 for 2.13.
         extra_compile_args=["-O1", "-g0", "-fvisibility=hidden"],
         extra_link_args=["-s"],

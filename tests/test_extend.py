@@ -29,21 +29,32 @@ def test_pool_of_a_stranger_is_short() -> None:
     assert len(lines) <= 30
 
 
-@pytest.mark.parametrize(("name", "code"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
-def test_example_passes(name: str, code: str, tmp_path: Path) -> None:
-    """In a folder of its own, with nothing of this repository's tests."""
-    (tmp_path / name).write_text(code, encoding="utf-8")
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", name],
-        cwd=tmp_path,
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """pytest on them, in a folder of their own with nothing of this repository's tests."""
+    folder = tmp_path_factory.mktemp("examples")
+    for name, code in EXAMPLES:
+        (folder / name).write_text(code, encoding="utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", *(name for name, _ in EXAMPLES)],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert 0 == done.returncode, done.stdout
-    found = re.search(r"(\d+) passed", done.stdout)
-    assert found is not None
-    assert int(found[1]) >= 9
+
+
+@pytest.mark.parametrize("name", [name for name, _ in EXAMPLES])
+def test_example_passes(name: str, run: subprocess.CompletedProcess[str]) -> None:
+    """All of its tests, of which there are some."""
+    ends = re.findall(rf"^{re.escape(name)}::.* (\w+) +\[ *\d+%\]$", run.stdout, re.MULTILINE)
+    assert {"PASSED"} == {*ends}, run.stdout
+    assert len(ends) >= 9
+
+
+def test_nothing_else_goes_wrong(run: subprocess.CompletedProcess[str]) -> None:
+    """Such as an error at the very end."""
+    assert 0 == run.returncode, run.stdout + run.stderr

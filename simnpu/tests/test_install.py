@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_pinning_can_be_limited_from_the_start() -> None:
         "try: torch.zeros(64).pin_memory()\nexcept RuntimeError as e: print(e)"
     )
     assert run(script).startswith("simnpu: can't pin 256 bytes of host memory: 0 of 64 are pinned")
+
+
+def test_every_source_is_compiled() -> None:
+    """The compiler gets one, which has the others."""
+    folder = ROOT / "csrc"
+    included = re.findall(
+        r'^#include "(\w+\.cpp)"$', (folder / "all.cpp").read_text(), re.MULTILINE
+    )
+    assert sorted(path.name for path in folder.glob("*.cpp")) == sorted(["all.cpp", *included])
 
 
 @pytest.mark.parametrize(

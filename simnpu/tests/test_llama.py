@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import simnpu
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import NPU, Plan
 
 
 def test_a_small_llama_generates_the_cpu_s_tokens(schedule: Plan) -> None:
     """Prefill and decoding with a cache, greedily."""
+    # Not above: it takes as long as all these tests, and only the process that runs them needs it.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -377,38 +379,46 @@ def test_closed_standard_input_is_bad_input(
     assert expected == capsys.readouterr().err
 
 
-def test_terminal_that_knows_ascii_only_gets_its_lines(tmp_path: Path) -> None:
+def test_terminal_that_knows_ascii_only_gets_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names of files and requests that can't be written there don't break a run that is done."""
     (tmp_path / "p").write_text('{"id": "\u00fc", "prompt": "x"}', encoding="utf-8")
-    code = (
-        "import sys; from kvtide.cli.main import main; "
-        "from support.fake_serving import FakeServing; "
-        "sys.exit(main(['run', sys.argv[1], '--verify', '--out', sys.argv[2]], "
-        "serving=FakeServing(lambda e, n: setattr(e, 'digest_of', lambda r: n))))"
-    )
-    environment = os.environ | {
-        "PYTHONIOENCODING": "ascii",
-        "PYTHONUTF8": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    command = [sys.executable, "-c", code, str(tmp_path / "p"), str(tmp_path / "\u00e9")]
-    done = subprocess.run(command, capture_output=True, env=environment)
-    assert done.returncode == 3, done.stderr
-    assert f"answers: {tmp_path}/?\n".encode() in done.stdout
-    assert b"verified: false (request '?', step 0: " in done.stdout
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+
+    def tell_apart(engine: FakeEngine, number: int) -> None:
+        engine.digest_of = lambda request: number
+
+    files = [str(tmp_path / "p"), "--verify", "--out", str(tmp_path / "\u00e9")]
+    assert main(["run", *files], serving=FakeServing(tell_apart)) == 3
+    sys.stdout.flush()
+    assert f"answers: {tmp_path}/?\n".encode() in raw.getvalue()
+    assert b"verified: false (request '?', step 0: " in raw.getvalue()
+
+
+@contextlib.contextmanager
+def _standard_output_to(path: Path) -> Iterator[None]:
+    """As a shell's `> path`: the file is open as 1, and sys.stdout writes there."""
+    kept = os.dup(1)
+    try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+        with (
+            open(1, "w", encoding="utf-8", closefd=False) as stdout,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr("sys.stdout", stdout)
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def test_answers_to_standard_output_do_not_lose_the_table(prompts: str, tmp_path: Path) -> None:
     """`--out /dev/stdout > file`: the file is the one that standard output goes on writing to."""
-    code = (
-        "import sys; from kvtide.cli.main import main; "
-        "from support.fake_serving import FakeServing; "
-        "sys.exit(main(['run', sys.argv[1], '--out', '/dev/stdout'], serving=FakeServing()))"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with (tmp_path / "all").open("wb") as file:
-        command = [sys.executable, "-c", code, prompts]
-        subprocess.run(command, stdout=file, env=environment, check=True)
+    with _standard_output_to(tmp_path / "all"):
+        assert main(["run", prompts, "--out", "/dev/stdout"], serving=FakeServing()) == 0
     lines = (tmp_path / "all").read_text(encoding="utf-8").splitlines()
     assert ["first", "large", "moved", "last"] == [json.loads(line)["id"] for line in lines[:4]]
     assert lines[4].startswith("requests: 4")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.cli.main import main
+from support.simulated import simulated
 
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 START = "from kvtide.cli import start; raise SystemExit(start())"
@@ -27,16 +28,33 @@ def run(options: str, prompts: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:5", "thread"])
-def test_a_simulated_npu_gives_answers_that_verify(schedule: str) -> None:
-    """In little KV memory, with every schedule; some requests are retracted and come back."""
-    # A page of 16 tokens takes 8 KiB; each request needs about 4 of these 8, all of them about 20.
-    prompts = "".join(f'{{"id": "{i}", "prompt": "{"ab" * (5 + i)}"}}\n' for i in range(6))
-    options = "--model tiny-random --device npu --simulate --verify --max-new-tokens 16"
-    found = run(f"{options} --kv-memory 64KiB --schedule {schedule}", prompts)
+# A page of 16 tokens takes 8 KiB; each request needs about 4 of these 8, all of them about 20.
+LITTLE = "--model tiny-random --verify --max-new-tokens 16 --kv-memory 64KiB --device npu"
+SIX = "".join(f'{{"id": "{i}", "prompt": "{"ab" * (5 + i)}"}}\n' for i in range(6))
+
+
+def test_a_simulated_npu_gives_answers_that_verify() -> None:
+    """In little KV memory; some requests are retracted and come back."""
+    found = run(f"{LITTLE} --simulate --schedule lazy", SIX)
     assert 0 == found.returncode, found.stderr
     assert "verified: true (6 requests: " in found.stdout
     assert "retractions: 0" not in found.stdout
+
+
+@pytest.mark.parametrize("schedule", ["eager", "random:5", "thread"])
+def test_so_does_every_other_schedule(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has the device; and no mistake in waiting goes unnoticed."""
+    (tmp_path / "six").write_text(SIX, encoding="utf-8")
+    with simulated(schedule):
+        code = main(
+            ["run", str(tmp_path / "six"), *LITTLE.split(), "--simulate", "--schedule", schedule]
+        )
+    captured = capsys.readouterr()
+    assert 0 == code, captured.err
+    assert "verified: true (6 requests: " in captured.out
+    assert "retractions: 0" not in captured.out
 
 
 def test_without_simulation_there_is_no_npu() -> None:

@@ -84,7 +84,8 @@ class TestNPUPool(PoolTests):
         """A small one."""
         device = npu_pools.small_device(device_name, 2048)
         self.thorough = device_name == "cpu"
-        self.mine = npu_pools.KINDS[request.param](device)
+        # Pinned memory is for good: of the usual slab each of these pools would keep 64 MiB.
+        self.mine = npu_pools.KINDS[request.param](device, host_limit_bytes=1 << 20)
         yield
         self.mine.close()
         device.close()

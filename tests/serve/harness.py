@@ -9,15 +9,36 @@ from collections.abc import Iterable, Sequence
 import pytest
 import torch
 
+from kvtide.device import Device
+from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import OpenModel, open_model
 from kvtide.serve.request import Request, SamplingParams
+from kvtide.serve.selfcheck import RowCheck, find_rows
 
 
 @functools.cache
 def tiny(dtype: str = "float32") -> OpenModel:
     """The small random model; loaded once, since no test changes it."""
     return open_model("tiny-random", dtype=dtype)
+
+
+_checks: dict[tuple[object, ...], RowCheck] = {}
+
+
+def check_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets engines of one model share a self-check, which is half of a small one's time.
+
+    It is made for each thread count and device, as each engine would; test_selfcheck.py is of it.
+    """
+
+    def find_once(model: PreTrainedModel, device: Device) -> RowCheck:
+        key = (model, torch.get_num_threads(), device.name)
+        if key not in _checks:
+            _checks[key] = find_rows(model, device)
+        return _checks[key]
+
+    monkeypatch.setattr("kvtide.serve.engine.find_rows", find_once)
 
 
 def token_bytes(source: OpenModel) -> int:

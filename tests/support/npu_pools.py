@@ -23,6 +23,8 @@ Image = dict[tuple[str, int], Bytes]
 
 POISON = 0xA5
 CHUNK, LIMIT_BYTES = 8, 1 << 16
+# Two of an accelerator's; the usual slab of pinned memory takes long to get.
+FEW_CHUNKS_BYTES = 2 * AcceleratorDevice.chunk_bytes
 FIRST_LAYER, LAYER_COUNT, PAGE_SIZE, SLOT_COUNT = 5, 3, 4, 68
 INDEX_LAYERS = (5, 7)
 STAGE: dict[str, Any] = {
@@ -195,7 +197,7 @@ def slots_for(kind: str, count: int, style: str, pages: range) -> list[int]:
 
 def saved(kind: str, device: Any = "cpu", **changes: Any) -> tuple[NPUTokenToKVPool, Image]:
     """A pool of that kind with random bytes, and those."""
-    pool = KINDS[kind](device, **changes)
+    pool = KINDS[kind](device, **{"host_limit_bytes": FEW_CHUNKS_BYTES, **changes})
     pool.cpu_offloading_chunk_size = CHUNK
     scramble(pool, 1)
     return pool, image_of(pool)
