@@ -48,7 +48,9 @@ class Scheduler:
 
 
 class Batch:
-    """A running batch."""
+    """A running batch, of requests without a recurrent state."""
+
+    mamba_track_mask_cpu: Any = None
 
     def __init__(self, *reqs: Req) -> None:
         self.reqs = list(reqs)

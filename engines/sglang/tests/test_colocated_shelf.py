@@ -258,6 +258,24 @@ def test_what_nobody_thought_of_closes_the_shelf(
     assert 0 == len(shelf)
 
 
+@pytest.mark.parametrize("name", ["has_room", "take_slots"])
+def test_so_does_what_comes_before_a_restore(
+    name: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has been restored then, and nothing taken that could be given back."""
+
+    def moved(*_: object) -> bool:
+        raise AssertionError("moved")
+
+    saved = Req("saved")
+    scheduler = Scheduler(saved)
+    shelf, keeper = shelved(scheduler, saved)
+    monkeypatch.setattr(colocated, name, moved)
+    assert (["running"], ["saved"]) == plan(scheduler, Batch(Req("running")))
+    assert (["discard saved"], []) == (keeper.calls, place.given_back)
+    assert 0 == len(shelf)
+
+
 def test_a_request_that_is_retracted_again_is_not_late(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

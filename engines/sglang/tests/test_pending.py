@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from colocated_fakes import Batch, Req, Scheduler
+from sglang.srt import runtime_context
 
 from kvtide.plugin.sglang import attach, hooks
 from kvtide.plugin.sglang.attach import Attachment
@@ -29,8 +32,13 @@ def attached(scheduler: Scheduler, *, has_state: bool = True) -> Attachment:
     return found
 
 
-def retracting(scheduler: Scheduler, running: Batch) -> list[str]:
-    """What is done when SGLang updates the running batch, and later comes to the results."""
+def retracting(
+    scheduler: Scheduler, running: Batch, prepare: Callable[[], Any] = lambda: None
+) -> list[str]:
+    """What is done when SGLang updates the running batch, and later comes to the results.
+
+    `prepare` is its preparation of the next step.
+    """
     done: list[str] = []
 
     def process(batch: Any, result: str) -> None:
@@ -41,6 +49,7 @@ def retracting(scheduler: Scheduler, running: Batch) -> list[str]:
 
     def update(scheduler: Scheduler, batch: Batch) -> str:
         done.append(f"update with {len(scheduler.result_queue)} on their way")
+        prepare()
         return "updated"
 
     scheduler.process_batch_result = process  # type: ignore[attr-defined]
@@ -116,12 +125,119 @@ def test_penalties_count_each_token_once() -> None:
     early.output_ids, other.output_ids = [1, 2, 3], [4, 5]
     scheduler.result_queue.append((Batch(early), "result"))
     attached(scheduler)
-    retracting(scheduler, Decoding(early, other, fits=False))
     counted = []
 
-    def count(batch: Batch) -> None:
-        counted.append([req.output_ids[-1] for req in batch.reqs])
+    def count() -> None:
+        hooks.cumulate_penalty_output_tokens(
+            lambda batch: counted.append([req.output_ids[-1] for req in batch.reqs]),
+            Batch(early, other),
+        )
 
-    for _ in range(2):
-        hooks.cumulate_penalty_output_tokens(count, Batch(early, other))
+    retracting(scheduler, Decoding(early, other, fits=False), count)
+    count()
     assert [[2, 5], [3, 5]] == counted
+
+
+def test_a_later_count_is_of_all_tokens() -> None:
+    """Even if nothing was counted when the result was looked at: nobody left had penalties."""
+    scheduler, early = Scheduler(), Req("early")
+    early.output_ids = [1, 2, 3]
+    scheduler.result_queue.append((Batch(early), "result"))
+    found = attached(scheduler)
+    retracting(scheduler, Decoding(early, fits=False))
+    with found.pending.counting(Batch(early)):
+        assert [1, 2, 3] == early.output_ids
+
+
+INTERVAL = 8
+
+
+class Checkpointed(Batch):
+    """A decode step of a request whose state SGLang keeps every eight tokens, in two slots."""
+
+    def __init__(self, req: Any) -> None:
+        super().__init__(req)
+        req.kv.kv_committed_len += 1
+        req.decode_batch_idx += 1
+        self.length = req.kv.kv_committed_len
+        self.mamba_track_mask_cpu = [self.length % INTERVAL == 0]
+        self.mamba_track_mask_next_cpu = [self.length % INTERVAL == INTERVAL - 1]
+        self.mamba_decode_batch_idx_cpu = [req.decode_batch_idx]
+        self.mamba_track_buffer_indices = [req.kv.mamba_next_track_idx]
+        self.req_to_token_pool = SimpleNamespace(get_mamba_ping_pong_other_idx=lambda at: 1 - at)
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+        self.check_decode_mem = lambda: False
+
+
+def checkpoints(processor: Any, looked_at_before: int) -> list[tuple[int, int]]:
+    """Of a request's steps the lengths at which its state is kept, and in which slot.
+
+    SGLang's own bookkeeping; before the step that makes it so long a request is retracted.
+    """
+    req: Any = Req("one", decode_batch_idx=0, finished=lambda: False)
+    req.origin_input_ids = [5] * 4
+    req.kv = SimpleNamespace(
+        kv_committed_len=4, mamba_next_track_idx=0, mamba_last_track_idx=1,
+        mamba_last_track_seqlen=None, mamba_prev_track_seqlen=None,
+        mamba_ping_pong_track_buffer=[10, 11],
+    )  # fmt: skip
+    scheduler = Scheduler()
+
+    def original(scheduler: Scheduler, batch: Any, result: Any) -> None:
+        req.output_ids.append(1)
+        processor._handle_finish_state_updated_req(req, batch, result, 0, None)
+
+    def process(batch: Any, result: Any) -> None:
+        hooks.process_batch_result(original, scheduler, batch, result)
+
+    scheduler.process_batch_result = process  # type: ignore[attr-defined]
+    attached(scheduler)
+    kept = []
+    for length in range(5, 40):
+        if length == looked_at_before:
+            running = Decoding(req, fits=False)
+            step = hooks.update_running_batch(lambda *_: Checkpointed(req), scheduler, running)
+        else:
+            step = Checkpointed(req)
+        if step.mamba_track_mask_cpu[0]:
+            slot = step.mamba_track_buffer_indices[0]
+            assert req.kv.mamba_last_track_seqlen is None or slot != req.kv.mamba_last_track_idx
+            kept.append((length, slot))
+        if scheduler.result_queue:
+            process(*scheduler.result_queue.popleft())
+        scheduler.result_queue.append((step, object()))
+    return kept
+
+
+@pytest.mark.parametrize("length", range(14, 20))
+def test_a_states_checkpoints_go_on_in_turn(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that the request names, for the prefix cache, isn't the one that is overwritten."""
+    from sglang.srt.managers.scheduler_components import batch_result_processor
+
+    mamba = SimpleNamespace(enable_mamba_extra_buffer_lazy=False)
+    for target in (batch_result_processor, runtime_context):
+        monkeypatch.setattr(target, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    monkeypatch.setattr(batch_result_processor, "mamba_track_grid", lambda page_size: INTERVAL)
+    monkeypatch.setattr(
+        batch_result_processor,
+        "get_disagg",
+        lambda: SimpleNamespace(disaggregation_decode_enable_offload_kvcache=False),
+    )
+    kind: Any
+    (kind,) = (
+        one
+        for one in vars(batch_result_processor).values()
+        if isinstance(one, type) and hasattr(one, "_handle_finish_state_updated_req")
+    )
+    processor: Any = SimpleNamespace(tree_cache=SimpleNamespace(page_size=1))
+    processor._maybe_collect_customized_info = lambda *_: None
+    for method in (
+        "_handle_finish_state_updated_req",
+        "_mamba_prefix_cache_update",
+        "_mamba_check_track_boundary",
+    ):
+        setattr(processor, method, partial(getattr(kind, method), processor))
+    processor._mamba_assert_committed_len_lookahead = kind._mamba_assert_committed_len_lookahead
+    expected = [(8, 0), (16, 1), (24, 0), (32, 1)]
+    assert expected == checkpoints(processor, 0)
+    assert expected == checkpoints(processor, length)

@@ -74,6 +74,10 @@ class Shelf:
             reason = str(error)
         logger.debug("kvtide: request %r will be computed again: %s", req.rid, reason)
 
+    def leave(self, req: Any) -> None:
+        """Knows nothing more of a request that SGLang takes out without its KV."""
+        self._late.discard(req)
+
     def _why_not_now(self, req: Any) -> str | None:
         is_ahead = self._keeper.has_recurrent_state and self._pending.concerns(req)
         return AHEAD if is_ahead else None
@@ -88,9 +92,14 @@ class Shelf:
         if self._scheduler.chunked_req is not None:
             return running
         for req in self._in_order():
-            if self.outranking(req) or not self._may_come(req, running):
+            try:
+                if self.outranking(req) or not self._may_come(req, running):
+                    break
+                has_slots = take_slots(self._scheduler, req)
+            except Exception:
+                self._close()
                 break
-            if not take_slots(self._scheduler, req):
+            if not has_slots:
                 if not running.is_empty() or self._scheduler.last_batch is not None:
                     break
                 self._forget(req, "there is no room for it, though nothing runs")
@@ -178,11 +187,15 @@ class Shelf:
         try:
             return self._restored(req)
         except Exception:
-            logger.exception("kvtide: this SGLang takes no request back; all are computed again")
-            self._is_closed = True
+            self._close()
             give_slots_back(self._scheduler, req)
-            self.clear("none can come back")
             return None
+
+    def _close(self) -> None:
+        """Called where an exception that nobody thought of is being handled."""
+        logger.exception("kvtide: this SGLang takes no request back; all are computed again")
+        self._is_closed = True
+        self.clear("none can come back")
 
     def _restored(self, req: Any) -> Any:
         """A batch of the request, which has its slots; None if its KV is lost."""
@@ -239,6 +252,8 @@ def _keep(*, req: Any, tree_cache: Any, offload_kv: bool = True, **_: Any) -> No
     shelf = _shelf_with(tree_cache)
     if shelf is not None and offload_kv:
         shelf.keep(req)
+    elif shelf is not None:
+        shelf.leave(req)
 
 
 def _count(original: Hook, batch: Any) -> None:

@@ -28,7 +28,7 @@ READS: Table = {
             "enable_hisparse",
         ),
         *("enable_hierarchical_cache", "enable_lmcache", "enable_unified_memory"),
-        *("enable_unified_cache_external_linker",),
+        *("enable_unified_cache_external_linker", "is_hybrid_swa"),
         *("dllm_config?", "use_ngram_embedding", "prefill_delayer?"),
     ),
     "ServerArgs": (
@@ -84,6 +84,10 @@ _SERVERS: Cases = (
     (lambda of: of["use_ngram_embedding"], "n-gram embeddings"),
     (lambda of: of["prefill_delayer"] is not None, "the prefill delayer"),
     (lambda of: of["kv_shard_widening"] > 1, "pages interleaved among ranks"),
+    (
+        lambda of: of["is_hybrid_swa"] and _lets_go_of_windows(),
+        "SGLANG_OPT_RELEASE_PREFILL_SWA, where there are sliding windows",
+    ),
 )
 
 _ARGUMENTS: Cases = (
@@ -111,6 +115,13 @@ _REQUESTS: Cases = (
     (lambda of: of["inflight_middle_chunks"] > 0, "prefill under way"),
     (lambda of: len(of["output_ids"]) == 0, "no token yet"),
 )
+
+
+def _lets_go_of_windows() -> bool:
+    """Whether a running request may lose slots of its windows that kvtide counts on."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_OPT_RELEASE_PREFILL_SWA.get())
 
 
 def refuse_server(scheduler: Any) -> None:

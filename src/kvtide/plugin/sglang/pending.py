@@ -22,7 +22,13 @@ from kvtide.plugin.sglang.reader import Table
 
 READS: Table = {
     "Scheduler": ("result_queue?", "process_batch_result", "spec_algorithm"),
-    "ScheduleBatch": ("check_decode_mem", "reqs"),
+    "ScheduleBatch": (
+        *("check_decode_mem", "reqs", "mamba_track_mask_cpu", "mamba_track_mask_next_cpu"),
+        *("mamba_track_buffer_indices", "mamba_decode_batch_idx_cpu", "req_to_token_pool"),
+    ),
+    "Req": ("decode_batch_idx",),
+    "ReqKvInfo": ("mamba_next_track_idx",),
+    "HybridReqToTokenPool": ("get_mamba_ping_pong_other_idx",),
 }
 
 AHEAD = "its recurrent state is a step ahead of its answer"
@@ -38,7 +44,7 @@ class Pending:
         self._seen: list[Any] = []
         """Results in the queue that have been looked at: SGLang will come to them once more."""
         self._uncounted: WeakSet[Any] = WeakSet()
-        """Requests whose last token came earlier than SGLang's counting of penalties expects."""
+        """Of what is looked at now: requests whose last token SGLang doesn't count on yet."""
 
     def concerns(self, req: Any) -> bool:
         """Whether the request is part of a step whose result is on its way."""
@@ -62,10 +68,14 @@ class Pending:
             self._scheduler.process_batch_result(batch, result)
             self._seen.append(result)
             self._uncounted.update(batch.reqs)
+            _turn_after_a_checkpoint(batch)
         try:
             yield
         finally:
             queue.extend(entries)
+            self._uncounted.clear()
+            for batch, _ in unseen:
+                _turn_before_a_checkpoint(batch)
 
     def is_repeated(self, result: Any) -> bool:
         """Whether the result has been looked at already; asked once, when SGLang comes to it."""
@@ -88,9 +98,50 @@ class Pending:
         finally:
             for req, output_ids in early.items():
                 req.output_ids = output_ids
-            self._uncounted.clear()
 
     def _unseen(self) -> list[tuple[Any, Any]]:
         queue = getattr(self._scheduler, "result_queue", None) or ()
         seen = {id(one) for one in self._seen}
         return [(batch, result) for batch, result in queue if id(result) not in seen]
+
+
+# A recurrent state's checkpoints, for the prefix cache, are written to two slots in turn, and a
+# request says which one is next. While steps overlap SGLang turns when it looks at the result
+# before a checkpoint's, since that step has its slot by then; when nothing overlaps, after the
+# checkpoint's own. A result that is looked at early looks like the latter; its neighbours don't.
+
+
+def _turn_after_a_checkpoint(batch: Any) -> None:
+    """Back to how it was: SGLang has turned twice for this step."""
+    if not _has_two_slots(batch):
+        return
+    for req, is_checkpoint, slot in zip(
+        batch.reqs, batch.mamba_track_mask_cpu, batch.mamba_track_buffer_indices, strict=True
+    ):
+        if is_checkpoint and req.kv.mamba_next_track_idx is not None:
+            req.kv.mamba_next_track_idx = _other(batch, slot)
+
+
+def _turn_before_a_checkpoint(batch: Any) -> None:
+    """The step after this one has its slot now, if its request is still there."""
+    if not _has_two_slots(batch):
+        return
+    for req, is_next, count in zip(
+        batch.reqs, batch.mamba_track_mask_next_cpu, batch.mamba_decode_batch_idx_cpu, strict=True
+    ):
+        is_prepared = req.decode_batch_idx == count + 1
+        if is_next and is_prepared and req.kv.mamba_next_track_idx is not None:
+            req.kv.mamba_next_track_idx = _other(batch, req.kv.mamba_next_track_idx)
+
+
+def _has_two_slots(batch: Any) -> bool:
+    from sglang.srt.runtime_context import get_exec
+
+    if batch.mamba_track_mask_cpu is None or batch.mamba_track_mask_next_cpu is None:
+        return False
+    return not get_exec().mamba.enable_mamba_extra_buffer_lazy
+
+
+def _other(batch: Any, slot: int) -> int:
+    other: int = batch.req_to_token_pool.get_mamba_ping_pong_other_idx(slot)
+    return other
