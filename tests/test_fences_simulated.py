@@ -240,13 +240,13 @@ def pages_freed_early(patch: pytest.MonkeyPatch) -> None:
 
 def copy_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     """The mover issues its copies, but not where the device looks for them."""
-    gather = mover_module._Chunk.gather
+    gather = mover_module._Piece.gather
 
     def gather_elsewhere(chunk: Any, staging: torch.Tensor | None) -> None:
         with torch.Stream(device="npu"):
             gather(chunk, staging)
 
-    patch.setattr(mover_module._Chunk, "gather", gather_elsewhere)
+    patch.setattr(mover_module._Piece, "gather", gather_elsewhere)
 
 
 def blocks_leased_twice(patch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,10 @@ class Seal:
     """What must hold of a snapshot for its bytes to be restored.
 
     `fingerprint` is the geometry's, `key` whatever the caller needs to tell apart (model,
-    revision, adapter, request), `checksums` are XXH3 64 of each chunk. `tokens` says for each
-    group of planes which tokens of the request have rows, as ranges: all of them, or those of a
-    window, or of a rank; a row of several tokens is there with its first one, and in `lasts` with
-    its last.
+    revision, adapter, request), `checksums` are XXH3 64 of each chunk, or of the pieces of a large
+    one. `tokens` says for each group of planes which tokens of the request have rows, as ranges:
+    all of them, or those of a window, or of a rank; a row of several tokens is there with its first
+    one, and in `lasts` with its last.
     """
 
     fingerprint: bytes

@@ -342,13 +342,13 @@ def test_k34_what_is_being_written_is_read_whole_or_not_at_all(
     """A slow writer: its entry isn't there for anybody until its last byte is."""
     tide = make_tide(device)
     before = image_of(tide.pool)
-    go_on, checksum = threading.Event(), mover._Chunk.checksum
+    go_on, checksum = threading.Event(), mover._Piece.checksum
 
-    def slow(chunk: mover._Chunk) -> int:
+    def slow(piece: mover._Piece) -> int:
         assert go_on.wait(60)
-        return checksum(chunk)
+        return checksum(piece)
 
-    monkeypatch.setattr(mover._Chunk, "checksum", slow)
+    monkeypatch.setattr(mover._Piece, "checksum", slow)
     ticket = tide.start_offload(range(8))
     assert not ticket.done()
     assert 0 == tide.stats.offloads

@@ -194,7 +194,7 @@ def wrong_order_of_pieces(patch: pytest.MonkeyPatch) -> None:
 
 def checksum_not_compared(patch: pytest.MonkeyPatch) -> None:
     """Chunks are hashed, and what comes of it is not looked at."""
-    patch.setattr(mover_module, "_checking", lambda number, chunk, sealed: chunk.checksum)
+    patch.setattr(mover_module, "_checking", lambda piece, sealed: piece.checksum)
 
 
 def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
@@ -204,11 +204,10 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
         self: Mover, blocks: Any, rows: Any, *, chunk_bytes: int, checksums: Sequence[int]
     ) -> Any:
         def phases() -> Any:
-            chunks = self._chunks(rows, blocks, chunk_bytes)
-            for number, chunk in enumerate(chunks):
-                check = mover_module._checking(number, chunk, checksums[number])
-                yield [Step(check)]
-                yield [Step(mover_module._nothing, chunk.scatter)]
+            pieces = self._pieces(rows, blocks, chunk_bytes)
+            for piece, sealed in zip(pieces, checksums, strict=True):
+                yield [Step(mover_module._checking(piece, sealed))]
+                yield [Step(mover_module._nothing, piece.scatter)]
 
         return self._submit(phases, chunk_bytes)
 

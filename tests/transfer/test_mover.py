@@ -144,15 +144,51 @@ def test_units_of_any_number_and_width_move(head_dim: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [100, 255, 256, 257, 1000])
-def test_a_checksum_is_of_the_whole_chunk(device: CPUDevice, count: int) -> None:
-    """Of chunks that are hashed at once, and of those that are hashed piece by piece."""
+def test_checksums_are_of_the_whole_chunk(device: CPUDevice, count: int) -> None:
+    """In pieces of whole buffers, of a MiB at least, that lanes share; hashed at once or not."""
     geometry = GQA.bind(dtype="uint8", layer=3, token=8, head=1, head_dim=512, v_head_dim=64)
     case = make_pool("created", geometry, device, 128)
     fill(case, 6)
     mover, blocks = Mover(case.pool), make_blocks(1, 1024 * geometry.token_bytes, 0)
     job = mover.gather([np.arange(count)], blocks, chunk_bytes=1024 * geometry.token_bytes)
-    expected = chunk_bytes(image_of(case.pool), range(count))
-    assert [xxhash.xxh3_64_intdigest(expected)] == job.wait()
+    whole = chunk_bytes(image_of(case.pool), range(count))
+    # Values are an eighth as wide as keys; with fewer tokens keys alone aren't a piece.
+    pieces = [whole]
+    if count == 1000:
+        keys = 3 * 512 * count
+        pieces = [whole[:keys], whole[keys:]]
+    assert [xxhash.xxh3_64_intdigest(piece) for piece in pieces] == job.wait()
+
+
+@pytest.mark.parametrize(("row_count", "piece_count"), [(1024, 18), (512, 9), (256, 5), (128, 1)])
+def test_pieces_are_the_same_however_the_slots_lie(
+    device: CPUDevice, row_count: int, piece_count: int
+) -> None:
+    """A snapshot's checksums are compared piece by piece where it comes back."""
+    geometry = GQA.bind(dtype="uint8", layer=9, token=8, head=1, head_dim=1024, v_head_dim=1024)
+    case = make_pool("tensors", geometry, device, 128)
+    fill(case, 6)
+    mover, size_bytes = Mover(case.pool), 1024 * geometry.token_bytes
+    slots = np.random.default_rng(2).permutation(1024)
+    counts = []
+    for rows in (np.arange(1024), slots, np.arange(1024)[::-1]):
+        blocks = make_blocks(1, size_bytes, 0)
+        job = mover.gather([rows[:row_count]], blocks, chunk_bytes=size_bytes)
+        counts.append(len(job.wait()))
+    assert [piece_count] * 3 == counts
+
+
+def test_a_large_row_is_shared_by_the_lanes(device: CPUDevice) -> None:
+    """Such as a request's recurrent state: a piece for each of its layers."""
+    geometry = GQA.bind(dtype="uint8", layer=5, token=1, head=1, head_dim=1 << 20, v_head_dim=64)
+    case = make_pool("created", geometry, device, 4)
+    fill(case, 6)
+    mover, size_bytes = Mover(case.pool), geometry.token_bytes
+    blocks = make_blocks(1, size_bytes, 0)
+    checksums = mover.gather([np.array([3])], blocks, chunk_bytes=size_bytes).wait()
+    whole = chunk_bytes(image_of(case.pool), [3])
+    pieces = [whole[at << 20 : at + 1 << 20] for at in range(5)]
+    assert [xxhash.xxh3_64_intdigest(piece) for piece in (*pieces, whole[5 << 20 :])] == checksums
 
 
 def test_large_chunks_of_a_device_go_by_its_staging() -> None:

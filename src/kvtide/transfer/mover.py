@@ -17,9 +17,11 @@ from kvtide.transfer.plan import Moves, Section, plan_moves, sections_of
 
 # So many views of buffers are kept from move to move; each is some hundred bytes.
 _MOST_UNITS = 4096
-# A chunk is hashed in pieces of about this size, each as soon as it is there: with what it was
-# copied from, it is still in the core's own cache.
+# So much is hashed at once, as soon as it is there: with what it was copied from, it is still in
+# the core's own cache.
 _HASHED_BYTES = 256 << 10
+# Moves of that size are long beside what it costs when two lanes want the interpreter at once.
+_LONG_MOVE_BYTES = 256 << 10
 
 _Phases = Iterator[Sequence[Step[int]]]
 
@@ -58,17 +60,18 @@ class Mover:
         chunk_bytes: int,
         seal: bool = True,
     ) -> Job[list[int]]:
-        """Rows to blocks. The job's results are the chunks' checksums (zeros without `seal`).
+        """Rows to blocks. The job's results are checksums, of each chunk those of its pieces
+        (zeros without `seal`).
 
         The blocks belong to the job until it has ended, and the rows must not be written.
         """
 
         def phases() -> _Phases:
-            chunks = self._chunks(rows, blocks, chunk_bytes)
+            pieces = self._pieces(rows, blocks, chunk_bytes)
             if seal:
-                yield [Step(chunk.checksum, chunk.gather_hashing) for chunk in chunks]
+                yield [Step(piece.checksum, piece.gather_hashing) for piece in pieces]
             else:
-                yield [Step(_nothing, chunk.gather) for chunk in chunks]
+                yield [Step(_nothing, piece.gather) for piece in pieces]
 
         return self._submit(phases, chunk_bytes)
 
@@ -88,11 +91,11 @@ class Mover:
         """
 
         def phases() -> _Phases:
-            chunks = self._chunks(rows, blocks, chunk_bytes)
+            pieces = self._pieces(rows, blocks, chunk_bytes)
             if checksums is not None:
-                sealed = zip(chunks, checksums, strict=True)
-                yield [Step(_checking(i, chunk, one)) for i, (chunk, one) in enumerate(sealed)]
-            yield [Step(_nothing, chunk.scatter) for chunk in chunks]
+                sealed = zip(pieces, checksums, strict=True)
+                yield [Step(_checking(piece, one)) for piece, one in sealed]
+            yield [Step(_nothing, piece.scatter) for piece in pieces]
 
         return self._submit(phases, chunk_bytes)
 
@@ -107,31 +110,41 @@ class Mover:
             self._known[chunk_bytes] = sections_of(self._pool.buffer_rows, chunk_bytes)
         return self._known[chunk_bytes]
 
-    def _chunks(
+    def _pieces(
         self, rows: Sequence[Ids], blocks: Sequence[Block], chunk_bytes: int
-    ) -> list[_Chunk]:
+    ) -> list[_Piece]:
         """What the lanes need. A call from Python in one lane is a wait for the interpreter's
         lock in the other, so all that can be done once for all chunks is done here."""
-        chunks: list[_Chunk] = []
+        pieces: list[_Piece] = []
+        first = 0
         for section in self.sections(chunk_bytes):
             count = section.chunk_count(rows[section.group].size)
-            own = blocks[len(chunks) : len(chunks) + count]
+            own = blocks[first : first + count]
             assert len(own) == count, f"{len(blocks)} blocks are too few: one a chunk"
-            chunks += self._section_chunks(section, rows[section.group], own)
-        assert len(chunks) == len(blocks), f"{len(blocks)} blocks are too many: one a chunk"
-        return chunks
+            pieces += self._section_pieces(section, rows[section.group], own, first)
+            first += count
+        assert first == len(blocks), f"{len(blocks)} blocks are too many: one a chunk"
+        return pieces
 
-    def _section_chunks(self, section: Section, rows: Ids, blocks: Sequence[Block]) -> list[_Chunk]:
+    def _section_pieces(
+        self, section: Section, rows: Ids, blocks: Sequence[Block], first_chunk: int
+    ) -> list[_Piece]:
         ids, size = section.ids(rows), section.chunk_rows
-        chunks: list[_Chunk] = []
+        pieces: list[_Piece] = []
+        done = 0
         for part in plan_moves(section.rows, ids, size, self._pool.device.move_bytes):
-            size_bytes = min(size, ids.size - len(chunks) * size) * section.row_bytes
-            stop = len(chunks) + len(part[0].units)
-            for run in runs_of(blocks[len(chunks) : stop]):
-                first = len(chunks) - stop + len(part[0].units)
-                copies = self._copies(section, part, run, first)
-                chunks += [_Chunk(run, number, size_bytes, copies) for number in range(run.count)]
-        return chunks
+            stop = done + len(part[0].units)
+            for run in runs_of(blocks[done:stop]):
+                copies = self._copies(section, part, run, done - stop + len(part[0].units))
+                row_count = min(size, ids.size - done * size)
+                cuts = _cut(part, copies, row_count, self._pool.device.chunk_bytes)
+                pieces += [
+                    _Piece(first_chunk + done + number, run, number, first, own)
+                    for number in range(run.count)
+                    for first, own in cuts
+                ]
+                done += run.count
+        return pieces
 
     def _copies(
         self, section: Section, part: Sequence[Moves], run: Run, first: int
@@ -175,33 +188,68 @@ class Mover:
         return self._units[form]
 
 
-@final
-class _Chunk:
-    """One chunk: its number in `run`, which `copies` are of, and its length."""
+def _cut(
+    part: Sequence[Moves], copies: Sequence[Copies], row_count: int, piece_bytes: int
+) -> list[tuple[int, list[Copies]]]:
+    """Of a chunk of so many rows the pieces, with the byte where each begins.
 
-    def __init__(self, run: Run, number: int, size_bytes: int, copies: Sequence[Copies]) -> None:
+    A piece is whole buffers, or rows of a chunk of one, of so many bytes together; less only if it
+    is the last. So pieces depend on the geometry alone, whatever the slots. Where moves are short a
+    chunk is one: lanes would wait for each other more than they gain.
+    """
+    pieces: list[tuple[int, list[Copies]]] = []
+    first, start, own = 0, 0, list[Copies]()
+    for at, (moves, copy) in enumerate(zip(part, copies, strict=True)):
+        own.append(copy)
+        is_last = at + 1 == len(part)
+        is_whole = is_last or row_count == 1 or part[at + 1].buffer != moves.buffer
+        is_long = copy.stop - start >= _LONG_MOVE_BYTES
+        start = copy.stop if is_whole else start
+        if is_last or (is_whole and is_long and copy.stop - first >= piece_bytes):
+            pieces.append((first, own))
+            first, own = copy.stop, []
+    return pieces
+
+
+@final
+class _Piece:
+    """What a lane moves at once, most often a whole chunk: from byte `first` of it on.
+
+    `number` is that of its chunk in `run`, which `copies` are of.
+    """
+
+    def __init__(
+        self, chunk: int, run: Run, number: int, first: int, copies: Sequence[Copies]
+    ) -> None:
+        self.chunk = chunk
         self._run = run
         self._number = number
         self._copies = copies
         self._checksum: int | None = None
-        self.size_bytes = size_bytes
+        self._first = first
+        self._stop = copies[-1].stop
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the piece."""
+        return self._stop - self._first
 
     def gather(self, staging: torch.Tensor | None) -> None:
         """Units of the buffers to the block, by way of `staging` if there is any."""
         for one in self._copies:
             one.gather(self._number, staging)
         if staging is not None:
-            self._block().copy_(staging[: self.size_bytes], non_blocking=True)
+            self._block().copy_(staging[self._first : self._stop], non_blocking=True)
 
     def gather_hashing(self, staging: torch.Tensor | None) -> None:
         """The same; without staging the checksum is known then as well."""
         if staging is not None or self.size_bytes <= _HASHED_BYTES:
             self.gather(staging)
             return
-        checksum, hashed = xxhash.xxh3_64(), 0
+        checksum, hashed = xxhash.xxh3_64(), self._first
         for one in self._copies:
             one.gather(self._number, None)
-            if one.stop - hashed >= _HASHED_BYTES or one.stop == self.size_bytes:
+            if one.stop - hashed >= _HASHED_BYTES or one.stop == self._stop:
                 checksum.update(self._memory(hashed, one.stop))
                 hashed = one.stop
         self._checksum = checksum.intdigest()
@@ -209,29 +257,29 @@ class _Chunk:
     def scatter(self, staging: torch.Tensor | None) -> None:
         """The block to units of the buffers, by way of `staging` if there is any."""
         if staging is not None:
-            staging[: self.size_bytes].copy_(self._block(), non_blocking=True)
+            staging[self._first : self._stop].copy_(self._block(), non_blocking=True)
         for one in self._copies:
             one.scatter(self._number, staging)
 
     def checksum(self) -> int:
-        """XXH3 64 of the block's bytes."""
+        """XXH3 64 of its bytes in the block."""
         if self._checksum is None:
-            self._checksum = xxhash.xxh3_64_intdigest(self._memory(0, self.size_bytes))
+            self._checksum = xxhash.xxh3_64_intdigest(self._memory(self._first, self._stop))
         return self._checksum
 
     def _block(self) -> torch.Tensor:
-        return self._run.slab[self._run.span(self._number, 0, self.size_bytes)]
+        return self._run.slab[self._run.span(self._number, self._first, self._stop)]
 
     def _memory(self, first: int, stop: int) -> memoryview:
         return self._run.memory[self._run.span(self._number, first, stop)].data
 
 
-def _checking(number: int, chunk: _Chunk, sealed: int) -> Callable[[], int]:
+def _checking(piece: _Piece, sealed: int) -> Callable[[], int]:
     def check() -> int:
-        found = chunk.checksum()
+        found = piece.checksum()
         if found != sealed:
             raise SnapshotDamaged(
-                f"chunk {number}: {chunk.size_bytes} bytes with checksum {found:016x}, "
+                f"chunk {piece.chunk}: {piece.size_bytes} bytes with checksum {found:016x}, "
                 f"sealed as {sealed:016x}; nothing was restored, so recompute this request"
             )
         return found
