@@ -32,7 +32,7 @@ from kvtide.plugin.sglang.colocated_resume import (
 )
 from kvtide.plugin.sglang.colocated_slots import give_slots_back, take_slots
 from kvtide.plugin.sglang.keeper import Backup, Keeper
-from kvtide.plugin.sglang.pending import AHEAD, Pending
+from kvtide.plugin.sglang.pending import AHEAD, Pending, without_last_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -147,15 +147,10 @@ class Shelf:
         With overlapped scheduling SGLang counts the token before the last one: the last is still
         being computed. That isn't so for who has just come back, so the last is hidden from it.
         """
-        late = {req: req.output_ids for req in batch.reqs if req in self._late}
-        for req, output_ids in late.items():
-            req.output_ids = output_ids[:-1]
-        try:
+        late = [req for req in batch.reqs if req in self._late]
+        with without_last_tokens(late):
             yield
-        finally:
-            for req, output_ids in late.items():
-                req.output_ids = output_ids
-                self._late.discard(req)
+        self._late.difference_update(late)
 
     def sweep(self) -> None:
         """Discards the backups of requests that aren't waiting any more: aborted, timed out."""

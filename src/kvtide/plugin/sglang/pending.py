@@ -13,7 +13,7 @@ whose result is still on its way isn't saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 from weakref import WeakSet
@@ -33,6 +33,19 @@ READS: Table = {
 
 AHEAD = "its recurrent state is a step ahead of its answer"
 """Why a request isn't saved while `Pending.concerns` it."""
+
+
+@contextmanager
+def without_last_tokens(reqs: Iterable[Any]) -> Iterator[None]:
+    """Hides the last token of these requests' answers for a while."""
+    whole = {req: req.output_ids for req in reqs}
+    for req, output_ids in whole.items():
+        req.output_ids = output_ids[:-1]
+    try:
+        yield
+    finally:
+        for req, output_ids in whole.items():
+            req.output_ids = output_ids
 
 
 @final
@@ -90,14 +103,8 @@ class Pending:
         While steps overlap it counts the token before the last one, since the last is on its way.
         Of a result that was looked at early the last is there, so it is hidden from it.
         """
-        early = {req: req.output_ids for req in batch.reqs if req in self._uncounted}
-        for req, output_ids in early.items():
-            req.output_ids = output_ids[:-1]
-        try:
+        with without_last_tokens(req for req in batch.reqs if req in self._uncounted):
             yield
-        finally:
-            for req, output_ids in early.items():
-                req.output_ids = output_ids
 
     def _unseen(self) -> list[tuple[Any, Any]]:
         queue = getattr(self._scheduler, "result_queue", None) or ()
