@@ -8,7 +8,6 @@ from typing import Any
 
 from kvtide.plugin.sglang import colocated
 from kvtide.plugin.sglang.colocated import Shelf
-from kvtide.plugin.sglang.pending import Pending
 
 
 class Req:
@@ -69,7 +68,6 @@ class FakeKeeper:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.has_recurrent_state = False
         self.error: Exception | None = None
 
     def _do(self, what: str, rid: str) -> str:
@@ -98,7 +96,7 @@ class FakeKeeper:
 def shelved(scheduler: Scheduler, *saved: Req) -> tuple[Shelf, FakeKeeper]:
     """The scheduler's shelf, found by the hooks, with the backups of some of the waiting."""
     keeper = FakeKeeper()
-    shelf = Shelf(scheduler, keeper, Pending(scheduler))  # type: ignore[arg-type]
+    shelf = Shelf(scheduler, keeper)  # type: ignore[arg-type]
     colocated._SHELVES[scheduler] = shelf
     for req in saved:
         shelf.keep(req)

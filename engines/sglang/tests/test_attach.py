@@ -92,6 +92,17 @@ def test_draft_pools_are_the_draft_runners_own(place: Place) -> None:
     assert [] == draft_pools(Scheduler(place.allocator, place.request_pool))
 
 
+def test_the_keeper_asks_whose_results_are_on_their_way(configure: Config) -> None:
+    """Of the scheduler that it is attached to."""
+    configure()
+    place, seen = Place(), list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keeper, "of", lambda *_, is_ahead, **__: seen.append(is_ahead))
+        patch.setattr(attaching, "_serve", lambda *_: None)
+        found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
+    assert [found.pending.concerns] == seen
+
+
 @pytest.mark.parametrize(
     ("size", "disagg", "is_shared", "count"),
     [

@@ -78,19 +78,6 @@ def test_compiled_grammars_are_looked_for_all_the_same(place: Place) -> None:
     assert ["saved", "compiled"] == _names(scheduler.waiting_queue)
 
 
-def test_a_state_that_is_a_step_ahead_isnt_saved() -> None:
-    """Its KV would go on from the wrong token; without such a state a step more is no matter."""
-    req = Req("ahead")
-    scheduler = Scheduler()
-    scheduler.result_queue.append((Batch(req), object()))
-    shelf, keeper = shelved(scheduler, req)
-    keeper.has_recurrent_state = True
-    shelf.sweep()
-    keeper.calls.clear()
-    shelf.keep(req)
-    assert ["decline"] == keeper.calls
-
-
 def test_a_better_priority_overtakes(place: Place) -> None:
     """It is shown to SGLang, alone, and the saved one doesn't take its room."""
     saved, better, equal = Req("saved", 1), Req("better", 2), Req("equal", 1)

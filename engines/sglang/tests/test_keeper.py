@@ -16,7 +16,7 @@ from kvtide.errors import ArenaFull, SlotError, SnapshotDamaged, SnapshotMiss
 from kvtide.plugin.sglang.checkup.cases_attention import REFUSED as ATTENTION_REFUSED
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
-from kvtide.plugin.sglang.keeper import REASONS, DeviceFailed, Keeper, RankFailed
+from kvtide.plugin.sglang.keeper import REASONS, DeviceFailed, Keeper, RankFailed, StateAhead
 from kvtide.plugin.sglang.parts import Refused
 from kvtide.plugin.sglang.rules import LastTokens
 from kvtide.plugin.sglang.settings import Settings
@@ -331,6 +331,24 @@ def test_recurrent_state_goes_by_its_own_row() -> None:
     keeper.restore(req, backup)
     assert same(expected, [probe.read(others, built.targets) for probe in built.probes])
     keeper.close()
+
+
+def test_a_state_that_is_a_step_ahead_isnt_saved(place: Place) -> None:
+    """Its KV would go on from the wrong token; without such a state a step more is no matter."""
+    built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
+    request_pool: Any = built.request_pool or ReqToTokenPool()
+    ahead = Keeper.of(built.allocator, request_pool, [], SETTINGS, is_ahead=lambda req: True)
+    req = Req("a", 33, built.sources["request"], built.sources["mamba"])
+    request_pool.req_to_token[req.kv.req_pool_idx, :32] = built.allocator.alloc(32).int()
+    with pytest.raises(StateAhead, match="its recurrent state is a step ahead of its answer"):
+        ahead.save(req)
+    assert (1, 0) == (ahead.counters.refused_saves["request"], ahead.arena.used_bytes)
+    ahead.close()
+    stateless = Keeper.of(
+        place.allocator, place.request_pool, [], SETTINGS, is_ahead=lambda req: True
+    )
+    assert 32 == stateless.save(place.admit("b", 33)).token_count
+    stateless.close()
 
 
 def test_a_request_of_another_kind_counts_as_a_refusal(keeper: Keeper) -> None:

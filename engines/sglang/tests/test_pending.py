@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests_of
 from colocated_fakes import Batch, Req, Scheduler
 from sglang.srt import runtime_context
 
 from kvtide.plugin.sglang import attach, hooks
 from kvtide.plugin.sglang.attach import Attachment
+from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
+from kvtide.plugin.sglang.keeper import Keeper
 from kvtide.plugin.sglang.settings import Settings
 
 
@@ -110,13 +113,22 @@ def test_a_decode_server_doesnt_save_what_is_a_step_ahead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """SGLang ends the request, as it does where its backup finds no room."""
-    scheduler, req = Scheduler(), Req("mine")
-    scheduler.result_queue.append((Batch(req), "result"))
-    found, declined = attached(scheduler), []
-    found.keeper.decline = lambda: declined.append(1)  # type: ignore[union-attr,method-assign]
+    built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
+    req = requests_of.Req("mine", 33, built.sources["request"], built.sources["mamba"])
+    scheduler = Scheduler()
+    scheduler.result_queue.append((SimpleNamespace(reqs=[req]), "result"))
+    found = attached(scheduler)
+    keeper = found.keeper = Keeper.of(
+        built.allocator,
+        built.request_pool or requests_of.ReqToTokenPool(),
+        [],
+        requests_of.SETTINGS,
+        is_ahead=found.pending.concerns,
+    )
     assert not found.save(req)
-    assert [1] == declined
+    assert 1 == keeper.counters.refused_saves["request"]
     assert "couldn't save request 'mine': its recurrent state is a step ahead" in caplog.text
+    keeper.close()
 
 
 def test_penalties_count_each_token_once() -> None:

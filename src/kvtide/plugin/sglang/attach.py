@@ -19,7 +19,7 @@ from kvtide.plugin.sglang import colocated, colocated_slots
 from kvtide.plugin.sglang.keeper import Backup, Keeper
 from kvtide.plugin.sglang.metrics import metrics_of
 from kvtide.plugin.sglang.parts import Refused
-from kvtide.plugin.sglang.pending import AHEAD, Pending
+from kvtide.plugin.sglang.pending import Pending
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.settings import Settings
 from kvtide.plugin.sglang.versions import refuse_if_moved
@@ -72,10 +72,6 @@ class Attachment:
     def save(self, req: Any) -> bool:
         """Saves the request; False, and why in the log, where that can't be."""
         assert self.keeper is not None, "asked only where there is a keeper"
-        if self.keeper.has_recurrent_state and self.pending.concerns(req):
-            self.keeper.decline()
-            logger.warning("kvtide couldn't save request %r: %s", req.rid, AHEAD)
-            return False
         try:
             req.kv.retraction_backup = self.keeper.save(req)
         except KvtideError as error:
@@ -150,9 +146,9 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     attachment = Attachment(scheduler, settings)
     _attachments[:] = [attachment]
     try:
-        keeper = _keeper_of(scheduler, settings)
+        keeper = _keeper_of(scheduler, settings, attachment.pending)
         try:
-            _serve(attachment, keeper)
+            _serve(scheduler, keeper)
         except BaseException:
             keeper.close()
             raise
@@ -166,18 +162,18 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     return attachment
 
 
-def _serve(attachment: Attachment, keeper: Keeper) -> None:
+def _serve(scheduler: Any, keeper: Keeper) -> None:
     """Lets the metrics follow the keeper, and an ordinary server use it."""
     from sglang.srt.runtime_context import get_disagg
 
     try:
-        metrics = metrics_of(Reader(attachment.scheduler, READS)["metrics_collector_context"])
+        metrics = metrics_of(Reader(scheduler, READS)["metrics_collector_context"])
         if metrics is not None:
             keeper.follow(metrics.update)
     except Exception:
         logger.exception("kvtide goes without metrics")
     if get_disagg().disaggregation_mode == "null":
-        colocated.attach(attachment.scheduler, keeper, attachment.pending)
+        colocated.attach(scheduler, keeper)
 
 
 def would_cover(request_pool: Any, allocator: Any) -> bool:
@@ -204,7 +200,7 @@ def _refuse_pipelines() -> None:
         )
 
 
-def _keeper_of(scheduler: Any, settings: Settings) -> Keeper:
+def _keeper_of(scheduler: Any, settings: Settings, pending: Pending) -> Keeper:
     from sglang.srt.runtime_context import get_parallel
 
     _refuse_pipelines()
@@ -219,6 +215,7 @@ def _keeper_of(scheduler: Any, settings: Settings) -> Keeper:
         agree=lambda went_well: bool(least(int(went_well))),
         agree_on_limit=least,
         window_tokens=_window_tokens(of),
+        is_ahead=pending.concerns,
     )
 
 

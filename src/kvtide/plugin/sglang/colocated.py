@@ -32,7 +32,7 @@ from kvtide.plugin.sglang.colocated_resume import (
 )
 from kvtide.plugin.sglang.colocated_slots import give_slots_back, take_slots
 from kvtide.plugin.sglang.keeper import Backup, Keeper
-from kvtide.plugin.sglang.pending import AHEAD, Pending, without_last_tokens
+from kvtide.plugin.sglang.pending import without_last_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,9 @@ _SHELVES: dict[Any, Shelf] = {}
 class Shelf:
     """The backups of one scheduler's retracted requests, in the order of their retraction."""
 
-    def __init__(self, scheduler: Any, keeper: Keeper, pending: Pending) -> None:
+    def __init__(self, scheduler: Any, keeper: Keeper) -> None:
         self._scheduler = scheduler
         self._keeper = keeper
-        self._pending = pending
         self._backups: dict[Any, Backup] = {}
         self._late: WeakSet[Any] = WeakSet()
         """Requests with penalties that came back, and haven't decoded since: see `counting`."""
@@ -65,7 +64,7 @@ class Shelf:
         if self._is_closed:
             return
         try:
-            reason = why_not(req) or self._why_not_now(req)
+            reason = why_not(req)
             if reason is None:
                 self._backups[req] = self._keeper.save(req)
                 return
@@ -77,10 +76,6 @@ class Shelf:
     def leave(self, req: Any) -> None:
         """Knows nothing more of a request that SGLang takes out without its KV."""
         self._late.discard(req)
-
-    def _why_not_now(self, req: Any) -> str | None:
-        is_ahead = self._keeper.has_recurrent_state and self._pending.concerns(req)
-        return AHEAD if is_ahead else None
 
     def resume(self, running: Any) -> Any:
         """Brings back who fits, oldest first: the running batch with them.
@@ -212,13 +207,13 @@ class Shelf:
         self._keeper.discard(self._backups.pop(req))
 
 
-def attach(scheduler: Any, keeper: Keeper, pending: Pending) -> None:
+def attach(scheduler: Any, keeper: Keeper) -> None:
     """From now on this scheduler's retracted requests are saved. Raises Refused, with the reason.
 
     To be called when the scheduler is complete, in a server with KVTIDE_SGLANG_COLOCATED=1.
     """
     refuse_server(scheduler)
-    _SHELVES[scheduler] = Shelf(scheduler, keeper, pending)
+    _SHELVES[scheduler] = Shelf(scheduler, keeper)
 
 
 def hooks() -> list[tuple[str, Hook, str]]:

@@ -2,8 +2,8 @@
 
 All that SGLang does for a request between its waiting queue and its next decode step, but for the
 forward pass: admission, slots (`colocated_slots`), the prefix cache, a batch with its sampling
-state. A request that
-comes back owns its whole row of slots; the prefix cache then shares what it has of it already.
+state. A request that comes back owns its whole row of slots; the prefix cache then shares what it
+has of it already.
 
 Layers with a sliding window have slots for a request's last tokens only, and recurrent layers a
 state for all of them: both come back as they were, and go into the prefix cache at the end only.

@@ -63,6 +63,10 @@ class RankFailed(KvtideError):
     """Another rank couldn't save or restore its share, so this one doesn't either."""
 
 
+class StateAhead(KvtideError):
+    """A request's recurrent state has taken a step that its answer hasn't: see `pending`."""
+
+
 class DeviceFailed(KvtideError):
     """The device, or kvtide itself, failed in the middle of a move."""
 
@@ -73,11 +77,12 @@ _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (SnapshotMiss, "missing"),
     (SlotError, "slots"),
     (LayoutError, "layout"),
+    (StateAhead, "request"),
     (RankFailed, "other_rank"),
     (DeviceFailed, "device"),
 )
-REASONS = (*(reason for _, reason in _REASONS), "request")
-"""All that `reason_of` gives, and `request`: of a kind that can't come back. A metric's label."""
+REASONS = tuple(reason for _, reason in _REASONS)
+"""All that `reason_of` gives; `request`: of a kind that can't come back. A metric's label."""
 
 
 def reason_of(error: KvtideError) -> str:
@@ -140,6 +145,7 @@ class Keeper:
         tide: Tide,
         request_pool: Any,
         agree: Agree = lambda went_well: went_well,
+        is_ahead: Callable[[Any], bool] = lambda req: False,
     ) -> None:
         """For `of`, and for tests."""
         self.description = description
@@ -149,6 +155,7 @@ class Keeper:
         """Why the draft model's KV isn't kept: the answers stay right, guesses get worse."""
         self._request_pool = request_pool
         self._agree = agree
+        self._is_ahead = is_ahead
         self._kinds = description.request_kinds
         self._window = _window_of(description)
         self._changed: Callable[[Keeper], None] = lambda keeper: None
@@ -163,13 +170,15 @@ class Keeper:
         agree: Agree = lambda went_well: went_well,
         agree_on_limit: Callable[[int], int] = lambda limit_bytes: limit_bytes,
         window_tokens: int | None = None,
+        is_ahead: Callable[[Any], bool] = lambda req: False,
     ) -> Keeper:
         """A keeper of the allocator's pool and the draft model's, which share its slots.
 
         `request_pool` is SGLang's req_to_token_pool. `agree_on_limit` gives the least of what
         the ranks that schedule in step have for their arenas, and is asked exactly once, with -1
         where a rank refuses. A draft pool that is refused is left out: `draft_refusal` says why.
-        `window_tokens` is how far sliding-window attention looks back, where there is any.
+        `window_tokens` is how far sliding-window attention looks back, where there is any, and
+        `is_ahead` says whether a request is part of a step whose result is on its way.
         Raises Refused, LayoutError where the pool's tensors can't be copied exactly, RankFailed
         where another rank refused; nothing is held then.
         """
@@ -190,7 +199,7 @@ class Keeper:
                 raise RankFailed(f"{description.name}: refused on another rank, whose log says why")
             block_bytes = block_bytes_for(adopted, limit_bytes)
             arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
-            keeper = cls(description, Tide(adopted, arena), request_pool, agree)
+            keeper = cls(description, Tide(adopted, arena), request_pool, agree, is_ahead)
         except BaseException:
             device.close()
             raise
@@ -217,7 +226,8 @@ class Keeper:
 
         Those are the slots of its first `seqlen - 1` tokens: the last one has no KV yet. Blocks
         until it is done, and first until nothing on the device writes these slots any more.
-        Raises ArenaFull, SlotError, RankFailed or DeviceFailed; nothing is kept of it then.
+        Raises ArenaFull, SlotError, StateAhead, RankFailed or DeviceFailed; nothing is kept of it
+        then.
         """
         began, before = time.perf_counter(), self.tide.stats.offloaded_bytes
         snapshot, error = self._try(lambda: self._offload(req))
@@ -290,6 +300,8 @@ class Keeper:
     # ---- one move, on this rank alone -------------------------------------------------
 
     def _offload(self, req: Any) -> Snapshot:
+        if self.has_recurrent_state and self._is_ahead(req):
+            raise StateAhead("its recurrent state is a step ahead of its answer")
         # SGLang's forward stream may still be writing these slots, and this thread isn't on it.
         self._synchronise()
         return self.tide.offload(self._slots(req), key=req.rid, request=self._rows(req))

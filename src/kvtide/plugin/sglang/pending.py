@@ -31,9 +31,6 @@ READS: Table = {
     "HybridReqToTokenPool": ("get_mamba_ping_pong_other_idx",),
 }
 
-AHEAD = "its recurrent state is a step ahead of its answer"
-"""Why a request isn't saved while `Pending.concerns` it."""
-
 
 @contextmanager
 def without_last_tokens(reqs: Iterable[Any]) -> Iterator[None]:
