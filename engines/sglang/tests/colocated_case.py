@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, final
 
-from engine_case import SERVER, EngineRun, run_engine
+from engine_case import SERVER, SIZES, EngineRun, run_engine
 
 TIGHT_SERVER = {
     **SERVER,
@@ -30,20 +30,6 @@ ENVIRONMENT = {
     # Of a recurrent state; else an answer depends on where a prefill ended.
     "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.15,
-}
-"""Of a model that `make_model` writes, in transformers' words."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -121,7 +107,7 @@ def make_model(folder: Path, name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    whole = AutoConfig.for_model(**{**SIZES, **MODELS[name]})
+    whole = AutoConfig.for_model(**{**SIZES, "initializer_range": 0.15, **MODELS[name]})
     AutoModelForCausalLM.from_config(whole).float().eval().save_pretrained(folder)
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **FOR_SGLANG.get(name, {})}))

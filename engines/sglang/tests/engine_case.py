@@ -16,9 +16,7 @@ from select import select
 from typing import Any, final
 
 HERE = Path(__file__).parent
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,
@@ -26,11 +24,17 @@ MODEL = {
     "num_hidden_layers": 2,
     "vocab_size": 256,
     "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Of all models of the tests."""
+MODEL = {
+    **SIZES,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }

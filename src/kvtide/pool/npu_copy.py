@@ -138,6 +138,7 @@ class _Reader:
                 self._places[buffer] = (section, chunk, before, rows.row_bytes)
                 before += rows.row_bytes
             chunk += section.chunk_count(self._firsts[section.group].size)
+        assert chunk == len(self._checksums), "a chunk of these pools moves in one piece"
 
     def tokens(self, part: CopyPart, first: int, stop: int) -> torch.Tensor:
         """The tokens `first` to `stop` - 1 of a part, [token, *shape]."""

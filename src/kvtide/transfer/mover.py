@@ -134,9 +134,9 @@ class Mover:
         done = 0
         for part in plan_moves(section.rows, ids, size, self._pool.device.move_bytes):
             stop = done + len(part[0].units)
+            row_count = min(size, ids.size - done * size)
             for run in runs_of(blocks[done:stop]):
                 copies = self._copies(section, part, run, done - stop + len(part[0].units))
-                row_count = min(size, ids.size - done * size)
                 cuts = _cut(part, copies, row_count, self._pool.device.chunk_bytes)
                 pieces += [
                     _Piece(first_chunk + done + number, run, number, first, own)
