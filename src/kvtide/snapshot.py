@@ -54,6 +54,8 @@ def ranges_of(tokens: Ids | None) -> tuple[range, ...]:
     """Ascending token numbers, int64 [row], as ranges; none for None."""
     if tokens is None or not tokens.size:
         return ()
+    if tokens[-1] - tokens[0] == tokens.size - 1:
+        return (range(int(tokens[0]), int(tokens[-1]) + 1),)
     steps = np.diff(tokens)
     ranges: list[range] = []
     first = 0

@@ -65,7 +65,7 @@ class Tide:
         their kinds. Blocks until that is done; the slots may then be reused. Raises SlotError for
         slots that can't be meant, ArenaFull when the arena has no room: nothing was taken then.
         """
-        ticket = self.start_offload(slots, key=key, request=request)
+        ticket = self._offload(slots, key, request, at_once=True)
         try:
             return ticket.wait()
         except KeyboardInterrupt:
@@ -78,13 +78,18 @@ class Tide:
         self, slots: Any, *, key: str = "", request: RequestRows = None
     ) -> Ticket[Snapshot]:
         """Like `offload`, without waiting; the slots must not be written before it is done."""
+        return self._offload(slots, key, request, at_once=False)
+
+    def _offload(
+        self, slots: Any, key: str, request: RequestRows, *, at_once: bool
+    ) -> Ticket[Snapshot]:
         slot_ids = checked_slots(slots, self.pool.slot_count)
         chunk_bytes = self.arena.block_bytes
         groups = self.pool.rows_of(slot_ids, request)
         rows = [group.ids for group in groups]
         lease = self.arena.lease(self._mover.chunk_count(rows, chunk_bytes))
         try:
-            job = self._mover.gather(rows, lease.blocks, chunk_bytes=chunk_bytes)
+            job = self._mover.gather(rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once)
         except BaseException:
             lease.release()
             raise
@@ -109,9 +114,9 @@ class Tide:
         Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it
         is of another geometry, key or length, or was discarded, or if a token that has a row in
         the snapshot has none here; SnapshotDamaged if a byte has changed. After an error no byte
-        of the pool has changed; after Ctrl-C all have.
+        of the pool has changed. After Ctrl-C some may have, or all, and none changes any more.
         """
-        ticket = self.start_restore(snapshot, slots, key=key, request=request)
+        ticket = self._restore(snapshot, slots, key, request, at_once=True)
         try:
             ticket.wait()
         except KeyboardInterrupt:
@@ -125,6 +130,11 @@ class Tide:
 
         What can be told at once is raised at once; damage is raised by the ticket.
         """
+        return self._restore(snapshot, slots, key, request, at_once=False)
+
+    def _restore(
+        self, snapshot: Snapshot, slots: Any, key: str, request: RequestRows, *, at_once: bool
+    ) -> Ticket[None]:
         slot_ids = checked_slots(slots, self.pool.slot_count)
         fingerprint = self.pool.geometry.fingerprint
         snapshot.check(fingerprint=fingerprint, key=key, token_count=slot_ids.size)
@@ -137,6 +147,7 @@ class Tide:
             rows,
             chunk_bytes=snapshot.seal.chunk_bytes,
             checksums=snapshot.seal.checksums,
+            at_once=at_once,
         )
 
         def succeed(_: list[int]) -> None:

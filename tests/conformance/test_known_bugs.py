@@ -34,7 +34,7 @@ from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import PageAllocator, Pool
 from kvtide.tide import Tide
 from kvtide.transfer import mover
-from kvtide.transfer.plan import plan_moves
+from kvtide.transfer.plan import alike, plan_moves
 from support.lazy_device import LazyDevice
 from support.pools import fill, image_of, make_pool, poison, same_image, small_geometry, with_rows
 from support.tides import make_tide
@@ -438,7 +438,7 @@ def test_k44_offsets_have_64_bits() -> None:
     """Rows whose bytes lie beyond 2**31 and 2**32: planned, though never moved here."""
     layers = np.array([0, 1 << 31], np.int64)
     ids = np.array([(1 << 31) - 1, 5], np.int64)
-    (part,) = plan_moves([BufferRows(1 << 12, layers)], ids, 2, 1 << 30)
+    (part,) = plan_moves(alike([BufferRows(1 << 12, layers)]), ids, 2, 1 << 30)
     assert [[(1 << 31) - 1, 5, (1 << 32) - 1, (1 << 31) + 5]] == [
         units for move in part for units in move.units.tolist()
     ]

@@ -201,7 +201,13 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
     """Each chunk is checked when the one before it was written."""
 
     def scatter(
-        self: Mover, blocks: Any, rows: Any, *, chunk_bytes: int, checksums: Sequence[int]
+        self: Mover,
+        blocks: Any,
+        rows: Any,
+        *,
+        chunk_bytes: int,
+        checksums: Sequence[int],
+        at_once: bool = False,
     ) -> Any:
         def phases() -> Any:
             pieces = self._pieces(rows, blocks, chunk_bytes)
@@ -209,7 +215,7 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
                 yield [Step(mover_module._checking(piece, sealed))]
                 yield [Step(mover_module._nothing, piece.scatter)]
 
-        return self._submit(phases, chunk_bytes)
+        return self._submit(phases, chunk_bytes, at_once)
 
     patch.setattr(Mover, "scatter", scatter)
 

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from kvtide.device import Block, CPUDevice, Device, open_device
-from kvtide.device.threads import drain
+from kvtide.device.threads import Lanes, QueuedJob, drain
 from kvtide.errors import UsageError
 from support.jobs import submit
 from support.lazy_device import LazyDevice
@@ -195,34 +196,137 @@ def test_an_interrupt_ends_the_wait_and_not_the_move(device: CPUDevice) -> None:
     assert sorted(list(range(200)) * 5) == sorted(ran)
 
 
-def test_without_threads_to_give_nothing_runs_after_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A job that failed has let go of its memory: no lane may write there later."""
-    device = CPUDevice(lanes=3)
-    ran: list[int] = []
-    start = device._lanes._others.submit
-    calls: list[int] = []
-
-    def submit_once(*given: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 1:
-            raise RuntimeError("can't start new thread")
-        return start(*given)
-
-    monkeypatch.setattr(device._lanes._others, "submit", submit_once)
-
-    def note() -> None:
-        time.sleep(0.001)
-        ran.append(1)
-
-    job = submit(device, [note] * 50)
-    with pytest.raises(RuntimeError, match="new thread"):
-        job.wait()
-    count = len(ran)
-    time.sleep(0.02)
-    assert count == len(ran) < 50
+def test_at_once_an_idle_device_works_in_the_calling_thread() -> None:
+    """Two changes of threads cost as much as it takes to copy a megabyte."""
+    device = CPUDevice(lanes=1)
+    job = submit(device, [threading.get_ident], at_once=True)
+    assert (True, [threading.get_ident()]) == (job.done(), job.wait())
     device.close()
+
+
+def test_at_once_a_busy_device_works_in_turn(device: CPUDevice) -> None:
+    """A restore must not overtake the offload of the same slots, nor run beside it."""
+    gate, ran = threading.Event(), list[int]()
+
+    def slow() -> int:
+        gate.wait(PATIENCE_S)
+        return noting(1, ran)()
+
+    submit(device, [slow])
+    job = submit(device, [noting(2, ran)], at_once=True)
+    assert ([], False) == (ran, job.done())
+    gate.set()
+    job.wait()
+    assert [1, 2] == ran
+
+
+def test_what_is_submitted_meanwhile_waits_for_the_job_at_once(device: CPUDevice) -> None:
+    """By another thread: jobs never run side by side."""
+    started, gate, ran = threading.Event(), threading.Event(), list[int]()
+
+    def slow() -> int:
+        started.set()
+        gate.wait(PATIENCE_S)
+        return noting(1, ran)()
+
+    caller = threading.Thread(target=lambda: submit(device, [slow], at_once=True))
+    caller.start()
+    started.wait(PATIENCE_S)
+    jobs = [submit(device, [noting(2, ran)]), submit(device, [noting(3, ran)], at_once=True)]
+    time.sleep(0.01)
+    assert ([], False, False) == (ran, *(job.done() for job in jobs))
+    gate.set()
+    jobs[-1].wait()
+    caller.join()
+    assert [1, 2, 3] == ran
+
+
+def test_an_interrupt_breaks_off_the_job_at_once(device: CPUDevice) -> None:
+    """Real signals at any moment of it: when it is raised nothing runs any more, on any lane."""
+    running: set[int] = set()
+
+    def work() -> None:
+        running.add(threading.get_ident())
+        time.sleep(0.0002)
+        running.discard(threading.get_ident())
+
+    def interrupt(*_: object) -> None:
+        running.discard(threading.get_ident())
+        raise KeyboardInterrupt
+
+    before, interrupts = signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        for number in range(100):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 + number * 0.00002)
+                submit(device, [work] * 7, [work] * 7, at_once=True)
+                time.sleep(0.01)
+            except KeyboardInterrupt:
+                interrupts += 1
+                assert set() == running
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert 100 == interrupts
+    assert [5] == submit(device, [lambda: 5]).wait(), "the queue goes on"
+
+
+def test_a_closed_device_takes_no_job_at_once(device: CPUDevice) -> None:
+    """Its lanes are gone."""
+    device.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        submit(device, [lambda: 5], at_once=True)
+
+
+def test_a_job_runs_or_is_cancelled() -> None:
+    """Never both: whoever is first has it."""
+    ran: list[int] = []
+    job = QueuedJob(noting(1, ran))
+    assert job.cancel()
+    job.run()
+    assert [] == ran
+    other = QueuedJob(noting(2, ran))
+    other.run()
+    assert not other.cancel()
+    assert (2, [2]) == (other.wait(), ran)
+
+
+def test_lanes_that_have_not_begun_are_not_waited_for() -> None:
+    """Their threads may be at another job still; there is nothing left for them to do."""
+    lanes, gate, started = Lanes(2), threading.Event(), threading.Event()
+
+    def busy() -> None:
+        started.set()
+        gate.wait(PATIENCE_S)
+
+    lanes.start(busy)
+    started.wait(PATIENCE_S)
+    assert [1, 2, 3] == lanes.run([lambda n=n: n for n in (1, 2, 3)])  # type: ignore[misc]
+    gate.set()
+    lanes.close()
+
+
+def test_threads_end_with_what_they_belong_to() -> None:
+    """Closed or forgotten: a server that opens devices again and again keeps no threads."""
+    before = threading.active_count()
+    closed, forgotten = CPUDevice(lanes=3), CPUDevice(lanes=3)
+    assert before + 6 == threading.active_count()
+    closed.close()
+    del forgotten
+    assert before == threading.active_count()
+
+
+def test_a_process_ends_with_devices_open() -> None:
+    """And what was submitted has happened by then."""
+    program = (
+        "import time; from kvtide.device import CPUDevice, Step\n"
+        "def late(): time.sleep(0.2); print('done', flush=True)\n"
+        "device = CPUDevice(); device.submit(lambda: [[Step(late)]])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=PATIENCE_S, check=False
+    )
+    assert (0, b"done\n", b"") == (done.returncode, done.stdout, done.stderr)
 
 
 def test_submitting_does_not_wait_for_the_job_at_work(device: CPUDevice) -> None:
@@ -298,14 +402,6 @@ def test_lanes_follow_torch_threads_unless_said() -> None:
     device = CPUDevice()
     assert torch.get_num_threads() == device.lanes
     device.close()
-
-
-def test_lanes_write_to_tensors_of_inference_mode(device: CPUDevice) -> None:
-    """An engine's pool may have been made in it."""
-    with torch.inference_mode():
-        tensor = torch.zeros(3)
-    submit(device, [lambda: tensor.fill_(7)]).wait()
-    assert [7, 7, 7] == tensor.tolist()
 
 
 def test_closing_waits_for_the_queue(device: CPUDevice) -> None:

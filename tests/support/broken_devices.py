@@ -37,8 +37,10 @@ class FakeDevice:
     def upload(self, index: torch.Tensor) -> torch.Tensor:
         return self._cpu.upload(index)
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
-        return self._cpu.submit(plan, staging_bytes=staging_bytes)
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> Job[list[T]]:
+        return self._cpu.submit(plan, staging_bytes=staging_bytes, at_once=at_once)
 
     def close(self) -> None:
         self.closed = True
@@ -52,12 +54,14 @@ class FlippingDevice(FakeDevice):
         super().__init__()
         self._early = before_it_is_sealed
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> Job[list[T]]:
         def flipping() -> Iterable[Sequence[Step[T]]]:
             for phase in plan():
                 yield [self._flip(phase[0]), *phase[1:]] if phase[0].issue else phase
 
-        return self._cpu.submit(flipping, staging_bytes=staging_bytes)
+        return self._cpu.submit(flipping, staging_bytes=staging_bytes, at_once=at_once)
 
     def _flip(self, step: Step[T]) -> Step[T]:
         def issue(staging: torch.Tensor | None) -> None:
@@ -76,18 +80,22 @@ class FlippingDevice(FakeDevice):
 class FullDevice(FakeDevice):
     """Takes no jobs."""
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> Job[list[T]]:
         raise RuntimeError("the queue is full\nand more that nobody needs")
 
 
 class LateDevice(FakeDevice):
     """Its jobs fail, and say so when they are waited for."""
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> Job[list[T]]:
         def failing() -> Iterable[Sequence[Step[T]]]:
             raise OSError("the link is down")
 
-        return self._cpu.submit(failing, staging_bytes=staging_bytes)
+        return self._cpu.submit(failing, staging_bytes=staging_bytes, at_once=at_once)
 
 
 class UnpinnedDevice(FakeDevice):

@@ -10,6 +10,12 @@ from kvtide.device import Device, Job, Step
 T = TypeVar("T")
 
 
-def submit(device: Device, *phases: Sequence[Callable[[], T]]) -> Job[list[T]]:
+def submit(
+    device: Device, *phases: Sequence[Callable[[], T]], at_once: bool = False
+) -> Job[list[T]]:
     """A job of these phases, whose items are work for the host alone."""
-    return device.submit(lambda: [[Step(item) for item in phase] for phase in phases])
+
+    def plan() -> list[list[Step[T]]]:
+        return [[Step(item) for item in phase] for phase in phases]
+
+    return device.submit(plan, at_once=at_once)

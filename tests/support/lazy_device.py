@@ -110,8 +110,11 @@ class LazyDevice:
         """See Device."""
         return index
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> LazyJob[list[T]]:
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> LazyJob[list[T]]:
         """See Device."""
+        del at_once
         return self._queue.submit(lambda: self._run(plan, staging_bytes))
 
     def run_next(self) -> None:

@@ -160,13 +160,16 @@ def test_checksums_are_of_the_whole_chunk(device: CPUDevice, count: int) -> None
     assert [xxhash.xxh3_64_intdigest(piece) for piece in pieces] == job.wait()
 
 
-@pytest.mark.parametrize(("row_count", "piece_count"), [(1024, 18), (512, 9), (256, 5), (128, 1)])
-def test_pieces_are_the_same_however_the_slots_lie(
-    device: CPUDevice, row_count: int, piece_count: int
+@pytest.mark.parametrize(
+    ("row_count", "piece_count"), [(1024, 18), (512, 9), (256, 5), (128, 3), (127, 1)]
+)
+@pytest.mark.parametrize("kind", POOL_KINDS)
+def test_pieces_are_the_same_however_slots_and_layers_lie(
+    device: CPUDevice, kind: str, row_count: int, piece_count: int
 ) -> None:
     """A snapshot's checksums are compared piece by piece where it comes back."""
     geometry = GQA.bind(dtype="uint8", layer=9, token=8, head=1, head_dim=1024, v_head_dim=1024)
-    case = make_pool("tensors", geometry, device, 128)
+    case = make_pool(kind, geometry, device, 128)
     fill(case, 6)
     mover, size_bytes = Mover(case.pool), 1024 * geometry.token_bytes
     slots = np.random.default_rng(2).permutation(1024)
@@ -176,6 +179,33 @@ def test_pieces_are_the_same_however_the_slots_lie(
         job = mover.gather([rows[:row_count]], blocks, chunk_bytes=size_bytes)
         counts.append(len(job.wait()))
     assert [piece_count] * 3 == counts
+
+
+@pytest.mark.parametrize("kind", POOL_KINDS)
+@pytest.mark.parametrize(
+    ("widths", "pieces"),
+    [
+        ((50, 50), [1200]),
+        ((150, 150), [1050, 1050, 1050, 450]),
+        ((100, 1024), [2224] + [1024] * 11),
+    ],
+)
+def test_layers_of_a_large_row_make_the_same_pieces(
+    device: CPUDevice, kind: str, widths: tuple[int, int], pieces: list[int]
+) -> None:
+    """In one buffer or in one each: short layers are a piece together, of long ones some are."""
+    k, v = (width << 10 for width in widths)
+    geometry = GQA.bind(dtype="uint8", layer=12, token=1, head=1, head_dim=k, v_head_dim=v)
+    case = make_pool(kind, geometry, device, 2)
+    fill(case, 6)
+    mover, blocks = Mover(case.pool), make_blocks(1, geometry.token_bytes, 0)
+    sums = mover.gather([np.array([1])], blocks, chunk_bytes=geometry.token_bytes).wait()
+    whole, first = chunk_bytes(image_of(case.pool), [1]), 0
+    expected = []
+    for size in pieces:
+        expected.append(xxhash.xxh3_64_intdigest(whole[first : first + (size << 10)]))
+        first += size << 10
+    assert (len(whole), expected) == (first, sums)
 
 
 def test_a_large_row_is_shared_by_the_lanes(device: CPUDevice) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtide.errors import SlotError
 from kvtide.layout import BufferRows
-from kvtide.transfer.plan import Moves, checked_slots, chunk_tokens_for, plan_moves
+from kvtide.transfer.plan import Moves, alike, checked_slots, chunk_tokens_for, plan_moves
 from support.pools import Bytes, slot_lists, small_geometry
 
 INTEGERS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
@@ -62,7 +63,7 @@ class Case:
     def plan(self) -> list[list[Moves]]:
         """The plan of it."""
         ids = np.array(self.slots, np.int64)
-        return plan_moves(self.buffers.rows, ids, self.chunk_tokens, self.longest_bytes)
+        return plan_moves(alike(self.buffers.rows), ids, self.chunk_tokens, self.longest_bytes)
 
     def chunks(self) -> list[list[int]]:
         """The slots of each chunk."""
@@ -112,9 +113,9 @@ def naive_scatter(case: Case, chunks: Sequence[bytes], target: tuple[Bytes, ...]
                     at += rows.row_bytes
 
 
-def units_of(case: Case, moves: Moves, data: Bytes) -> Bytes:
+def units_of(case: Case, moves: Moves, buffer: int, data: Bytes) -> Bytes:
     """A buffer as `moves` reads it: uint8 [unit, byte], a view."""
-    row_bytes = case.buffers.rows[moves.buffer].row_bytes
+    row_bytes = case.buffers.rows[buffer].row_bytes
     unit_bytes = moves.unit_rows * row_bytes
     rest = data[moves.skip_rows * row_bytes :]
     return rest[: rest.size // unit_bytes * unit_bytes].reshape(-1, unit_bytes)
@@ -130,11 +131,13 @@ def planned_gather(case: Case) -> list[bytes]:
             chunk = bytearray(sizes[len(found)])
             covered = np.zeros(len(chunk), int)
             for moves in part:
-                units = units_of(case, moves, case.buffers.data[moves.buffer])
-                piece = units[moves.units[number]].tobytes()
-                end = moves.block_offset + len(piece)
-                chunk[moves.block_offset : end] = piece
-                covered[moves.block_offset : end] += 1
+                first = moves.block_offset
+                for buffer in moves.numbers:
+                    units = units_of(case, moves, buffer, case.buffers.data[buffer])
+                    piece = units[moves.units[number]].tobytes()
+                    chunk[first : first + len(piece)] = piece
+                    covered[first : first + len(piece)] += 1
+                    first += len(piece)
             assert len(chunk) == sizes[len(found)], "nothing beyond the chunk"
             assert (covered == 1).all(), "no gap, no overlap"
             found.append(bytes(chunk))
@@ -158,10 +161,12 @@ def test_scattering_by_the_plan_equals_scattering_row_by_row(case: Case) -> None
         for number in range(len(part[0].units)):
             chunk = np.frombuffer(next(numbered), np.uint8)
             for moves in part:
-                units = units_of(case, moves, actual[moves.buffer])
-                index = moves.units[number]
-                piece = chunk[moves.block_offset :][: index.size * units.shape[1]]
-                units[index] = piece.reshape(index.size, -1)
+                at, index = moves.block_offset, moves.units[number]
+                for buffer in moves.numbers:
+                    units = units_of(case, moves, buffer, actual[buffer])
+                    size = index.size * units.shape[1]
+                    units[index] = chunk[at : at + size].reshape(index.size, -1)
+                    at += size
     assert all(np.array_equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
@@ -185,18 +190,27 @@ def test_source_and_target_may_be_grouped_differently(case: Case, data: st.DataO
 
 @given(cases())
 def test_moves_stay_below_the_longest_length(case: Case) -> None:
-    """Unless a single unit is longer; and a plan has as few moves as that allows."""
+    """Unless a single unit is longer; and as many units may move at once as that allows."""
     for part in case.plan():
-        for number, rows in enumerate(case.buffers.rows):
-            sizes = [
-                moves.units.shape[1] * moves.unit_rows * rows.row_bytes
-                for moves in part
-                if moves.buffer == number
-            ]
-            unit_bytes = rows.row_bytes * next(m.unit_rows for m in part if m.buffer == number)
-            full = max(1, case.longest_bytes // unit_bytes) * unit_bytes
-            assert all(size == full for size in sizes[:-1])
-            assert 0 < sizes[-1] <= full
+        for moves in part:
+            for buffer in moves.numbers:
+                unit_bytes = case.buffers.rows[buffer].row_bytes * moves.unit_rows
+                assert max(1, case.longest_bytes // unit_bytes) == moves.most_units
+
+
+@given(buffers(8))
+def test_buffers_that_lie_alike_move_as_one(given: Buffers) -> None:
+    """All buffers, in their order, as few times as that allows."""
+    found = alike(given.rows)
+    assert [*range(len(given.rows))] == [number for one in found for number in one.numbers]
+    forms = [
+        [(rows.row_bytes, rows.layer_rows.tolist()) for rows in given.rows[one.numbers.start :]][
+            : len(one.numbers)
+        ]
+        for one in found
+    ]
+    assert all(form == [form[0]] * len(form) for form in forms)
+    assert all(left[0] != right[0] for left, right in pairwise(forms))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +233,7 @@ def test_moves_stay_below_the_longest_length(case: Case) -> None:
 def test_consecutive_slots_move_together(slots: Sequence[int], expected: tuple[int, int]) -> None:
     """In the longest power of two of rows that all runs are made of, aligned or alike unaligned."""
     buffer = BufferRows(2, np.zeros(1, np.int64))
-    ((moves,),) = plan_moves([buffer], np.array(slots, np.int64), 192, 1 << 20)
+    ((moves,),) = plan_moves(alike([buffer]), np.array(slots, np.int64), 192, 1 << 20)
     assert expected == (moves.unit_rows, moves.skip_rows)
 
 
@@ -227,21 +241,21 @@ def test_consecutive_slots_move_together(slots: Sequence[int], expected: tuple[i
 def test_no_unit_straddles_two_layers(layer_rows: list[int], unit_rows: int) -> None:
     """Where layers don't begin at a multiple of a page, units are shorter."""
     buffer = BufferRows(2, np.array(layer_rows, np.int64))
-    ((moves,),) = plan_moves([buffer], np.arange(16), 16, 1 << 20)
+    ((moves,),) = plan_moves(alike([buffer]), np.arange(16), 16, 1 << 20)
     assert unit_rows == moves.unit_rows
 
 
 def test_no_slots_have_no_moves() -> None:
     """Zero tokens are a valid request."""
     buffer = BufferRows(2, np.zeros(1, np.int64))
-    assert [] == plan_moves([buffer], np.empty(0, np.int64), 4, 1 << 20)
+    assert [] == plan_moves(alike([buffer]), np.empty(0, np.int64), 4, 1 << 20)
 
 
 def test_rows_are_numbered_beyond_32_bits() -> None:
     """A merged buffer of a long pool has more rows than an int32 can count."""
     buffer = BufferRows(1, np.array([0, 3 << 32], np.int64))
     slots = np.array([(1 << 32) + 1], np.int64)
-    ((moves,),) = plan_moves([buffer], slots, 1, 1 << 20)
+    ((moves,),) = plan_moves(alike([buffer]), slots, 1, 1 << 20)
     assert [[(1 << 32) + 1, (4 << 32) + 1]] == moves.units.tolist()
 
 

@@ -217,13 +217,13 @@ def make_moves(
     mover = Mover(pool)
 
     def gather(*, seal: bool) -> list[int]:
-        return mover.gather(rows, blocks, chunk_bytes=chunk_bytes, seal=seal).wait()
+        return mover.gather(rows, blocks, chunk_bytes=chunk_bytes, seal=seal, at_once=True).wait()
 
     return {
         "gather": lambda: gather(seal=False),
         "sealed_gather": lambda: gather(seal=True),
         "scatter": lambda: mover.scatter(
-            blocks, rows, chunk_bytes=chunk_bytes, checksums=None
+            blocks, rows, chunk_bytes=chunk_bytes, checksums=None, at_once=True
         ).wait(),
     }
 

@@ -108,6 +108,18 @@ class DeviceTests(ABC):
         assert [0, 1, 2, 3] == order
         assert all(job.done() for job in jobs)
 
+    def test_job_at_once_begins_after_those_before_it(self, device: Device) -> None:
+        """Whoever does it; and it has a result, or an error, as any other has."""
+        order: list[int] = []
+        for number in range(3):
+            device.submit(lambda n=number: [[Step(_noting(order, n))]])  # type: ignore[misc]
+        job = device.submit(lambda: [[Step(_noting(order, 3))]], at_once=True)
+        assert [None] == job.wait()
+        assert [0, 1, 2, 3] == order
+        bad = device.submit(lambda: [[Step(_raising)]], at_once=True)
+        with pytest.raises(OSError, match="of the step"):
+            bad.wait()
+
     def test_results_are_those_of_the_last_phase(self, device: Device) -> None:
         """In the order of its steps, however they ran; each time it is asked."""
         job = device.submit(lambda: [[Step(lambda: 9)], [Step(lambda n=n: n) for n in range(5)]])  # type: ignore[misc]

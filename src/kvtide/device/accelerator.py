@@ -19,7 +19,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar, final
 
@@ -54,8 +53,7 @@ class AcceleratorDevice:
         """Raises UsageError if torch has no such device here."""
         self.torch_device = find_accelerator(name)
         self.name = name
-        index = self.torch_device.index
-        self._queue = JobQueue(lambda: torch.accelerator.set_device_index(index))
+        self._queue = JobQueue()
         self._lanes = Lanes(_WAY_COUNT)
         self._ways = [_Way(self.torch_device) for _ in range(_WAY_COUNT)]
 
@@ -82,8 +80,11 @@ class AcceleratorDevice:
         """See Device. Blocks, which in a plan holds up nobody else."""
         return index.to(self.torch_device)
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> QueuedJob[list[T]]:
-        """See Device."""
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> QueuedJob[list[T]]:
+        """See Device. Always in its own thread, which may make this device its current one."""
+        del at_once
         ready = torch.Event(device=self.torch_device)
         ready.record(torch.accelerator.current_stream(self.torch_device))
         return self._queue.submit(lambda: self._run(plan, ready, staging_bytes))
@@ -99,6 +100,7 @@ class AcceleratorDevice:
     @torch.inference_mode()
     def _run(self, plan: Plan[T], ready: torch.Event, staging_bytes: int) -> list[T]:
         results: list[T] = []
+        torch.accelerator.set_device_index(self.torch_device.index)
         with self._settled():
             for way in self._ways:
                 way.stream.wait_event(ready)
@@ -120,7 +122,7 @@ class AcceleratorDevice:
         if all(step.issue is None for step in phase):
             return self._lanes.run([step.finish for step in phase])
         in_flight: deque[tuple[torch.Event, Step[T]]] = deque()
-        finishing: list[Future[T]] = []
+        finishing: list[QueuedJob[T]] = []
 
         def finish_oldest() -> None:
             event, step = in_flight.popleft()
@@ -135,11 +137,11 @@ class AcceleratorDevice:
             while in_flight:
                 finish_oldest()
         finally:
-            errors = [one.exception() for one in finishing]
+            errors = [one.error() for one in finishing]
         for error in errors:
             if error is not None:
                 raise error
-        return [one.result() for one in finishing]
+        return [one.wait() for one in finishing]
 
 
 @final

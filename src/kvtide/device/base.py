@@ -100,13 +100,19 @@ class Device(Protocol):
         """`index`, a host tensor, where this device's kernels read it. To be called by plans."""
         ...
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> Job[list[T]]:
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> Job[list[T]]:
         """Queues a job and returns at once; its result is that of the last phase, in order.
 
-        `plan` is called when the job begins, in a thread of the device's. Steps of a phase may
-        run side by side, so they must not depend on each other. A phase is asked for when the
-        one before it has ended, and not at all if that one raised. After an error the steps
-        that have not begun are dropped, and nothing is running any more when the job has ended.
+        With `at_once` the caller would only wait for it: then the device may do it before it
+        returns, in the calling thread. An interrupt breaks that off, and is raised by `submit`.
+
+        `plan` is called when the job begins, in a thread of the device's or, `at_once`, the
+        caller's. Steps of a phase may run side by side, so they must not depend on each other. A
+        phase is asked for when the one before it has ended, and not at all if that one raised.
+        After an error the steps that have not begun are dropped, and nothing is running any more
+        when the job has ended.
         """
         ...
 

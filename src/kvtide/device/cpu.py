@@ -51,10 +51,13 @@ class CPUDevice:
         """See Device."""
         return index
 
-    def submit(self, plan: Plan[T], *, staging_bytes: int = 0) -> QueuedJob[list[T]]:
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> QueuedJob[list[T]]:
         """See Device. Copies go straight there: no staging."""
         del staging_bytes
-        return self._queue.submit(lambda: self._run(plan))
+        submit = self._queue.submit_at_once if at_once else self._queue.submit
+        return submit(lambda: self._run(plan))
 
     def close(self) -> None:
         """See Device."""

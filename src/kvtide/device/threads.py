@@ -3,37 +3,105 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar, final
-
-import torch
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, final
 
 T = TypeVar("T")
+_Work = Callable[[], None]
+
+
+@final
+class Threads:
+    """`count` threads that take work from one queue, in order.
+
+    Not an executor: an interrupt (Ctrl-C) may come while the main thread hands out work, and would
+    leave an executor's lock locked for ever. A SimpleQueue has none that Python code holds.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._work = work
+        threads = [
+            threading.Thread(target=_take, args=(work,), name=f"{name}_{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        # Also when it is forgotten, and at the process's end.
+        self._end = weakref.finalize(self, _end, work, threads)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes work."""
+        return self._end.alive
+
+    def put(self, work: _Work) -> None:
+        """Queues work that doesn't raise; RuntimeError after `close`."""
+        if not self.is_open:
+            raise RuntimeError("this device is closed: it takes no more jobs")
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Waits for what was queued; further calls are harmless."""
+        self._end()
+
+
+def _take(work: SimpleQueue[_Work | None]) -> None:
+    while (item := work.get()) is not None:
+        item()
+        del item  # and with it the memory that it holds, before the next wait
+
+
+def _end(work: SimpleQueue[_Work | None], threads: Sequence[threading.Thread]) -> None:
+    for _ in threads:
+        work.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # which may be the last to forget a device
+            thread.join()
 
 
 @final
 class JobQueue:
-    """One thread that runs jobs in the order submitted.
+    """Jobs in the order submitted, one at a time: in a thread of its own, or in the caller's.
 
-    The thread that submits only waits: an interrupt (Ctrl-C) reaches it alone, so it ends a
-    wait and never a move.
+    An interrupt (Ctrl-C) reaches the main thread alone. A thread of its own it never ends in the
+    middle of a job.
     """
 
-    def __init__(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """`prepare` is called once in the thread, before its first job."""
-        self._thread = ThreadPoolExecutor(1, "kvtide-queue", initializer=prepare)
+    def __init__(self) -> None:
+        self._thread = Threads(1, "kvtide-queue")
+        self._turn = threading.Lock()
+        self._last: QueuedJob[Any] | None = None
 
     def submit(self, work: Callable[[], T]) -> QueuedJob[T]:
         """Queues `work` and returns at once."""
+        job = self._last = QueuedJob(work)
+        self._thread.put(lambda: self._run(job))
+        return job
+
+    def submit_at_once(self, work: Callable[[], T]) -> QueuedJob[T]:
+        """Does `work` in the calling thread, if nothing is queued before it.
+
+        Two changes of threads cost as much as it takes to copy a megabyte. What breaks the work
+        off, such as an interrupt, is raised.
+        """
+        if not self._thread.is_open or not (self._last is None or self._last.done()):
+            return self.submit(work)
         job = QueuedJob(work)
-        self._thread.submit(job.run)
+        self._run(job)
+        job.raise_if_broken_off()
         return job
 
     def close(self) -> None:
         """Waits for what was submitted; further calls are harmless."""
-        self._thread.shutdown()
+        self._thread.close()
+
+    def _run(self, job: QueuedJob[Any]) -> None:
+        with self._turn:
+            job.run()
 
 
 @final
@@ -49,6 +117,7 @@ class QueuedJob(Generic[T]):
         self._results: list[T] = []
         self._error: BaseException | None = None
         self._done = False
+        self._owner: dict[str, str] = {}
         self._gate = threading.Lock()
         self._gate.acquire()
 
@@ -56,17 +125,24 @@ class QueuedJob(Generic[T]):
         """See Job."""
         return self._done
 
-    def wait(self) -> T:
-        """See Job."""
+    def settle(self) -> None:
+        """Blocks until it has ended, and raises nothing of it."""
         if not self._done:
             self._gate.acquire()
             self._gate.release()  # for the next one who waits
+
+    def wait(self) -> T:
+        """See Job."""
+        self.settle()
         if self._error is not None:
             raise self._error
         return self._results[0]
 
     def run(self) -> None:
-        """Does the work in the thread that calls, and lets go whoever waits."""
+        """Does the work in the thread that calls, and lets go whoever waits; nothing after
+        `cancel`."""
+        if self._owner.setdefault("is", "running") != "running":
+            return
         try:
             self._results.append(self._work())
         except BaseException as error:
@@ -75,6 +151,21 @@ class QueuedJob(Generic[T]):
         self._done = True
         self._gate.release()
 
+    def cancel(self) -> bool:
+        """Whether it won't run: it hadn't begun. Repeatable; nobody may wait for it then."""
+        # Atomic, and the same when it is asked again after an interrupt.
+        return self._owner.setdefault("is", "cancelled") == "cancelled"
+
+    def error(self) -> BaseException | None:
+        """Blocks until it has ended; gives its error, if it has one."""
+        self.settle()
+        return self._error
+
+    def raise_if_broken_off(self) -> None:
+        """Raises what isn't the work's own error, such as an interrupt of the thread it ran in."""
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise self._error
+
 
 @final
 class Lanes:
@@ -82,7 +173,7 @@ class Lanes:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._others = ThreadPoolExecutor(max(1, count - 1), thread_name_prefix="kvtide-lane")
+        self._others = Threads(max(1, count - 1), "kvtide-lane")
 
     def run(self, items: Sequence[Callable[[], T]]) -> list[T]:
         """The results of all items, in order. After an error the rest are dropped, and none
@@ -90,45 +181,52 @@ class Lanes:
         # A deque, because its popleft is atomic: no lock for the lanes to meet at.
         left = deque(enumerate(items))
         results: dict[int, T] = {}
-        others: list[Future[None]] = []
-        try:
-            for _ in range(min(self.count, len(items)) - 1):
-                others.append(self._others.submit(drain, left, results))
-            drain(left, results)
-        except BaseException:
-            # Also when the system has no thread to give: what was submitted finds nothing.
-            left.clear()
-            raise
-        finally:
-            errors = [other.exception() for other in others]
-        for error in errors:
-            if error is not None:
-                raise error
+        others: list[QueuedJob[None]] = []
+        failure: BaseException | None = None
+        is_first = is_running = True
+        # An interrupt may come anywhere: it must not keep this from waiting for the others.
+        while is_running:
+            try:
+                if is_first:
+                    is_first = False
+                    for _ in range(min(self.count, len(items)) - 1):
+                        others.append(QueuedJob(lambda: drain(left, results)))
+                        self._others.put(others[-1].run)
+                    drain(left, results)
+                left.clear()
+                for other in others:
+                    if not other.cancel():
+                        other.settle()
+                is_running = False
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        for other in others:
+            if not other.cancel():
+                other.wait()
         return [results[number] for number in range(len(items))]
 
-    def start(self, item: Callable[[], T]) -> Future[T]:
+    def start(self, item: Callable[[], T]) -> QueuedJob[T]:
         """Runs one item in a lane, and returns at once."""
-        return self._others.submit(item)
+        job = QueuedJob(item)
+        self._others.put(job.run)
+        return job
 
     def close(self) -> None:
         """Waits for what was started; further calls are harmless."""
-        self._others.shutdown()
+        self._others.close()
 
 
 def drain(items: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
-    """Runs items until none is left, or one raises: then the rest are dropped.
-
-    In inference mode, since an engine's tensors may have been made in it, and such tensors
-    can't be written outside.
-    """
-    with torch.inference_mode():
-        while True:
-            try:
-                number, item = items.popleft()
-            except IndexError:
-                return
-            try:
-                results[number] = item()
-            except BaseException:
-                items.clear()
-                raise
+    """Runs items until none is left, or one raises: then the rest are dropped."""
+    while True:
+        try:
+            number, item = items.popleft()
+        except IndexError:
+            return
+        try:
+            results[number] = item()
+        except BaseException:
+            items.clear()
+            raise

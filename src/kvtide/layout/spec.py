@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import final
 
@@ -241,7 +242,7 @@ def _with_sizes(plane: Plane, counts: Mapping[str, int], dtype: str) -> PlaneGeo
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
     """A layout with its sizes, made by `Layout.bind`; how many rows there are is the pool's."""
 
@@ -271,7 +272,7 @@ class Geometry:
         """Bytes that a request owns beside its tokens', over all planes and layers."""
         return sum(plane.size_bytes for plane in self.planes if not plane.tokens_per_row)
 
-    @property
+    @cached_property
     def fingerprint(self) -> bytes:
         """16 bytes that differ whenever layout, sizes, dtypes, stage or rank do.
 

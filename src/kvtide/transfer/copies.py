@@ -18,93 +18,151 @@ _SMALL_BYTES = 16 << 10
 
 
 class Copies(Protocol):
-    """What moves between one buffer and the blocks of one run, for each of its chunks."""
+    """What moves between buffers that lie alike and the blocks of one run, for each of its chunks.
+
+    In a block they lie one after another from `block_offset` on, `buffer_bytes` of each.
+    """
 
     @property
-    def stop(self) -> int:
-        """In bytes, where these units end in each block."""
+    def block_offset(self) -> int:
+        """In bytes, where the units of the first buffer begin in each block."""
         ...
 
-    def gather(self, number: int, staging: torch.Tensor | None) -> None:
+    @property
+    def unit_bytes(self) -> int:
+        """Of one unit."""
+        ...
+
+    def gather(self, number: int, move: Move, staging: torch.Tensor | None) -> None:
         """Units to the block of that number, or to `staging`, which is laid out like a block."""
         ...
 
-    def scatter(self, number: int, staging: torch.Tensor | None) -> None:
+    def scatter(self, number: int, move: Move, staging: torch.Tensor | None) -> None:
         """The same units back."""
         ...
 
 
 @final
+class Move:
+    """Of some copies those that are made in one go: of `buffers` all units, or those of `span`.
+
+    `stop` is where they end in a block, in bytes.
+    """
+
+    __slots__ = ("buffers", "copies", "span", "stop")
+
+    def __init__(self, copies: Copies, buffers: range, span: slice | None, stop: int) -> None:
+        self.copies = copies
+        self.buffers = buffers
+        self.span = span
+        self.stop = stop
+
+    def gather(self, number: int, staging: torch.Tensor | None) -> None:
+        """See Copies."""
+        self.copies.gather(number, self, staging)
+
+    def scatter(self, number: int, staging: torch.Tensor | None) -> None:
+        """See Copies."""
+        self.copies.scatter(number, self, staging)
+
+
+@final
 class HostCopies:
-    """Of a buffer in host memory, by numpy.
+    """Of buffers in host memory, by numpy.
 
     A call of it takes a microsecond, where one of torch's takes eight, and while one lane is in
     the interpreter the others can't begin a move. And it moves a unit as a whole both ways, where
     index_copy_ goes element by element.
     """
 
-    def __init__(
-        self, units: NDArray[Any], index: NDArray[np.int64], run: Run, block_offset: int
-    ) -> None:
-        """`units` is uint8 [unit, byte], and `index` has for each chunk its units."""
-        unit_count, unit_bytes = index.shape[1], units.shape[1]
-        size_bytes = unit_count * unit_bytes
-        if unit_count >= _MANY_UNITS or size_bytes <= _SMALL_BYTES:
-            units = units.view(f"V{unit_bytes}")[:, 0]
-        self._units = units
+    def __init__(self, units: Units, index: NDArray[np.int64], run: Run, block_offset: int) -> None:
+        """`index` has for each chunk its units, int64 [chunk, unit]."""
+        unit_count, unit_bytes = index.shape[1], units.unit_bytes
+        self.block_offset = block_offset
+        self.unit_bytes = unit_bytes
+        are_items = unit_count >= _MANY_UNITS or unit_count * unit_bytes <= _SMALL_BYTES
+        self._units = units.items if are_items else units.in_memory
         self._index = index
-        self._block_offset = block_offset
-        self._parts = run.memory_parts(block_offset, unit_count, units)
-        self.stop = block_offset + size_bytes
+        shape = (len(self._units), *index.shape[1:], *self._units[0].shape[1:])
+        self._parts = run.memory_parts(block_offset, shape, self._units[0].dtype)
 
-    def gather(self, number: int, staging: torch.Tensor | None) -> None:
+    def gather(self, number: int, move: Move, staging: torch.Tensor | None) -> None:
         """See Copies."""
-        part = self._parts[number] if staging is None else self._staged(staging)
-        # Rows were checked. To "raise" for others, numpy would go by way of a buffer.
-        self._units.take(self._index[number], 0, part, "clip")
+        index, parts = self._ends(number, move, staging)
+        units = self._units
+        for at in move.buffers:
+            # Rows were checked. To "raise" for others, numpy would go by way of a buffer.
+            units[at].take(index, 0, parts[at], "clip")
 
-    def scatter(self, number: int, staging: torch.Tensor | None) -> None:
+    def scatter(self, number: int, move: Move, staging: torch.Tensor | None) -> None:
         """See Copies."""
-        part = self._parts[number] if staging is None else self._staged(staging)
-        self._units[self._index[number]] = part
+        index, parts = self._ends(number, move, staging)
+        units = self._units
+        for at in move.buffers:
+            units[at][index] = parts[at]
+
+    def _ends(
+        self, number: int, move: Move, staging: torch.Tensor | None
+    ) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Which units, and of each buffer their place in the block or in `staging`."""
+        index = self._index[number]
+        parts = self._parts[number] if staging is None else self._staged(staging)
+        return (index, parts) if move.span is None else (index[move.span], parts[:, move.span])
 
     def _staged(self, staging: torch.Tensor) -> NDArray[Any]:
         shape, dtype = self._parts.shape[1:], self._parts.dtype
-        return np.ndarray(shape, dtype, staging.numpy(), self._block_offset)
+        return np.ndarray(shape, dtype, staging.numpy(), self.block_offset)
 
 
 @final
 class DeviceCopies:
-    """Of a buffer anywhere, by torch; of those in host memory, the padded ones."""
+    """Of buffers anywhere, by torch; of those in host memory, the padded ones.
+
+    In inference mode, since an engine's tensors may have been made in it, and such tensors can't
+    be written outside.
+    """
 
     def __init__(
         self,
-        units: torch.Tensor,
-        index: Sequence[torch.Tensor],
-        parts: Sequence[torch.Tensor],
+        units: Units,
+        index: torch.Tensor,
+        run: Run,
         block_offset: int,
+        elements: Sequence[torch.dtype],
     ) -> None:
-        """`units` is the buffer as [unit, element], `index` has for each chunk its units, int64
-        [unit], and `parts` their place in its block, [unit, element]."""
-        self._units = units
-        self._index = index
-        self._parts = parts
-        self._block_offset = block_offset
-        self.stop = block_offset + parts[0].nbytes
+        """`index` has for each chunk its units, int64 [chunk, unit], where kernels read it. Bytes
+        move as the widest of `elements` that sizes and places allow."""
+        self.block_offset = block_offset
+        self.unit_bytes = units.unit_bytes
+        dtype = widest(elements, units.bits | run.bits | block_offset)
+        self._units = units.as_type(dtype)
+        self._index = index.unbind()
+        shape = (len(self._units), index.shape[1], units.unit_bytes // dtype.itemsize)
+        self._parts = run.parts(block_offset, dtype, shape)
 
-    def gather(self, number: int, staging: torch.Tensor | None) -> None:
+    @torch.inference_mode()
+    def gather(self, number: int, move: Move, staging: torch.Tensor | None) -> None:
         """See Copies."""
-        part = self._parts[number] if staging is None else self._staged(staging)
-        torch.index_select(self._units, 0, self._index[number], out=part)
+        for at in move.buffers:
+            index, part = self._ends(number, at, move.span, staging)
+            torch.index_select(self._units[at], 0, index, out=part)
 
-    def scatter(self, number: int, staging: torch.Tensor | None) -> None:
+    @torch.inference_mode()
+    def scatter(self, number: int, move: Move, staging: torch.Tensor | None) -> None:
         """See Copies."""
-        part = self._parts[number] if staging is None else self._staged(staging)
-        self._units.index_copy_(0, self._index[number], part)
+        for at in move.buffers:
+            index, part = self._ends(number, at, move.span, staging)
+            self._units[at].index_copy_(0, index, part)
 
-    def _staged(self, staging: torch.Tensor) -> torch.Tensor:
-        part = staging[self._block_offset : self.stop]
-        return part.view(self._parts[0].dtype).view(self._parts[0].shape)
+    def _ends(
+        self, number: int, at: int, span: slice | None, staging: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which units of a buffer, and their place in the block or in `staging`."""
+        index, part = self._index[number], self._parts[number][at]
+        if staging is not None:
+            first = self.block_offset + at * part.nbytes
+            part = staging[first : first + part.nbytes].view(part.dtype).view(part.shape)
+        return (index, part) if span is None else (index[span], part[span])
 
 
 def _suits_numpy(buffer: torch.Tensor) -> bool:
@@ -114,24 +172,37 @@ def _suits_numpy(buffer: torch.Tensor) -> bool:
 
 @final
 class Units:
-    """A buffer less its first bytes, read as units: rows that adjoin, taken together."""
+    """Buffers that lie alike less their first bytes, read as units: rows that adjoin, together."""
 
-    def __init__(self, buffer: torch.Tensor, skip_bytes: int, unit_bytes: int) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], skip_bytes: int, unit_bytes: int) -> None:
         self.unit_bytes = unit_bytes
-        if buffer.dim() == 1:
-            buffer = buffer[skip_bytes:]
-            buffer = buffer[: buffer.numel() // unit_bytes * unit_bytes].view(-1, unit_bytes)
-        self._typed = {torch.uint8: buffer}
-        self.bits = unit_bytes | buffer.stride(0) | _bits_of(buffer)
+        units = [_as_units(buffer, skip_bytes, unit_bytes) for buffer in buffers]
+        self._typed = {torch.uint8: units}
+        self.bits = unit_bytes
         """See _bits_of."""
-        self.in_memory: NDArray[Any] | None = buffer.numpy() if _suits_numpy(buffer) else None
-        """The same as uint8 [unit, byte], where HostCopies can move it."""
+        for one in units:
+            self.bits |= one.stride(0) | _bits_of(one)
+        suit_numpy = all(_suits_numpy(one) for one in units)
+        self.in_memory: list[NDArray[Any]] = [one.numpy() for one in units] if suit_numpy else []
+        """The same as uint8 [unit, byte], where HostCopies can move them; none elsewhere."""
+        self.items = [one.view(f"V{unit_bytes}")[:, 0] for one in self.in_memory]
+        """The same again, a unit as an item: [unit]."""
 
-    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
-        """The units as [unit, element]."""
+    def __len__(self) -> int:
+        return len(self._typed[torch.uint8])
+
+    def as_type(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The units of each buffer as [unit, element]."""
         if dtype not in self._typed:
-            self._typed[dtype] = self._typed[torch.uint8].view(dtype)
+            self._typed[dtype] = [one.view(dtype) for one in self._typed[torch.uint8]]
         return self._typed[dtype]
+
+
+def _as_units(buffer: torch.Tensor, skip_bytes: int, unit_bytes: int) -> torch.Tensor:
+    if buffer.dim() > 1:  # rows with gaps
+        return buffer
+    buffer = buffer[skip_bytes:]
+    return buffer[: buffer.numel() // unit_bytes * unit_bytes].view(-1, unit_bytes)
 
 
 @final
@@ -170,22 +241,26 @@ class Run:
         start = self.first + number * self.step
         return slice(start + first, start + stop)
 
-    def memory_parts(self, block_offset: int, unit_count: int, units: NDArray[Any]) -> NDArray[Any]:
-        """What lies at `block_offset` bytes of each block: [block, *unit], so many like `units`."""
-        shape = (self.count, unit_count, *units.shape[1:])
-        strides = (self.step, *units.strides)
-        return np.ndarray(shape, units.dtype, self.memory, self.first + block_offset, strides)
+    def memory_parts(
+        self, block_offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
+        """What lies at `block_offset` bytes of each block, without gaps: [block, *shape]."""
+        strides = [dtype.itemsize]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        offset, strides = self.first + block_offset, [self.step, *strides]
+        return np.ndarray((self.count, *shape), dtype, self.memory, offset, strides)
 
     def parts(
-        self, block_offset: int, dtype: torch.dtype, shape: tuple[int, int]
-    ) -> Sequence[torch.Tensor]:
-        """What lies at `block_offset` bytes of each block, as `dtype` [*shape]."""
+        self, block_offset: int, dtype: torch.dtype, shape: tuple[int, int, int]
+    ) -> list[Sequence[torch.Tensor]]:
+        """The same as `dtype`: for each block `shape[0]` tensors [*shape[1:]]."""
         size = dtype.itemsize
-        strides = (self.step // size, shape[1], 1)
+        strides = (self.step // size, shape[1] * shape[2], shape[2], 1)
         start = (self.first + block_offset) // size
         wide = self.slab.view(dtype)
         parts = wide.as_strided((self.count, *shape), strides, wide.storage_offset() + start)
-        return parts.unbind()
+        return [part.unbind() for part in parts.unbind()]
 
 
 def runs_of(blocks: Sequence[Block]) -> list[Run]:

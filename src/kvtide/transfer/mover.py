@@ -12,7 +12,7 @@ from kvtide.device import Block, Job, Step
 from kvtide.errors import SnapshotDamaged
 from kvtide.layout import Ids
 from kvtide.pool import Pool
-from kvtide.transfer.copies import Copies, DeviceCopies, HostCopies, Run, Units, runs_of, widest
+from kvtide.transfer.copies import Copies, DeviceCopies, HostCopies, Move, Run, Units, runs_of
 from kvtide.transfer.plan import Moves, Section, plan_moves, sections_of
 
 # So many views of buffers are kept from move to move; each is some hundred bytes.
@@ -21,7 +21,7 @@ _MOST_UNITS = 4096
 # the core's own cache.
 _HASHED_BYTES = 256 << 10
 # Moves of that size are long beside what it costs when two lanes want the interpreter at once.
-_LONG_MOVE_BYTES = 256 << 10
+_LONG_MOVE_BYTES = 128 << 10
 
 _Phases = Iterator[Sequence[Step[int]]]
 
@@ -38,7 +38,10 @@ class Mover:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._known: dict[int, list[Section]] = {}
-        self._units: dict[tuple[int, int, int], Units] = {}
+        self._row_bytes = [0] * (1 + max((one.group for one in pool.buffer_rows), default=0))
+        for one in pool.buffer_rows:
+            self._row_bytes[one.group] += one.row_bytes * len(one.layer_rows)
+        self._units: dict[tuple[tuple[int, ...], int, int], Units] = {}
 
     def chunk_count(self, rows: Sequence[Ids], chunk_bytes: int) -> int:
         """The chunks, which is as many blocks, that these rows of each group make."""
@@ -47,10 +50,7 @@ class Mover:
 
     def size_bytes(self, rows: Sequence[Ids]) -> int:
         """Bytes of these rows of each group."""
-        return sum(
-            one.row_bytes * len(one.layer_rows) * rows[one.group].size
-            for one in self._pool.buffer_rows
-        )
+        return sum(one.size * size for one, size in zip(rows, self._row_bytes, strict=True))
 
     def gather(
         self,
@@ -59,9 +59,10 @@ class Mover:
         *,
         chunk_bytes: int,
         seal: bool = True,
+        at_once: bool = False,
     ) -> Job[list[int]]:
         """Rows to blocks. The job's results are checksums, of each chunk those of its pieces
-        (zeros without `seal`).
+        (zeros without `seal`). `at_once`: see Device.submit.
 
         The blocks belong to the job until it has ended, and the rows must not be written.
         """
@@ -73,7 +74,7 @@ class Mover:
             else:
                 yield [Step(_nothing, piece.gather) for piece in pieces]
 
-        return self._submit(phases, chunk_bytes)
+        return self._submit(phases, chunk_bytes, at_once)
 
     def scatter(
         self,
@@ -82,12 +83,13 @@ class Mover:
         *,
         chunk_bytes: int,
         checksums: Sequence[int] | None,
+        at_once: bool = False,
     ) -> Job[list[int]]:
         """Blocks to rows, after all blocks have been found to be as they were sealed.
 
         The job raises SnapshotDamaged, naming the first bad chunk, before anything is written.
         With None for checksums nothing is checked: for benchmarks. The blocks and the rows
-        belong to the job until it has ended.
+        belong to the job until it has ended. `at_once`: see Device.submit.
         """
 
         def phases() -> _Phases:
@@ -97,12 +99,14 @@ class Mover:
                 yield [Step(_checking(piece, one)) for piece, one in sealed]
             yield [Step(_nothing, piece.scatter) for piece in pieces]
 
-        return self._submit(phases, chunk_bytes)
+        return self._submit(phases, chunk_bytes, at_once)
 
-    def _submit(self, phases: Callable[[], _Phases], chunk_bytes: int) -> Job[list[int]]:
+    def _submit(
+        self, phases: Callable[[], _Phases], chunk_bytes: int, at_once: bool
+    ) -> Job[list[int]]:
         # Made in the calling thread, so that the queue's only reads them.
         largest = max(one.chunk_bytes for one in self.sections(chunk_bytes))
-        return self._pool.device.submit(phases, staging_bytes=largest)
+        return self._pool.device.submit(phases, staging_bytes=largest, at_once=at_once)
 
     def sections(self, chunk_bytes: int) -> list[Section]:
         """What moves together in such chunks; LayoutError for a row that can't be cut to fit."""
@@ -132,12 +136,11 @@ class Mover:
         ids, size = section.ids(rows), section.chunk_rows
         pieces: list[_Piece] = []
         done = 0
-        for part in plan_moves(section.rows, ids, size, self._pool.device.move_bytes):
+        for part in plan_moves(section.alike, ids, size, self._pool.device.move_bytes):
             stop = done + len(part[0].units)
-            row_count = min(size, ids.size - done * size)
             for run in runs_of(blocks[done:stop]):
                 copies = self._copies(section, part, run, done - stop + len(part[0].units))
-                cuts = _cut(part, copies, row_count, self._pool.device.chunk_bytes)
+                cuts = _cut(part, copies, self._pool.device.chunk_bytes)
                 pieces += [
                     _Piece(first_chunk + done + number, run, number, first, own)
                     for number in range(run.count)
@@ -151,83 +154,99 @@ class Mover:
     ) -> list[Copies]:
         """The copies of the chunks in `run`, the first of which is number `first` of `part`."""
         device = self._pool.device
-        uploaded: dict[int, Sequence[torch.Tensor]] = {}
+        uploaded: dict[int, torch.Tensor] = {}
         copies: list[Copies] = []
         for moves in part:
             source, at = self._units_of(section, moves), moves.block_offset
             index = moves.units[first : first + run.count]
-            if source.in_memory is not None:
-                copies.append(HostCopies(source.in_memory, index, run, at))
+            if source.in_memory:
+                copies.append(HostCopies(source, index, run, at))
                 continue
             if id(moves.units) not in uploaded:
-                uploaded[id(moves.units)] = device.upload(torch.from_numpy(index)).unbind()
-            dtype = widest(device.elements, source.bits | run.bits | at)
-            shape = (index.shape[1], source.unit_bytes // dtype.itemsize)
-            copies.append(
-                DeviceCopies(
-                    source.as_type(dtype),
-                    uploaded[id(moves.units)],
-                    run.parts(at, dtype, shape),
-                    at,
-                )
-            )
+                uploaded[id(moves.units)] = device.upload(torch.from_numpy(index))
+            of_device = uploaded[id(moves.units)]
+            copies.append(DeviceCopies(source, of_device, run, at, device.elements))
         return copies
 
     def _units_of(self, section: Section, moves: Moves) -> Units:
-        """A buffer as units of that size; known from the last time, mostly."""
-        row_bytes = section.rows[moves.buffer].row_bytes
-        form = (
-            section.buffers[moves.buffer],
-            moves.skip_rows * row_bytes,
-            moves.unit_rows * row_bytes,
-        )
+        """Buffers as units of that size; known from the last time, mostly."""
+        numbers = section.buffers[moves.numbers.start : moves.numbers.stop]
+        row_bytes = section.rows[moves.numbers.start].row_bytes
+        form = (numbers, moves.skip_rows * row_bytes, moves.unit_rows * row_bytes)
         if form not in self._units:
-            if len(self._units) >= _MOST_UNITS:
+            if sum(map(len, self._units.values())) + len(numbers) > _MOST_UNITS:
                 self._units.clear()
-            self._units[form] = Units(self._pool.buffers[form[0]], *form[1:])
+            self._units[form] = Units([self._pool.buffers[n] for n in numbers], *form[1:])
         return self._units[form]
 
 
 def _cut(
-    part: Sequence[Moves], copies: Sequence[Copies], row_count: int, piece_bytes: int
-) -> list[tuple[int, list[Copies]]]:
-    """Of a chunk of so many rows the pieces, with the byte where each begins.
+    part: Sequence[Moves], copies: Sequence[Copies], piece_bytes: int
+) -> list[tuple[int, list[Move]]]:
+    """Of a chunk the pieces, with the byte where each begins.
 
-    A piece is whole buffers, or rows of a chunk of one, of so many bytes together; less only if it
-    is the last. So pieces depend on the geometry alone, whatever the slots. Where moves are short a
-    chunk is one: lanes would wait for each other more than they gain.
+    A piece ends with a layer, and has so many bytes; less only if it is the last. So pieces depend
+    on the geometry alone, wherever slots and layers lie. Where moves are short a chunk is one:
+    lanes would wait for each other more than they gain.
     """
-    pieces: list[tuple[int, list[Copies]]] = []
-    first, start, own = 0, 0, list[Copies]()
-    for at, (moves, copy) in enumerate(zip(part, copies, strict=True)):
-        own.append(copy)
-        is_last = at + 1 == len(part)
-        is_whole = is_last or row_count == 1 or part[at + 1].buffer != moves.buffer
-        is_long = copy.stop - start >= _LONG_MOVE_BYTES
-        start = copy.stop if is_whole else start
-        if is_last or (is_whole and is_long and copy.stop - first >= piece_bytes):
-            pieces.append((first, own))
-            first, own = copy.stop, []
+    pieces: list[tuple[int, list[Move]]] = []
+    first, stop, own = 0, 0, list[Move]()
+    for moves, copy in zip(part, copies, strict=True):
+        layer_bytes = moves.layer_units * copy.unit_bytes
+        is_long = layer_bytes >= _LONG_MOVE_BYTES
+        unit, unit_count = 0, len(moves.numbers) * moves.units.shape[1]
+        while unit < unit_count:
+            layers = -(-(first + piece_bytes - stop) // layer_bytes)
+            end = min(unit_count, unit + max(1, layers) * moves.layer_units)
+            end = end if is_long else unit_count
+            for buffers, span, count in _spans(moves, unit, end, copy.unit_bytes):
+                stop += count * copy.unit_bytes
+                own.append(Move(copy, buffers, span, stop))
+            unit = end
+            if is_long and stop - first >= piece_bytes:
+                pieces.append((first, own))
+                first, own = stop, []
+    if own:
+        pieces.append((first, own))
     return pieces
+
+
+def _spans(
+    moves: Moves, unit: int, end: int, unit_bytes: int
+) -> Iterator[tuple[range, slice | None, int]]:
+    """What moves in one go of these units, counted through all buffers: of which buffers, which
+    of each (None: all), and how many."""
+    per_buffer = moves.units.shape[1]
+    together = -(-_HASHED_BYTES // (per_buffer * unit_bytes))
+    while unit < end:
+        at, begin = divmod(unit, per_buffer)
+        if begin == 0 and per_buffer <= min(moves.most_units, end - unit):
+            count = min(together, (end - unit) // per_buffer)
+            yield range(at, at + count), None, count * per_buffer
+            unit += count * per_buffer
+        else:
+            stop = min(per_buffer, begin + moves.most_units, begin + end - unit)
+            yield range(at, at + 1), slice(begin, stop), stop - begin
+            unit += stop - begin
 
 
 @final
 class _Piece:
     """What a lane moves at once, most often a whole chunk: from byte `first` of it on.
 
-    `number` is that of its chunk in `run`, which `copies` are of.
+    `number` is that of its chunk in `run`, which `moves` are of.
     """
 
     def __init__(
-        self, chunk: int, run: Run, number: int, first: int, copies: Sequence[Copies]
+        self, chunk: int, run: Run, number: int, first: int, moves: Sequence[Move]
     ) -> None:
         self.chunk = chunk
         self._run = run
         self._number = number
-        self._copies = copies
+        self._moves = moves
         self._checksum: int | None = None
         self._first = first
-        self._stop = copies[-1].stop
+        self._stop = moves[-1].stop
 
     @property
     def size_bytes(self) -> int:
@@ -236,7 +255,7 @@ class _Piece:
 
     def gather(self, staging: torch.Tensor | None) -> None:
         """Units of the buffers to the block, by way of `staging` if there is any."""
-        for one in self._copies:
+        for one in self._moves:
             one.gather(self._number, staging)
         if staging is not None:
             self._block().copy_(staging[self._first : self._stop], non_blocking=True)
@@ -247,7 +266,7 @@ class _Piece:
             self.gather(staging)
             return
         checksum, hashed = xxhash.xxh3_64(), self._first
-        for one in self._copies:
+        for one in self._moves:
             one.gather(self._number, None)
             if one.stop - hashed >= _HASHED_BYTES or one.stop == self._stop:
                 checksum.update(self._memory(hashed, one.stop))
@@ -258,7 +277,7 @@ class _Piece:
         """The block to units of the buffers, by way of `staging` if there is any."""
         if staging is not None:
             staging[self._first : self._stop].copy_(self._block(), non_blocking=True)
-        for one in self._copies:
+        for one in self._moves:
             one.scatter(self._number, staging)
 
     def checksum(self) -> int:

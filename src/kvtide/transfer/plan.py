@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -26,7 +27,19 @@ _WIDE_ROW_BYTES = 8 << 10
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Buffers, one after another in a list, whose rows lie alike: what moves of one moves of all.
+
+    `numbers` are their places in the list, `rows` says how they lie.
+    """
+
+    rows: BufferRows
+    numbers: range
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class Section:
     """Buffers, or some layers of them, whose rows move together.
 
@@ -40,7 +53,12 @@ class Section:
     pieces: int
     chunk_rows: int
 
-    @property
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """Its buffers, those that lie alike together; `numbers` are places in `buffers`."""
+        return alike(self.rows)
+
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row of all its buffers and layers."""
         return sum(one.row_bytes * len(one.layer_rows) for one in self.rows)
@@ -64,18 +82,21 @@ class Section:
 @final
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """How some chunks of equal length move between one buffer and their blocks.
+    """How some chunks of equal length move between buffers that lie alike and their blocks.
 
-    The buffer, less its first `skip_rows` rows, is read as units of `unit_rows` rows. Chunk i
-    consists of the units `units[i]` (int64 [chunk, unit]); in its block they lie without gaps
-    from byte `block_offset` on. Buffers whose rows lie alike have one array of units.
+    Each buffer of `numbers`, less its first `skip_rows` rows, is read as units of `unit_rows` rows.
+    Of each, chunk i has the units `units[i]` (int64 [chunk, unit]), `layer_units` of each layer; in
+    its block they lie without gaps, those of the first buffer from byte `block_offset` on, then
+    those of the next. No more than `most_units` should move at once.
     """
 
-    buffer: int
+    numbers: range
     skip_rows: int
     unit_rows: int
     units: Slots
+    layer_units: int
     block_offset: int
+    most_units: int
 
 
 def checked_slots(slots: Any, slot_count: int) -> Slots:
@@ -86,22 +107,21 @@ def checked_slots(slots: Any, slot_count: int) -> Slots:
     dimension, are negative, beyond the pool, or repeated.
     """
     try:
-        given = np.asarray(slots if getattr(slots, "is_cpu", True) else slots.cpu())
+        given = np.asarray(slots.cpu().numpy() if hasattr(slots, "cpu") else slots)
     except (TypeError, ValueError, RuntimeError) as error:
         raise SlotError(f"slots must be integers [token]: {error}") from error
     if given.size == 0 and given.ndim == 1:
         return np.empty(0, np.int64)
     if given.ndim != 1 or given.dtype.kind not in "iu":
         raise SlotError(f"slots must be integers [token], not {given.dtype} {list(given.shape)}")
-    outside = (given < 0) | (given >= slot_count)
-    if outside.any():
-        at = int(outside.argmax())
+    ids = given.astype(np.int64)  # numbers too large for it become negative
+    ordered = np.sort(ids)
+    if ordered[0] < 0 or ordered[-1] >= slot_count:
+        at = int(((ids < 0) | (ids >= slot_count)).argmax())
         raise SlotError(f"slot {given[at]} at position {at} isn't in 0 … {slot_count - 1}")
-    ids = given.astype(np.int64)
-    order = np.argsort(ids, kind="stable")
-    repeated = np.flatnonzero(np.diff(ids[order]) == 0)
-    if repeated.size:
-        at = int(order[repeated + 1].min())
+    if (ordered[1:] == ordered[:-1]).any():
+        order = np.argsort(ids, kind="stable")
+        at = int(order[1:][np.diff(ids[order]) == 0].min())
         raise SlotError(f"slot {ids[at]} at position {at} is there already")
     return ids
 
@@ -172,12 +192,23 @@ def _whole_groups(rows: int) -> int:
     return 1 << (max(1, rows).bit_length() - 1)
 
 
+def alike(buffers: Sequence[BufferRows]) -> list[Alike]:
+    """The buffers in order, those that lie alike and follow each other as one."""
+    found: list[Alike] = []
+    form = None
+    for number, one in enumerate(buffers):
+        before, form = form, (one.row_bytes, one.is_padded, one.layer_rows.tobytes())
+        first = found.pop().numbers.start if form == before else number
+        found.append(Alike(one, range(first, number + 1)))
+    return found
+
+
 def plan_moves(
-    buffers: Sequence[BufferRows], rows: Slots, chunk_rows: int, longest_bytes: int
+    buffers: Sequence[Alike], rows: Slots, chunk_rows: int, longest_bytes: int
 ) -> list[list[Moves]]:
     """The moves of all chunks of `rows` (checked): those of the full chunks, then of the rest.
 
-    Either list is left out where there is no such chunk. No unit row of a move is longer than
+    Either list is left out where there is no such chunk. What should move at once is no longer than
     `longest_bytes`, unless a single unit is. Buffers come in the chunk's order: planes, then
     layers.
     """
@@ -186,36 +217,31 @@ def plan_moves(
     return [_plan_part(buffers, part, longest_bytes) for part in parts if part.size]
 
 
-def _plan_part(buffers: Sequence[BufferRows], chunks: Slots, longest_bytes: int) -> list[Moves]:
+def _plan_part(buffers: Sequence[Alike], chunks: Slots, longest_bytes: int) -> list[Moves]:
     """The moves of chunks of equal length, rows int64 [chunk, row]."""
     group, skip = _grouping(chunks)
     moves: list[Moves] = []
-    known: dict[tuple[int, bool, bytes], tuple[int, list[Slots]]] = {}
     block_offset = 0
-    for number, buffer in enumerate(buffers):
-        form = (buffer.row_bytes, buffer.is_padded, buffer.layer_rows.tobytes())
-        if form not in known:
-            known[form] = _units_of(buffer, chunks, group, skip, longest_bytes)
-        unit_rows, parts = known[form]
-        for units in parts:
-            moves.append(Moves(number, skip % unit_rows, unit_rows, units, block_offset))
-            block_offset += units.shape[1] * unit_rows * buffer.row_bytes
+    for one in buffers:
+        unit_rows, units = _units_of(one.rows, chunks, group, skip)
+        unit_bytes = unit_rows * one.rows.row_bytes
+        at, most = block_offset, max(1, longest_bytes // unit_bytes)
+        layer_units = chunks.shape[1] // unit_rows
+        skipped = skip % unit_rows
+        moves.append(Moves(one.numbers, skipped, unit_rows, units, layer_units, at, most))
+        block_offset += len(one.numbers) * units.shape[1] * unit_bytes
     return moves
 
 
-def _units_of(
-    buffer: BufferRows, chunks: Slots, group: int, skip: int, longest_bytes: int
-) -> tuple[int, list[Slots]]:
-    """How many rows of that buffer are a unit; and the units [chunk, unit] of each move."""
+def _units_of(buffer: BufferRows, chunks: Slots, group: int, skip: int) -> tuple[int, Slots]:
+    """How many rows of that buffer are a unit; and the units [chunk, unit]."""
     # A unit must not straddle two layers, so each layer has to begin at one.
     unit_rows = 1 if buffer.is_padded else min(group, _alignment(buffer.layer_rows))
     firsts, bases = chunks, buffer.layer_rows
     if unit_rows > 1:
         firsts = (chunks[:, ::unit_rows] - skip % unit_rows) // unit_rows
         bases = bases // unit_rows
-    units = (bases[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
-    step = max(1, longest_bytes // (unit_rows * buffer.row_bytes))
-    return unit_rows, [units[:, at : at + step] for at in range(0, units.shape[1], step)]
+    return unit_rows, (bases[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
 
 
 def _grouping(chunks: Slots) -> tuple[int, int]:
