@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from colocated_case import make_model
 from engine_case import DECODE_SERVER, EngineRun, run_engine
 
 THREE = ("plain", "skip", "damage", "full", "abort")
@@ -189,6 +190,102 @@ def test_under_real_pressure_requests_come_back(tmp_path_factory: pytest.TempPat
     assert [] == [one for one in resumed if not one["exact"]]
     assert [80] * 4 == [len(one.get("output_ids", ())) for one in run.results[0].values()]
     first, *later = run.events_of("idle")
+    assert [] == [one for one in later if one != first]
+
+
+RECURRENT = {
+    "plain": three("plain"),
+    "ahead": three("ahead"),
+    "skip": three("skip"),
+    "crowd": [ask(f"crowd-{number}", 80) for number in range(3)],
+}
+"""What a server with recurrent state is asked, by what the meddler does to whom."""
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """Everybody asks alone at first, and isn't retracted; then those of a kind ask at once.
+
+    Steps overlap, and the pool has room for some two thirds of the crowd's answers.
+    """
+    folder = tmp_path_factory.mktemp("recurrent")
+    make_model(folder / "states", "states")
+    server = {
+        **DECODE_SERVER,
+        "load_format": "auto",
+        "max_total_tokens": 160,
+        "num_reserved_decode_tokens": 16,
+    }
+    alone = [("ask", [request]) for requests in RECURRENT.values() for request in requests]
+    together = [("ask", requests) for requests in RECURRENT.values()]
+    return run_engine(
+        folder,
+        server,
+        [*alone, *together, ("rest", 1.0)],
+        model=folder / "states",
+        plugins=["watcher", "meddler", "on_cpu"],
+        KVTIDE_SGLANG="strict",
+        KVTIDE_HOST_MEMORY="16MiB",
+        # Of a state; else SGLang's is bfloat16, and on_cpu convolves in float32.
+        SGLANG_MAMBA_CONV_DTYPE="float32",
+    )
+
+
+def alone_and_together(run: EngineRun, prefix: str) -> list[tuple[Any, Any]]:
+    """A kind's answers without and with others beside them, each request's two in a pair."""
+    whole = [answer for result in run.results[:-1] for answer in result.items()]
+    half = len(whole) // 2
+    pairs = zip(whole[:half], whole[half:], strict=True)
+    return [(alone, other) for (rid, alone), (_, other) in pairs if rid.startswith(prefix)]
+
+
+def retractions(answer: Mapping[str, Any]) -> int:
+    """As SGLang counts them."""
+    assert "error" not in answer, answer["error"]
+    return int(answer["meta_info"]["num_retractions"])
+
+
+@pytest.mark.parametrize(("prefix", "least"), [("plain", 5), ("crowd", 1)])
+def test_recurrent_state_isnt_a_step_ahead_of_the_answer(
+    recurrent: EngineRun, prefix: str, least: int
+) -> None:
+    """Token for token the answers of whoever isn't retracted, by force or under real pressure.
+
+    SGLang retracts while a result is on its way; see the control below.
+    """
+    pairs = alone_and_together(recurrent, prefix)
+    assert [len(RECURRENT[prefix]), 0] == [len(pairs), sum(retractions(one) for one, _ in pairs)]
+    retracted = sum(retractions(one) for _, one in pairs)
+    assert retracted >= least
+    assert retracted == len(recurrent.events_of("restore", prefix))
+    assert [one["output_ids"] for one, _ in pairs] == [one["output_ids"] for _, one in pairs]
+    assert recurrent.log_lines("KV cache pool is full. Retract requests")
+
+
+@pytest.mark.parametrize(("prefix", "is_exact"), [("ahead", True), ("skip", False)])
+def test_otherwise_recurrent_answers_differ(
+    recurrent: EngineRun, prefix: str, is_exact: bool
+) -> None:
+    """The controls: saved with a result on its way, a state's very bytes lead elsewhere."""
+    resumed = recurrent.events_of("resume", prefix)
+    assert {is_exact} == {one["exact"] for one in resumed}
+    for alone, together in alone_and_together(recurrent, prefix):
+        is_retracted = retractions(together) > 0
+        assert is_retracted == (alone["output_ids"] != together["output_ids"])
+    assert len(resumed) >= 5
+
+
+def test_recurrent_state_comes_back_exactly(recurrent: EngineRun) -> None:
+    """With the KV beside it, and into other slots; nothing is kept of it in the end."""
+    for prefix in ("plain", "crowd"):
+        restored, resumed = (recurrent.events_of(one, prefix) for one in ("restore", "resume"))
+        assert 0 < len(restored) == len(resumed)
+        assert [] == [one for one in [*restored, *resumed] if not one["exact"] or one.get("empty")]
+    assert any(one["moved"] for one in recurrent.events_of("restore"))
+    assert 0 == recurrent.exit_code
+    assert [] == recurrent.log_lines("hit an exception")
+    first, *later = recurrent.events_of("idle")
+    assert first["states"] == first["states_free"]
     assert [] == [one for one in later if one != first]
 
 

@@ -4,6 +4,7 @@
     damage-…  comes back to a backup of which a bit has changed
     full1-…, damage1-…   the same on the first of several ranks only
     skip-…    comes back, and nothing is restored: a control
+    ahead-…   is saved although its last step's result is on its way: another control
     abort-…   is aborted while it is retracted
     stay-…    is retracted and never comes back
     lone-…    finds no slot left in the pool for its next token
@@ -11,14 +12,16 @@
 
 It stands where SGLang retracts and resumes, outside of kvtide, and compares a request's bytes there
 as well: read from the pool's own tensors, overwritten as soon as the request has given up its
-slots. KVTIDE_WATCH names the file that it writes to: one JSON object a line. KVTIDE_MEDDLE=refuse
-makes kvtide refuse every pool.
+slots. There is no prefill server, so a prompt's KV and state are made of the request's id here: who
+asks again is answered the same. KVTIDE_WATCH names the file that it writes to: one JSON object a
+line. KVTIDE_MEDDLE=refuse makes kvtide refuse every pool.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,11 +41,18 @@ def register() -> None:
 
     managers = "sglang.srt.managers"
     scheduler = f"{managers}.scheduler.Scheduler"
-    queue = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+    decode = "sglang.srt.disaggregation.decode"
+    queue = f"{decode}.DecodePreallocQueue"
+    sent = f"{decode}.DecodeTransferQueue._commit_transfer_to_req"
     HookRegistry.register(f"{scheduler}.__init__", _begin, HookType.AFTER)
     HookRegistry.register(f"{managers}.schedule_batch.release_req", _release, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.update_running_batch", _update, HookType.AROUND)
+    plan = f"{scheduler}.get_next_disagg_decode_batch_to_run"
+    HookRegistry.register(plan, _plan, HookType.AROUND)
     HookRegistry.register(f"{queue}.resume_retracted_reqs", _resume, HookType.AROUND)
+    HookRegistry.register(sent, _send, HookType.AFTER)
+    unseen = "kvtide.plugin.sglang.pending.Pending._unseen"
+    HookRegistry.register(unseen, _unseen, HookType.AFTER)
     if os.environ.get("KVTIDE_MEDDLE") == "refuse":
         from kvtide.plugin.sglang import describe
 
@@ -55,10 +65,38 @@ def _begin(_: None, scheduler: Any, *__: Any) -> None:
         buffer.normal_()
 
 
+def _send(_: None, queue: Any, transfer: Any) -> None:
+    """What a prefill server would have written into the request's slots."""
+    req, scheduler = transfer.req, queue.scheduler
+    random = torch.Generator().manual_seed(zlib.crc32(req.rid.encode()))
+    allocator, request_pool = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    slots, rows = _rows_of(req, request_pool, allocator)
+    for buffer, row in zip(_buffers(allocator), rows, strict=True):
+        buffer[slots] = row.normal_(generator=random)
+    states = getattr(request_pool, "mamba_pool", None)
+    for state in states.mamba_cache.conv if states is not None else ():
+        own = req.kv.mamba_pool_idx.reshape(1).long()
+        state[:, own] = state[:, own].normal_(generator=random)
+
+
+def _unseen(found: list[Any], _: Any) -> list[Any]:
+    """kvtide isn't told of results of whoever is to be saved without them."""
+    return [
+        (batch, result)
+        for batch, result in found
+        if not any(req.rid.startswith("ahead") for req in batch.reqs)
+    ]
+
+
+def _plan(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    reqs = [*running_batch.reqs, *scheduler.waiting_queue]
+    if not any(req.rid.startswith("crowd") for req in reqs):
+        return original(scheduler, running_batch)
+    with mock.patch("sglang.srt.managers.scheduler.TEST_RETRACT", False):
+        return original(scheduler, running_batch)
+
+
 def _update(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
-    if any(req.rid.startswith("crowd") for req in batch.reqs):
-        with mock.patch("sglang.srt.managers.scheduler.TEST_RETRACT", False):
-            return original(scheduler, batch)
     if not any(req.rid.startswith("lone") and len(req.output_ids) > 3 for req in batch.reqs):
         return original(scheduler, batch)
     allocator = scheduler.token_to_kv_pool_allocator
@@ -149,6 +187,7 @@ def _nothing_restored(is_skipped: bool) -> Iterator[None]:
 
 def _buffers(allocator: Any) -> list[torch.Tensor]:
     pool = allocator.get_kvcache()
+    pool = getattr(pool, "full_kv_pool", pool)  # beside it there is recurrent state
     return [*pool.k_buffer, *pool.v_buffer]
 
 
