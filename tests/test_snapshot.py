@@ -314,3 +314,21 @@ def test_pages_that_had_left_a_window_are_not_asked_for(device: CPUDevice, world
     expected[4], expected[6] = before[1], before[3]
     assert expected.equal(keys)
     tide.discard(snapshot)
+
+
+def test_an_error_of_a_signals_handler_is_not_the_jobs() -> None:
+    """It ends the wait alone: the move still owns its memory, and has a result later."""
+    freed: list[int] = []
+    device = LazyDevice()
+    job = submit(device, [lambda: 7])
+    ticket = Ticket(job, succeed=lambda results: results, fail=lambda: freed.append(1))
+
+    def broken_off(_: object) -> None:
+        raise TimeoutError("of an alarm")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(job), "wait", broken_off)
+        with pytest.raises(TimeoutError):
+            ticket.wait()
+    assert (False, []) == (ticket.settled, freed)
+    assert ([7], []) == (ticket.wait(), freed)

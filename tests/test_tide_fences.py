@@ -9,7 +9,8 @@ import torch
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, SnapshotDamaged
 from kvtide.snapshot import Ticket
-from support.lazy_device import LazyDevice
+from kvtide.tide import Tide
+from support.lazy_device import LazyDevice, LazyJob
 from support.pools import (
     image_of,
     poison,
@@ -163,24 +164,59 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ticket, "wait", broken_off)
 
 
-def test_an_interrupted_offload_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt_before_the_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when a job is queued already, and nobody has a ticket for it yet."""
+    track = Tide._track
+
+    def broken_off(tide: Tide, ticket: Ticket[Any]) -> Any:
+        monkeypatch.setattr(Tide, "_track", track)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tide, "_track", broken_off)
+
+
+def time_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler raises an error like others while a job is waited for."""
+    wait = LazyJob.wait
+
+    def broken_off(job: LazyJob[Any]) -> Any:
+        monkeypatch.setattr(LazyJob, "wait", wait)
+        raise TimeoutError("of an alarm")
+
+    monkeypatch.setattr(LazyJob, "wait", broken_off)
+
+
+BREAKS = [
+    (interrupt_once, KeyboardInterrupt),
+    (interrupt_before_the_ticket, KeyboardInterrupt),
+    (time_out_once, TimeoutError),
+]
+
+
+@pytest.mark.parametrize(("break_off", "error"), BREAKS)
+def test_an_interrupted_offload_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch, break_off: Any, error: type[BaseException]
+) -> None:
     """Nobody will ever fetch its snapshot, so nobody could discard it."""
-    tide = make_tide(LazyDevice())
-    interrupt_once(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
+    device = LazyDevice()
+    tide = make_tide(device)
+    break_off(monkeypatch)
+    with pytest.raises(error):
         tide.offload(range(6))
-    assert 0 == tide.arena.used_bytes
+    tide.close()
+    assert (0, 0) == (device.queued_count, tide.arena.used_bytes)
 
 
+@pytest.mark.parametrize(("break_off", "error"), BREAKS)
 def test_an_interrupted_restore_returns_when_nothing_writes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, break_off: Any, error: type[BaseException]
 ) -> None:
     """The slots' next holder must not be written over."""
     device = LazyDevice()
     tide = make_tide(device)
     snapshot = tide.offload(range(6))
-    interrupt_once(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
+    break_off(monkeypatch)
+    with pytest.raises(error):
         tide.restore(snapshot, range(6, 12))
     assert 0 == device.queued_count
     tide.discard(snapshot)

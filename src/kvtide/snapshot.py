@@ -171,6 +171,8 @@ class Ticket(Generic[T]):
         try:
             checksums = self._job.wait()
         except Exception as error:
+            if not self._job.done():
+                raise  # a signal handler's: it ended the wait alone
             self._error = error
             self._fail()
         else:

@@ -11,13 +11,15 @@ retract                                 resume
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import numpy as np
 
 from kvtide.arena import HostArena
-from kvtide.errors import LayoutError, SlotError
+from kvtide.device import Step
+from kvtide.errors import KvtideError, LayoutError, SlotError
 from kvtide.layout import RequestRows
 from kvtide.pool import PageAllocator, Pool
 from kvtide.snapshot import Seal, Snapshot, Ticket, ranges_of
@@ -65,13 +67,15 @@ class Tide:
         their kinds. Blocks until that is done; the slots may then be reused. Raises SlotError for
         slots that can't be meant, ArenaFull when the arena has no room: nothing was taken then.
         """
-        ticket = self._offload(slots, key, request, at_once=True)
+        ticket: Ticket[Snapshot] | None = None
         try:
+            ticket = self._offload(slots, key, request, at_once=True)
             return ticket.wait()
-        except KeyboardInterrupt:
-            # It ended the wait alone: the move goes on, and nobody else will fetch its result.
-            ticket.settle()
-            self.discard(ticket.wait())
+        except BaseException as error:
+            self._settle_after(error)
+            if ticket is not None:
+                with suppress(Exception):
+                    self.discard(ticket.wait())  # nobody else will fetch it
             raise
 
     def start_offload(
@@ -88,11 +92,6 @@ class Tide:
         groups = self.pool.rows_of(slot_ids, request)
         rows = [group.ids for group in groups]
         lease = self.arena.lease(self._mover.chunk_count(rows, chunk_bytes))
-        try:
-            job = self._mover.gather(rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once)
-        except BaseException:
-            lease.release()
-            raise
 
         def succeed(checksums: list[int]) -> Snapshot:
             self.stats.offloads += 1
@@ -104,7 +103,13 @@ class Tide:
             seal = Seal(fingerprint, key, slot_ids.size, tokens, chunk_bytes, sums, lasts)
             return Snapshot(seal, lease)
 
-        return self._track(Ticket(job, succeed=succeed, fail=lease.release))
+        try:
+            job = self._mover.gather(rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once)
+            return self._track(Ticket(job, succeed=succeed, fail=lease.release))
+        except BaseException as error:
+            self._settle_after(error)
+            lease.release()
+            raise
 
     def restore(
         self, snapshot: Snapshot, slots: Any, *, key: str = "", request: RequestRows = None
@@ -114,13 +119,13 @@ class Tide:
         Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it
         is of another geometry, key or length, or was discarded, or if a token that has a row in
         the snapshot has none here; SnapshotDamaged if a byte has changed. After an error no byte
-        of the pool has changed. After Ctrl-C some may have, or all, and none changes any more.
+        of the pool has changed. After Ctrl-C, or whatever else a signal's handler raises, some may
+        have, or all, and none changes any more.
         """
-        ticket = self._restore(snapshot, slots, key, request, at_once=True)
         try:
-            ticket.wait()
-        except KeyboardInterrupt:
-            ticket.settle()  # nothing may still be writing when this returns
+            self._restore(snapshot, slots, key, request, at_once=True).wait()
+        except BaseException as error:
+            self._settle_after(error)
             raise
 
     def start_restore(
@@ -142,22 +147,35 @@ class Tide:
             snapshot.rows_in(number, group)
             for number, group in enumerate(self.pool.rows_of(slot_ids, request))
         ]
-        job = self._mover.scatter(
-            snapshot.lease.blocks,
-            rows,
-            chunk_bytes=snapshot.seal.chunk_bytes,
-            checksums=snapshot.seal.checksums,
-            at_once=at_once,
-        )
 
         def succeed(_: list[int]) -> None:
             self.stats.restores += 1
             self.stats.restored_bytes += self._mover.size_bytes(rows)
 
-        ticket = self._track(Ticket(job, succeed=succeed))
-        snapshot.readers = [reader for reader in snapshot.readers if not reader.done()]
-        snapshot.readers.append(ticket)
+        try:
+            job = self._mover.scatter(
+                snapshot.lease.blocks,
+                rows,
+                chunk_bytes=snapshot.seal.chunk_bytes,
+                checksums=snapshot.seal.checksums,
+                at_once=at_once,
+            )
+            ticket = self._track(Ticket(job, succeed=succeed))
+            snapshot.readers = [reader for reader in snapshot.readers if not reader.done()]
+            snapshot.readers.append(ticket)
+        except BaseException as error:
+            self._settle_after(error)
+            raise
         return ticket
+
+    def _settle_after(self, error: BaseException) -> None:
+        """Waits until nothing moves, where an error may have ended the wait alone, as Ctrl-C does.
+
+        A job ends after all that were queued before it; those of nobody's ticket are among them.
+        """
+        if not isinstance(error, KvtideError):
+            with suppress(Exception):  # of a device that takes no more jobs
+                self.pool.device.submit(list[Sequence[Step[None]]]).wait()
 
     def discard(self, snapshot: Snapshot) -> None:
         """Gives a snapshot's host memory back; waits for restores of it under way. Repeatable."""

@@ -241,13 +241,17 @@ def test_what_is_submitted_meanwhile_waits_for_the_job_at_once(device: CPUDevice
     assert [1, 2, 3] == ran
 
 
+# Python loses what is raised within a callback of the collector, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_breaks_off_the_job_at_once(device: CPUDevice) -> None:
-    """Real signals at any moment of it: when it is raised nothing runs any more, on any lane."""
+    """Real signals at any moment: when it is raised no lane runs, and the rest is dropped."""
     running: set[int] = set()
+    ran: list[int] = []
 
     def work() -> None:
         running.add(threading.get_ident())
         time.sleep(0.0002)
+        ran.append(1)
         running.discard(threading.get_ident())
 
     def interrupt(*_: object) -> None:
@@ -257,17 +261,19 @@ def test_an_interrupt_breaks_off_the_job_at_once(device: CPUDevice) -> None:
     before, interrupts = signal.signal(signal.SIGALRM, interrupt), 0
     try:
         for number in range(100):
+            ran.clear()
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.0001 + number * 0.00002)
-                submit(device, [work] * 7, [work] * 7, at_once=True)
+                submit(device, [work] * 200, [work] * 200, at_once=True)
                 time.sleep(0.01)
             except KeyboardInterrupt:
                 interrupts += 1
                 assert set() == running
+                assert len(ran) < 200
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert 100 == interrupts
+    assert interrupts > 90
     assert [5] == submit(device, [lambda: 5]).wait(), "the queue goes on"
 
 
@@ -317,16 +323,39 @@ def test_threads_end_with_what_they_belong_to() -> None:
 
 
 def test_a_process_ends_with_devices_open() -> None:
-    """And what was submitted has happened by then."""
+    """What was submitted has happened then, on all lanes, while what is older is still there."""
     program = (
-        "import time; from kvtide.device import CPUDevice, Step\n"
+        "import atexit, time; from kvtide.device import CPUDevice, Step\n"
+        "atexit.register(lambda: print('older ends', flush=True))\n"
         "def late(): time.sleep(0.2); print('done', flush=True)\n"
-        "device = CPUDevice(); device.submit(lambda: [[Step(late)]])"
+        "device = CPUDevice(lanes=2)\n"
+        "device.submit(lambda: [[Step(late), Step(late)], [Step(late), Step(late)]])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, timeout=PATIENCE_S, check=False
     )
-    assert (0, b"done\n", b"") == (done.returncode, done.stdout, done.stderr)
+    assert (0, b"") == (done.returncode, done.stderr)
+    assert [b"done"] * 4 + [b"older ends"] == done.stdout.splitlines()
+
+
+def test_closing_waits_for_the_job_at_once_of_another_thread() -> None:
+    """Which would find no lanes in its next phase."""
+    device, started = CPUDevice(lanes=2), threading.Event()
+    ran: list[int] = []
+
+    def slow() -> int:
+        started.set()
+        time.sleep(0.05)
+        return noting(1, ran)()
+
+    caller = threading.Thread(
+        target=lambda: submit(device, [slow] * 2, [noting(2, ran)] * 2, at_once=True).wait()
+    )
+    caller.start()
+    started.wait(PATIENCE_S)
+    device.close()
+    assert [1, 1, 2, 2] == ran
+    caller.join()
 
 
 def test_submitting_does_not_wait_for_the_job_at_work(device: CPUDevice) -> None:

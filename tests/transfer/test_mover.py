@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.device import AcceleratorDevice, Block, CPUDevice
-from kvtide.errors import SnapshotDamaged
+from kvtide.errors import SnapshotDamaged, SnapshotMiss
 from kvtide.layout import GQA, Geometry
 from kvtide.layout.recurrent import RECURRENT_AND_FULL
 from kvtide.pool import Pool
@@ -299,6 +299,16 @@ def test_the_first_damaged_chunk_is_named() -> None:
     message = f"chunk 2: 72 bytes with checksum {found:016x}, sealed as {checksums[2]:016x}.*recom"
     with pytest.raises(SnapshotDamaged, match=message):
         job.wait()
+
+
+def test_a_device_with_other_pieces_misses() -> None:
+    """It says so, and writes nothing: checksums of other pieces can't be compared."""
+    case = filled()
+    mover, blocks, before = Mover(case.pool), make_blocks(1, 4 * 36, 0), image_of(case.pool)
+    job = mover.scatter(blocks, [np.arange(4)], chunk_bytes=4 * TOKEN_BYTES, checksums=[1, 2])
+    with pytest.raises(SnapshotMiss, match="sealed in 2 pieces, the target moves it in 1"):
+        job.wait()
+    assert same_image(before, image_of(case.pool))
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

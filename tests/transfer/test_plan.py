@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -327,6 +328,7 @@ def test_the_first_bad_slot_is_named(slots: Any, message: str) -> None:
         [1.0, 2.0], [True, False], np.array([1, 2], bool), torch.tensor([1.0]), [[1, 2]],
         np.zeros((0, 2), int), np.zeros((2, 0), int), 3, None, "12", [1, None], [2**70], {1, 2},
         [[1, 2], [3]], torch.tensor([1.0], dtype=torch.bfloat16), torch.empty(2, device="meta"),
+        SimpleNamespace(cpu=int),
     ],
     ids=repr,
 )  # fmt: skip

@@ -53,8 +53,8 @@ class AcceleratorDevice:
         """Raises UsageError if torch has no such device here."""
         self.torch_device = find_accelerator(name)
         self.name = name
-        self._queue = JobQueue()
         self._lanes = Lanes(_WAY_COUNT)
+        self._queue = JobQueue()  # made last, so that it ends first: its jobs need lanes
         self._ways = [_Way(self.torch_device) for _ in range(_WAY_COUNT)]
 
     def allocate(self, size_bytes: int) -> torch.Tensor:

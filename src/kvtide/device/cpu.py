@@ -31,8 +31,8 @@ class CPUDevice:
     elements = (torch.complex128, torch.int64, torch.uint8)
 
     def __init__(self, *, lanes: int | None = None) -> None:
-        self._queue = JobQueue()
         self._lanes = Lanes(lanes or torch.get_num_threads())
+        self._queue = JobQueue()  # made last, so that it ends first: its jobs need lanes
 
     @property
     def lanes(self) -> int:

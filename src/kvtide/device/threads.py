@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -30,8 +31,10 @@ class Threads:
         ]
         for thread in threads:
             thread.start()
-        # Also when it is forgotten, and at the process's end.
+        # Also when it is forgotten, and at the process's end: before what was there before it.
         self._end = weakref.finalize(self, _end, work, threads)
+        self._end.atexit = False
+        atexit.register(self._end)
 
     @property
     def is_open(self) -> bool:
@@ -47,6 +50,7 @@ class Threads:
     def close(self) -> None:
         """Waits for what was queued; further calls are harmless."""
         self._end()
+        atexit.unregister(self._end)
 
 
 def _take(work: SimpleQueue[_Work | None]) -> None:
@@ -74,12 +78,15 @@ class JobQueue:
     def __init__(self) -> None:
         self._thread = Threads(1, "kvtide-queue")
         self._turn = threading.Lock()
+        self._order = threading.Lock()
         self._last: QueuedJob[Any] | None = None
 
     def submit(self, work: Callable[[], T]) -> QueuedJob[T]:
         """Queues `work` and returns at once."""
-        job = self._last = QueuedJob(work)
-        self._thread.put(lambda: self._run(job))
+        job = QueuedJob(work)
+        with self._order:  # the last one is the last in the queue, whoever submits beside this
+            self._last = job
+            self._thread.put(lambda: self._run(job))
         return job
 
     def submit_at_once(self, work: Callable[[], T]) -> QueuedJob[T]:
@@ -96,8 +103,10 @@ class JobQueue:
         return job
 
     def close(self) -> None:
-        """Waits for what was submitted; further calls are harmless."""
+        """Waits for what was submitted, and for another thread's job at once; repeatable."""
         self._thread.close()
+        with self._turn:
+            pass
 
     def _run(self, job: QueuedJob[Any]) -> None:
         with self._turn:

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from kvtide.device import Block, Job, Step
-from kvtide.errors import SnapshotDamaged
+from kvtide.errors import SnapshotDamaged, SnapshotMiss
 from kvtide.layout import Ids
 from kvtide.pool import Pool
 from kvtide.transfer.copies import Copies, DeviceCopies, HostCopies, Move, Run, Units, runs_of
@@ -95,6 +95,11 @@ class Mover:
         def phases() -> _Phases:
             pieces = self._pieces(rows, blocks, chunk_bytes)
             if checksums is not None:
+                if len(checksums) != len(pieces):
+                    raise SnapshotMiss(
+                        f"snapshot is sealed in {len(checksums)} pieces, the target moves it in "
+                        f"{len(pieces)}: its device takes others than that of the source"
+                    )
                 sealed = zip(pieces, checksums, strict=True)
                 yield [Step(_checking(piece, one)) for piece, one in sealed]
             yield [Step(_nothing, piece.scatter) for piece in pieces]
@@ -154,7 +159,6 @@ class Mover:
     ) -> list[Copies]:
         """The copies of the chunks in `run`, the first of which is number `first` of `part`."""
         device = self._pool.device
-        uploaded: dict[int, torch.Tensor] = {}
         copies: list[Copies] = []
         for moves in part:
             source, at = self._units_of(section, moves), moves.block_offset
@@ -162,9 +166,7 @@ class Mover:
             if source.in_memory:
                 copies.append(HostCopies(source, index, run, at))
                 continue
-            if id(moves.units) not in uploaded:
-                uploaded[id(moves.units)] = device.upload(torch.from_numpy(index))
-            of_device = uploaded[id(moves.units)]
+            of_device = device.upload(torch.from_numpy(index))
             copies.append(DeviceCopies(source, of_device, run, at, device.elements))
         return copies
 
@@ -186,8 +188,8 @@ def _cut(
     """Of a chunk the pieces, with the byte where each begins.
 
     A piece ends with a layer, and has so many bytes; less only if it is the last. So pieces depend
-    on the geometry alone, wherever slots and layers lie. Where moves are short a chunk is one:
-    lanes would wait for each other more than they gain.
+    on geometry and device alone, wherever slots and layers lie. Where moves are short a chunk is
+    one: lanes would wait for each other more than they gain.
     """
     pieces: list[tuple[int, list[Move]]] = []
     first, stop, own = 0, 0, list[Move]()

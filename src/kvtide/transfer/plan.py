@@ -108,7 +108,7 @@ def checked_slots(slots: Any, slot_count: int) -> Slots:
     """
     try:
         given = np.asarray(slots.cpu().numpy() if hasattr(slots, "cpu") else slots)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise SlotError(f"slots must be integers [token]: {error}") from error
     if given.size == 0 and given.ndim == 1:
         return np.empty(0, np.int64)
