@@ -325,9 +325,9 @@ def test_threads_end_with_what_they_belong_to() -> None:
 def test_a_process_ends_with_devices_open() -> None:
     """What was submitted has happened then, on all lanes, while what is older is still there."""
     program = (
-        "import atexit, time; from kvtide.device import CPUDevice, Step\n"
-        "atexit.register(lambda: print('older ends', flush=True))\n"
-        "def late(): time.sleep(0.2); print('done', flush=True)\n"
+        "import atexit, os, time; from kvtide.device import CPUDevice, Step\n"
+        "atexit.register(lambda: os.write(1, b'older ends\\n'))\n"
+        "def late(): time.sleep(0.2); os.write(1, b'done\\n')\n"
         "device = CPUDevice(lanes=2)\n"
         "device.submit(lambda: [[Step(late), Step(late)], [Step(late), Step(late)]])"
     )
