@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -82,6 +82,9 @@ FOR_SGLANG: dict[str, dict[str, Any]] = {
 }
 """What SGLang wants to find in a model's config.json, and transformers doesn't write."""
 
+ADAPTERS = ("left", "right")
+"""LoRA adapters of the model "llama"."""
+
 
 def requests(
     count: int, new_tokens: int, prefix: str = "r", *, prompt_tokens: int = 20, **parameters: Any
@@ -113,6 +116,33 @@ def make_model(folder: Path, name: str) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), **FOR_SGLANG.get(name, {})}))
 
 
+def make_adapter(folder: Path, seed: int) -> None:
+    """A LoRA adapter for "llama" as peft saves it, random, and large enough to change answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(seed)
+    wide = SIZES["hidden_size"]
+    narrow = wide // SIZES["num_attention_heads"] * SIZES["num_key_value_heads"]
+    widths, rank = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow, "o_proj": wide}, 4
+    weights = {}
+    for layer in range(SIZES["num_hidden_layers"]):
+        for module, width in widths.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for half, shape in (("lora_A", (rank, wide)), ("lora_B", (width, rank))):
+                weights[f"{name}.{half}.weight"] = 0.3 * torch.randn(shape, generator=random)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(widths)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def adapted(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These requests, by their numbers, without an adapter, with the left one, with the right."""
+    names = (None, *ADAPTERS)
+    return [{**one, "lora_path": names[int(one["rid"][-1]) % 3]} for one in requests]
+
+
 @final
 @dataclass(frozen=True)
 class Served:
@@ -127,6 +157,7 @@ def run_colocated(
     folder: Path,
     steps: Mapping[str, tuple[str, Any]],
     server: Mapping[str, Any],
+    more_plugins: Sequence[str] = (),
     **environment: str,
 ) -> Served:
     """Runs an ordinary server with kvtide, watched, through named steps of engine_run.py."""
@@ -135,7 +166,7 @@ def run_colocated(
         {**TIGHT_SERVER, **server},
         list(steps.values()),
         model=model,
-        plugins=["watcher", "on_cpu"],
+        plugins=["watcher", "on_cpu", *more_plugins],
         is_spawned=False,
         timeout_s=240,
         **{**ENVIRONMENT, **environment},

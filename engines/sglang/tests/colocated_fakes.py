@@ -17,11 +17,16 @@ class Req:
         self.rid = rid
         self.priority = priority
         self.origin_input_ids, self.output_ids = [7, 8], [1]
-        self.beam_group = self.multimodal_inputs = self.input_embeds = None
+        self.beam_group = self.input_embeds = None
         self.positional_embed_overrides = self.session = self.lora_id = None
         self.return_routed_experts = self.return_indexer_topk = False
         self.inflight_middle_chunks = 0
+        self.is_finished = False
         self.__dict__.update(changed)
+
+    def finished(self) -> bool:
+        """Whether its last token has been sampled, and SGLang hasn't taken it out yet."""
+        return self.is_finished
 
 
 class Scheduler:
@@ -33,7 +38,7 @@ class Scheduler:
         self.last_batch: Any = None
         self.tree_cache = object()
         self.enable_priority_scheduling = False
-        self.enable_overlap = False
+        self.enable_overlap = self.enable_lora = False
         self.policy = SimpleNamespace(priority_sign=-1)  # the greater, the better
         self.grammar_manager: Any = SimpleNamespace(has_waiting_grammars=lambda: False)
         self._add_request_to_queue: Any = None

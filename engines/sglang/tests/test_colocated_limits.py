@@ -13,11 +13,9 @@ from kvtide.plugin.sglang.parts import Refused
 
 KINDS: dict[str, dict[str, Any]] = {
     "a beam group": {"beam_group": object()},
-    "multimodal input": {"multimodal_inputs": object()},
     "input given as embeddings": {"input_embeds": [[0.5]]},
     "embeddings overridden": {"positional_embed_overrides": object()},
     "a session": {"session": object()},
-    "a LoRA adapter": {"lora_id": "adapter"},
     "routed experts to be returned": {"return_routed_experts": True},
     "the indexer's choice to be returned": {"return_indexer_topk": True},
     "prefill under way": {"inflight_middle_chunks": 1},
@@ -41,7 +39,7 @@ class TokenToKVPoolAllocator:
 class ReqToTokenPool:
     """Named as SGLang's, with the methods that are looked for."""
 
-    available_size = alloc = write = print
+    available_size = alloc = write = alloc_aux_to_lengths = print
 
 
 class RadixCache:
@@ -57,7 +55,8 @@ class ModelConfig(SimpleNamespace):
 
 
 FLAGS = (
-    *("enable_pdmux", "enable_overlap_mlx", "require_mlp_sync", "enable_lora", "enable_hisparse"),
+    *("enable_pdmux", "enable_overlap_mlx", "require_mlp_sync", "enable_hisparse"),
+    "enable_lora_overlap_loading",
     *("enable_hierarchical_cache", "enable_lmcache", "enable_unified_cache_external_linker"),
     *("enable_unified_memory", "use_ngram_embedding"),
 )
@@ -127,3 +126,27 @@ def test_what_will_be_needed_is_looked_for_at_the_start() -> None:
     """Not in the middle of a retraction."""
     with pytest.raises(Refused, match="Scheduler has no 'future_map'"):
         refuse_server(server(future_map=None))
+
+
+class TpModelWorker(SimpleNamespace):
+    """Named as SGLang's."""
+
+
+class ModelRunner(SimpleNamespace):
+    """Named as SGLang's."""
+
+
+class LoRAManager(SimpleNamespace):
+    """Named as SGLang's."""
+
+
+def test_a_server_with_adapters_is_covered_if_it_can_be_asked_for_their_places() -> None:
+    """Its requests are, too. Where nobody uses adapters nobody is asked."""
+    manager = LoRAManager(validate_lora_batch=print)
+    worker = TpModelWorker(model_runner=ModelRunner(lora_manager=manager))
+    refuse_server(server(enable_lora=True, tp_worker=worker))
+    assert why_not(Req("adapted", lora_id="left")) is None
+    del manager.validate_lora_batch
+    with pytest.raises(Refused, match="LoRAManager has no 'validate_lora_batch'"):
+        refuse_server(server(enable_lora=True, tp_worker=worker))
+    refuse_server(server(tp_worker=worker))

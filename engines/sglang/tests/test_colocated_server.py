@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from colocated_case import MODELS, Served, make_model, requests, run_colocated
+from colocated_case import (
+    ADAPTERS,
+    MODELS,
+    Served,
+    adapted,
+    make_adapter,
+    make_model,
+    requests,
+    run_colocated,
+)
 
 GREEDY = requests(6, 40)
 CONSTRAINED = requests(5, 30, "c", regex="the one grammar of on_cpu")
@@ -21,6 +30,7 @@ PENALISED = requests(
 )  # fmt: skip
 SAMPLED = requests(5, 34, "s", temperature=1.0)
 RANKED = [{**one, "priority": rank % 3, "return_logprob": False} for rank, one in enumerate(GREEDY)]
+RISING = [{**one, "priority": rank} for rank, one in enumerate(GREEDY)]
 PROLONGED = requests(2, 40, "l")
 """Few enough for all of their KV to stay in the prefix cache."""
 UNLUCKY = [*requests(2, 40), *requests(2, 36, "abort"), *requests(2, 36, "spoil")]
@@ -49,11 +59,14 @@ SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows-single": ("windows", {"disable_radix_cache": True}),
     "states": ("states", {"disable_radix_cache": True, "page_size": 4}),
     "states-radix": ("states", {}),
+    "adapters": ("llama", {}),
 }
 """Steps overlap and prefixes are shared where nothing else is said; SGLang shares no prefix of a
 recurrent state while steps overlap."""
 WHOLE = ("plain", "overlap-radix")
 """Those that go through the further steps."""
+BARE_STEPS: dict[str, tuple[str, Any]] = {"bare": ("alone", requests(3, 40, "bare"))}
+"""Those of the server with LoRA adapters that use none."""
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +75,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS:
         make_model(folder / name, name)
+    for seed, name in enumerate(ADAPTERS):
+        make_adapter(folder / name, seed)
     return folder
 
 
@@ -72,7 +87,22 @@ def served(
     """What each server made of its steps."""
     model, server = SERVERS[request.param]
     steps = {**STEPS, **(FURTHER_STEPS if request.param in WHOLE else {})}
+    if request.param == "adapters":
+        server, steps = with_adapters(models, 3), {**_adapted(STEPS), **BARE_STEPS}
     return run_colocated(models / model, tmp_path_factory.mktemp("served"), steps, server)
+
+
+def with_adapters(models: Path, most: int) -> dict[str, Any]:
+    """A server's arguments for LoRA adapters, with so many in a batch, or none as one of them."""
+    paths = {name: str(models / name) for name in ADAPTERS}
+    return {"lora_paths": paths, "lora_backend": "torch_native", "max_loras_per_batch": most}
+
+
+def _adapted(steps: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    return {
+        name: (kind, adapted(one) if isinstance(one, list) else one)
+        for name, (kind, one) in steps.items()
+    }
 
 
 def test_answers_are_those_of_a_server_that_retracts_nothing(served: Served) -> None:
@@ -111,7 +141,9 @@ def test_what_came_back_may_be_shared(served: Served) -> None:
     assert [] == [(whole, rest) for whole, rest in wholes if whole[len(whole) // 2 :] != rest]
 
 
-@pytest.mark.parametrize("served", ["overlap-radix", "latents", "windows"], indirect=True)
+@pytest.mark.parametrize(
+    "served", ["overlap-radix", "latents", "windows", "adapters"], indirect=True
+)
 def test_answers_are_in_the_prefix_cache(served: Served) -> None:
     """More of them than the prompts: what came back has been taken in."""
     cached = [one["meta_info"]["cached_tokens"] for one in served.answers["prolonged"]["rests"]]
@@ -156,7 +188,7 @@ def test_nothing_is_computed_twice(served: Served) -> None:
     """
     assert [] == served.run.events_of("refused")
     assert {"spoil"} == {event["rid"].rstrip("01") for event in served.run.events_of("failed")}
-    asked = {**STEPS, **FURTHER_STEPS}
+    asked = {**STEPS, **FURTHER_STEPS, **BARE_STEPS}
     steps = [(name, *asked[name]) for name in served.answers]
     runs = [one for _, kind, one in steps if kind in ("alone", "generate", "sample")]
     runs += [one for _, kind, one in steps if kind == "prolong" for _ in range(2)]
@@ -200,6 +232,14 @@ def test_nothing_is_left_behind(served: Served) -> None:
     assert "leak" not in served.run.log
 
 
+@pytest.mark.parametrize("served", ["adapters"], indirect=True)
+def test_adapters_change_the_answers(served: Served) -> None:
+    """The control: to the same prompts, and not to the first, which is asked without one."""
+    adapted_answers = _tokens(served.answers["greedy alone"])[:3]
+    pairs = zip(adapted_answers, _tokens(served.answers["bare"]), strict=True)
+    assert [True, False, False] == [one == other for one, other in pairs]
+
+
 @pytest.mark.parametrize("name", ["plain", "states"])
 def test_without_restores_the_answers_differ(name: str, models: Path, tmp_path: Path) -> None:
     """The control: what the tests above look at does depend on restored KV, or state."""
@@ -214,23 +254,34 @@ def test_without_restores_the_answers_differ(name: str, models: Path, tmp_path: 
     assert not any(first.values())
 
 
-@pytest.fixture(scope="module", params=["llama", "states"])
+@pytest.fixture(scope="module", params=["llama", "states", "adapters"])
 def crowded(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
-    """Priorities; with chunked prefills, mixed with decodes, and an arena with room for one."""
-    chunks: dict[str, Any] = {"chunked_prefill_size": 16, "enable_mixed_chunk": True}
-    server = chunks if request.param == "llama" else {"disable_radix_cache": True}
+    """Priorities; with chunked prefills, mixed with decodes, and an arena with room for one.
+
+    Or with priorities such that a better request's adapter takes the place of one in the arena,
+    when there are two places for three; and with drains.
+    """
+    servers: dict[str, dict[str, Any]] = {
+        "llama": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
+        "states": {"disable_radix_cache": True},
+        "adapters": {**with_adapters(models, 2), "lora_drain_wait_threshold": 0.01},
+    }
     steps: dict[str, tuple[str, Any]] = {
         **{step: STEPS[step] for step in ("greedy alone", "greedy")},
         "ranked": ("generate", RANKED),
         "rest": STEPS["rest"],
     }
+    is_adapted = request.param == "adapters"
+    if is_adapted:
+        del steps["greedy"]
+        steps["ranked"] = ("generate", RISING)
     return run_colocated(
-        models / request.param,
+        models / ("llama" if is_adapted else request.param),
         tmp_path_factory.mktemp("crowded"),
-        steps,
-        {**server, "enable_priority_scheduling": True},
+        _adapted(steps) if is_adapted else steps,
+        {**servers[request.param], "enable_priority_scheduling": True},
         KVTIDE_HOST_MEMORY="64KiB" if request.param == "llama" else "16MiB",
     )
 
@@ -249,6 +300,8 @@ def test_priorities_change_no_answer(crowded: Served) -> None:
     """Whoever is let in first, and whoever is preempted for a better one."""
     assert sum(_retractions(crowded.answers["ranked"])) >= 4
     assert _tokens(crowded.answers["greedy alone"]) == _tokens(crowded.answers["ranked"])
+    assert crowded.run.events_of("restore")
+    assert [] == [event for event in crowded.run.events_of("restore") if not event["exact"]]
 
 
 def _tokens(answers: list[dict[str, Any]]) -> list[list[int]]:

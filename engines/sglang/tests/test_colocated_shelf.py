@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from colocated_fakes import Batch, Req, Scheduler, shelved
+from sglang.srt.lora.lora_drainer import LoRADrainer
+from sglang.srt.lora.lora_manager import LoRAManager
 
 from kvtide.errors import ArenaFull, SnapshotDamaged
 from kvtide.plugin.sglang import colocated
@@ -86,6 +88,47 @@ def test_a_better_priority_overtakes(place: Place) -> None:
     assert (["running"], ["better"]) == plan(scheduler, Batch(Req("running")))
     assert [] == keeper.calls
     assert 3 == len(scheduler.waiting_queue)
+
+
+def with_adapters(*waiting: Req, places: int, **changed: Any) -> Scheduler:
+    """A scheduler with so many places for LoRA adapters in a batch, as SGLang counts them."""
+    adapters = SimpleNamespace(max_loras_per_batch=places, num_pinned_loras=0)
+    manager = SimpleNamespace(
+        validate_lora_batch=lambda names: LoRAManager.validate_lora_batch(adapters, names)
+    )
+    worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    return Scheduler(*waiting, enable_lora=True, tp_worker=worker, **changed)
+
+
+def test_who_finds_no_place_for_an_adapter_waits(place: Place) -> None:
+    """No adapter is one of them. Others on the shelf come back, and nobody new is let in."""
+    bare, right, left = Req("bare"), Req("right", lora_id="r"), Req("left", lora_id="l")
+    new, running = Req("new", lora_id="l"), [Req("one", lora_id="r"), Req("two", lora_id="l")]
+    scheduler = with_adapters(new, bare, right, left, places=2)
+    shelf, keeper = shelved(scheduler, bare, right, left)
+    assert (["one", "two", "right", "left"], None) == plan(scheduler, Batch(*running))
+    assert (["restore right", "restore left"], 1) == (keeper.calls, len(shelf))
+    running[0].is_finished = True
+    assert (["one", "two", "bare"], ["new"]) == plan(scheduler, Batch(*running))
+
+
+def test_adapters_that_come_back_count_for_the_next(place: Place) -> None:
+    """One after the other, and what came back first keeps its place."""
+    saved = [Req(name, lora_id=name) for name in ("first", "second", "third")]
+    scheduler = with_adapters(*saved, places=2)
+    shelved(scheduler, *saved)
+    assert (["first", "second"], None) == plan(scheduler, Batch())
+    assert ["third"] == _names(scheduler.waiting_queue)
+
+
+def test_an_adapter_that_is_drained_comes_back_all_the_same(place: Place) -> None:
+    """SGLang sees no end of a drain while it isn't asked to let anybody in."""
+    saved, new = Req("saved", lora_id="l"), Req("new", lora_id="r")
+    drainer = LoRADrainer(2)
+    drainer.adapter_to_stats["l"].is_draining_for = "r"
+    scheduler = with_adapters(new, saved, places=2, lora_drainer=drainer)
+    shelved(scheduler, saved)
+    assert (["running", "saved"], ["new"]) == plan(scheduler, Batch(Req("running")))
 
 
 def test_a_chunked_prefill_is_finished_first(place: Place) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from requests_of import Place, Req, ReqToTokenPool, raising, same
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
+from sglang.srt.mem_cache import memory_pool
 
 from kvtide.arena import budget
 from kvtide.errors import ArenaFull, SlotError, SnapshotDamaged, SnapshotMiss
-from kvtide.plugin.sglang.checkup.cases_attention import REFUSED as ATTENTION_REFUSED
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
 from kvtide.plugin.sglang.keeper import REASONS, DeviceFailed, Keeper, RankFailed, StateAhead
@@ -225,24 +225,16 @@ def test_a_refused_pool_is_refused_on_all_ranks(place: Place) -> None:
     assert [-1, 1 << 20] == asked
 
 
-def test_a_cache_beside_the_pool_is_refused_by_name(place: Place) -> None:
-    """MiniCPM's: a request would come back without the keys by which it chooses what to read."""
-    (refusal,) = ATTENTION_REFUSED
-    built = refusal.build()
-    for draft_pools in ([], [place.pool]):
-        with pytest.raises(Refused, match=f"^MHATokenToKVPool: {refusal.reason}"):
-            Keeper.of(built.allocator, built.request_pool, draft_pools, SETTINGS)
-    built.request_pool._aux_cache = None
-    Keeper.of(built.allocator, built.request_pool, [], SETTINGS).close()
-
-
-def test_a_cache_beside_a_decode_servers_pool_is_refused_too(place: Place) -> None:
-    """Its request pool is of another class, with nothing in common but the name."""
-    request_pool = DecodeReqToTokenPool(8, 256, "cpu", False, pre_alloc_size=4)
-    Keeper.of(place.allocator, request_pool, [], SETTINGS).close()
-    request_pool._aux_cache = object()
-    with pytest.raises(Refused, match="MHATokenToKVPool: object, which is attached to"):
-        Keeper.of(place.allocator, request_pool, [], SETTINGS)
+def test_an_unknown_cache_beside_the_pool_is_refused_by_name(place: Place) -> None:
+    """A request would come back without what is in it. A decode server's pool may have one, too:
+    it is of another class, with nothing in common but the name."""
+    rows = memory_pool.ReqToTokenPool(8, 256, "cpu", False)
+    for request_pool in (rows, DecodeReqToTokenPool(8, 256, "cpu", False, pre_alloc_size=4)):
+        Keeper.of(place.allocator, request_pool, [], SETTINGS).close()
+        request_pool._aux_cache = object()
+        for draft_pools in ([], [place.pool]):
+            with pytest.raises(Refused, match="MHATokenToKVPool: kvtide doesn't know object"):
+                Keeper.of(place.allocator, request_pool, draft_pools, SETTINGS)
 
 
 def test_a_drafts_kv_comes_back_with_the_targets(place: Place) -> None:

@@ -1,9 +1,9 @@
 """A plugin of SGLang's that gives it, in plain torch, what models of the tests need on a CPU.
 
 SGLang 0.5.23's torch_native attention reads a window's rows by the full layers' slots, and takes
-latents for keys in a prefill; its short convolutions are CUDA's or Triton's. Without a tokenizer
-there is no backend for grammars, so one is here, of a single grammar: the n-th token of an answer
-is n modulo 5.
+latents for keys in a prefill; its short convolutions are CUDA's or Triton's; with LoRA adapters it
+wants pinned memory. Without a tokenizer there is no backend for grammars, so one is here, of a
+single grammar: the n-th token of an answer is n modulo 5.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def register() -> None:
         "torch_native", lambda attention, batch: latents.AttnForwardMethod.MLA
     )
     _replace_convolutions()
+    _leave_pageable()
     manager = "sglang.srt.constrained.grammar_manager.GrammarManager.__init__"
     HookRegistry.register(manager, _with_a_backend, HookType.AROUND)
 
@@ -63,6 +64,20 @@ def _replace_convolutions() -> None:
         module = types.ModuleType(f"sglang.srt.layers.attention.linear.{name}")
         module.__getattr__ = lambda wanted: type(wanted, (), {})  # type: ignore[method-assign]
         sys.modules[module.__name__] = module
+
+
+def _leave_pageable() -> None:
+    """Whatever SGLang's LoRA would pin, which torch does only where there is an accelerator."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    def pageable(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *of, pin_memory=False, **more: make(*of, **more)
+
+    setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # noqa: B010
+    for module in (layers, torch_backend):
+        module.torch = SimpleNamespace(**{**vars(torch), "tensor": pageable(torch.tensor)})
+    torch_backend.torch.zeros = pageable(torch.zeros)
 
 
 def _convolve(

@@ -27,6 +27,7 @@ from kvtide.plugin.sglang.colocated_limits import refuse_server, why_not
 from kvtide.plugin.sglang.colocated_resume import (
     batch_of,
     bind_to_root,
+    has_adapter,
     has_room,
     recount_penalties,
 )
@@ -81,14 +82,18 @@ class Shelf:
         """Brings back who fits, oldest first: the running batch with them.
 
         Nobody while a chunked prefill is under way, which has a claim on memory that SGLang's
-        estimate doesn't know of.
+        estimate doesn't know of. Whose adapter has no place beside those that run is passed over.
         """
         self.sweep()
         if self._scheduler.chunked_req is not None:
             return running
         for req in self._in_order():
             try:
-                if self.outranking(req) or not self._may_come(req, running):
+                if self.outranking(req):
+                    break
+                if not has_adapter(self._scheduler, req, running):
+                    continue
+                if not self._may_come(req, running):
                     break
                 has_slots = take_slots(self._scheduler, req)
             except Exception:
@@ -102,10 +107,7 @@ class Shelf:
             batch = self._restored_or_closed(req)
             if self._is_closed:
                 break
-            if batch is not None and running.is_empty():
-                running = batch
-            elif batch is not None:
-                running.merge_batch(batch)
+            running = _joined(running, batch)
         return running
 
     def outranking(self, req: Any) -> list[Any]:
@@ -205,6 +207,16 @@ class Shelf:
     def _forget(self, req: Any, reason: str) -> None:
         logger.debug("kvtide: the backup of request %r is discarded: %s", req.rid, reason)
         self._keeper.discard(self._backups.pop(req))
+
+
+def _joined(running: Any, batch: Any) -> Any:
+    """The running batch with another, or without if there is none."""
+    if batch is None:
+        return running
+    if running.is_empty():
+        return batch
+    running.merge_batch(batch)
+    return running
 
 
 def attach(scheduler: Any, keeper: Keeper) -> None:

@@ -24,7 +24,7 @@ READS: Table = {
             "require_mlp_sync",
             "enable_pdmux",
             "enable_overlap_mlx",
-            "enable_lora?",
+            "enable_lora_overlap_loading?",
             "enable_hisparse",
         ),
         *("enable_hierarchical_cache", "enable_lmcache", "enable_unified_memory"),
@@ -40,8 +40,8 @@ READS: Table = {
     ),
     "ModelConfig": ("is_encoder_decoder", "use_engram"),
     "Req": (
-        *("beam_group?", "multimodal_inputs?", "input_embeds?", "positional_embed_overrides?"),
-        *("session?", "lora_id?", "return_routed_experts?", "return_indexer_topk?"),
+        *("beam_group?", "input_embeds?", "positional_embed_overrides?"),
+        *("session?", "return_routed_experts?", "return_indexer_topk?"),
         *("inflight_middle_chunks", "output_ids"),
     ),
 }
@@ -75,7 +75,7 @@ _SERVERS: Cases = (
     (lambda of: of["require_mlp_sync"], "attention in data parallel"),
     (lambda of: not of["spec_algorithm"].is_none(), "speculative decoding"),
     (lambda of: of["dllm_config"] is not None, "diffusion language models"),
-    (lambda of: of["enable_lora"], "LoRA adapters"),
+    (lambda of: of["enable_lora_overlap_loading"], "asynchronous loading of LoRA adapters"),
     (lambda of: of["enable_hisparse"], "HiSparse"),
     (lambda of: of["enable_hierarchical_cache"], "the hierarchical cache"),
     (lambda of: of["enable_lmcache"], "LMCache"),
@@ -105,11 +105,9 @@ _MODELS: Cases = (
 
 _REQUESTS: Cases = (
     (lambda of: of["beam_group"] is not None, "a beam group"),
-    (lambda of: of["multimodal_inputs"] is not None, "multimodal input"),
     (lambda of: of["input_embeds"] is not None, "input given as embeddings"),
     (lambda of: of["positional_embed_overrides"] is not None, "embeddings overridden"),
     (lambda of: of["session"] is not None, "a session"),
-    (lambda of: of["lora_id"] is not None, "a LoRA adapter"),
     (lambda of: bool(of["return_routed_experts"]), "routed experts to be returned"),
     (lambda of: bool(of["return_indexer_topk"]), "the indexer's choice to be returned"),
     (lambda of: of["inflight_middle_chunks"] > 0, "prefill under way"),
@@ -145,11 +143,20 @@ def _read_all(scheduler: Any) -> None:
     """Raises Refused for what is missing of that on which requests depend later."""
     for table in (colocated_resume.READS, colocated_slots.READS, pending.READS):
         owners = [scheduler, scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool]
-        for owner in [*owners, scheduler.tree_cache]:
+        for owner in [*owners, scheduler.tree_cache, *_adapters(scheduler)]:
             of = Reader(owner, table)
             for kind in type(owner).__mro__:
                 for entry in table.get(kind.__name__, ()):
                     of[entry.removesuffix("?")]
+
+
+def _adapters(scheduler: Any) -> list[Any]:
+    """Who has a server's LoRA adapters, and on the way there; nobody in one without."""
+    owner, owners = scheduler, []
+    for name in ("tp_worker", "model_runner", "lora_manager") if scheduler.enable_lora else ():
+        owner = Reader(owner, colocated_resume.READS)[name]
+        owners.append(owner)
+    return owners
 
 
 def _holding(of: Reader, cases: Cases) -> list[str]:

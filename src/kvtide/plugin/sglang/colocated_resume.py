@@ -25,13 +25,17 @@ READS: Table = {
         *("enable_overlap", "spec_algorithm", "future_map", "page_size", "max_prefill_tokens"),
         *("max_running_requests", "new_token_ratio_tracker", "get_prefill_adder_class"),
         *("get_num_allocatable_reqs", "weight_updater", "grammar_manager"),
-        *("sliding_window_size?", "is_hybrid_swa", "is_hybrid_ssm"),
+        *("sliding_window_size?", "is_hybrid_swa", "is_hybrid_ssm", "enable_lora?", "tp_worker"),
     ),
+    "TpModelWorker": ("model_runner",),
+    "ModelRunner": ("lora_manager",),
+    "LoRAManager": ("validate_lora_batch",),
     "Req": (
         *("rid", "seqlen", "origin_input_ids", "output_ids", "priority", "extra_key", "kv"),
         *("lock", "last_node", "last_host_node", "best_match_node", "prefix_len", "extend_end"),
         *("num_matched_prefix_tokens", "host_hit_length", "swa_host_hit_length"),
         *("mamba_host_hit_length", "swa_branching_seqlen", "refresh_fill_ids", "time_stats"),
+        *("lora_id", "finished"),
     ),
     "ReqKvInfo": (
         *("req_pool_idx", "cache_protected_len", "cache_inserted_len"),
@@ -59,6 +63,22 @@ def bind_to_root(scheduler: Any, req: Any) -> None:
     req.swa_branching_seqlen = None
     req.kv.cache_protected_len = req.kv.cache_inserted_len = 0
     req.refresh_fill_ids()
+
+
+def has_adapter(scheduler: Any, req: Any, running: Any) -> bool:
+    """Whether the request's LoRA adapter has a place beside those of the running batch.
+
+    By SGLang's own rule, for which no adapter is one, too; it loads them before each step. It may
+    also drain an adapter, by letting in no new requests of it: one that comes back isn't new, and
+    SGLang doesn't look at its drains while all others wait.
+    """
+    if not scheduler.enable_lora:
+        return True
+    adapters = {one.lora_id for one in running.reqs if not one.finished()}
+    if req.lora_id in adapters:
+        return True
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    return bool(manager.validate_lora_batch({*adapters, req.lora_id}))
 
 
 def has_room(scheduler: Any, req: Any, running: Any) -> bool:

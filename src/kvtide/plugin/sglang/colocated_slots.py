@@ -1,5 +1,7 @@
 """Slots for a request that comes back: a row, its tokens' slots, and a recurrent state if any.
 
+Where the attention keeps compressed keys of a request, it has slots for those as well.
+
 Layers with a sliding window have slots for a request's last tokens only. Those are as many as
 SGLang itself leaves a running request, so that a request has after its return what it had before.
 """
@@ -18,7 +20,7 @@ READS: Table = {
         *("token_to_kv_pool_allocator", "req_to_token_pool", "tree_cache", "page_size"),
         *("is_hybrid_swa", "sliding_window_size?"),
     ),
-    "ReqToTokenPool": ("available_size", "alloc", "write"),
+    "ReqToTokenPool": ("available_size", "alloc", "write", "alloc_aux_to_lengths"),
     "ReqKvInfo": ("req_pool_idx", "kv_committed_len", "kv_allocated_len", "mamba_needs_clear"),
     "SWATokenToKVPoolAllocator": (
         *("full_attn_allocator", "swa_attn_allocator", "full_available_size", "swa_available_size"),
@@ -46,7 +48,11 @@ def longest_window_slots(scheduler: Any) -> int:
 
 
 def take_slots(scheduler: Any, req: Any) -> bool:
-    """Gives the request a row and slots for all of its tokens that have KV; False if none are."""
+    """Gives the request a row and slots for all of its tokens that have KV; False if none are.
+
+    Compressed keys get theirs as in a forward pass that ends with these tokens: the next step then
+    finds them there, and makes only those that are new.
+    """
     from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
 
     rows, token_count = scheduler.req_to_token_pool, req.seqlen - 1
@@ -64,6 +70,14 @@ def take_slots(scheduler: Any, req: Any) -> bool:
     if kept < token_count:
         _note_evicted(req, token_count - kept)
     req.extend_end = token_count
+    try:
+        rows.alloc_aux_to_lengths(
+            req_pool_indices_cpu=torch.tensor([req.kv.req_pool_idx]),
+            target_seq_lens_cpu=torch.tensor([token_count]),
+        )
+    except RuntimeError:  # too few are set aside for them; nothing of it was taken
+        give_slots_back(scheduler, req)
+        return False
     return True
 
 

@@ -10,14 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from kvtide.plugin.sglang.compressed import with_compressed_keys
 from kvtide.plugin.sglang.parts import Description, Refused
-from kvtide.plugin.sglang.reader import Table
-
-READS: Table = {
-    "ReqToTokenPool": ("_aux_cache?",),
-    "DecodeReqToTokenPool": ("_aux_cache?",),
-}
-"""Read by name, whatever the request pool's class."""
 
 Describer = Callable[["Subject"], Description]
 """Makes a description of a pool of its class. Raises Refused."""
@@ -72,24 +66,14 @@ def describers() -> Mapping[str, Describer]:
 
 
 def describe(subject: Subject) -> Description:
-    """What the pool consists of, and the state that the request pool keeps beside it, if any.
+    """What the pool consists of, and what the request pool keeps of a request beside it, if any.
 
     Raises Refused, with the reason, for what kvtide won't move.
     """
     from kvtide.plugin.sglang.state import with_state_of_requests
 
-    _refuse_attached(subject)
-    return with_state_of_requests(subject, _describe_pool(subject))
-
-
-def _refuse_attached(subject: Subject) -> None:
-    """MiniCPM's sparse attention keeps compressed keys of a request in slots of their own."""
-    attached = getattr(subject.request_pool, "_aux_cache", None)
-    if attached is not None:
-        raise Refused(
-            f"{type(subject.pool).__name__}: {type(attached).__name__}, which is attached to the "
-            "request pool, keeps more of a request, in slots that aren't its tokens'"
-        )
+    description = with_state_of_requests(subject, _describe_pool(subject))
+    return with_compressed_keys(subject.request_pool, description)
 
 
 def _describe_pool(subject: Subject) -> Description:

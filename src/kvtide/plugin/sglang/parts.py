@@ -13,6 +13,7 @@ from kvtide.device import Device
 from kvtide.errors import KvtideError, LayoutError
 from kvtide.layout import EveryNth, EveryToken, Layout, OfRequest, Plane, Rule
 from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.plugin.sglang.rules import EntriesOfRequest, PagesOfRequest
 from kvtide.pool import Pool
 
 
@@ -63,7 +64,8 @@ class Description:
     def request_kinds(self) -> frozenset[str]:
         """Which rows of its own a request has: the keys of a restore's `request`."""
         rules = {rule for part in self.parts for rule in part.rules}
-        return frozenset(rule.kind for rule in rules if isinstance(rule, OfRequest))
+        of_request = OfRequest | PagesOfRequest | EntriesOfRequest
+        return frozenset(rule.kind for rule in rules if isinstance(rule, of_request))
 
     def adopt(self, device: Device) -> Pool:
         """A kvtide pool over the tensors. Raises LayoutError where they can't be copied exactly.

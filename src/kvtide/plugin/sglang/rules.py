@@ -96,3 +96,35 @@ class PagesOfRequest:
         firsts = numbers * self.tokens * self.entries
         lasts = np.minimum(firsts + self.tokens * self.entries, rows.ids.size) - 1
         return Rows(pages, firsts, lasts)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EntriesOfRequest:
+    """Rows that a table of the requests names: [request, entry of the request's], flat as a map.
+
+    Entry n is of the `count` tokens that begin with token n * `stride`, so that a token may be in
+    several of them. It has a row of its own from the step on in which the last of them is written.
+    """
+
+    name: str
+    columns: int
+    count: int
+    stride: int
+    kind: str = "request"
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule. It must be the first of its chain. Raises SlotError for a row it hasn't: 0."""
+        request = OfRequest(self.kind).apply(rows, maps).ids[0]
+        complete = max(0, (rows.ids.size - self.count) // self.stride + 1)
+        if complete > self.columns:
+            raise SlotError(
+                f"{rows.ids.size} tokens need {complete} entries of {self.name!r}, whose table has "
+                f"{self.columns} a request"
+            )
+        numbers = np.arange(complete, dtype=np.int64)
+        ids = maps[self.name](request * self.columns + numbers)
+        if (ids <= 0).any():
+            at = int((ids <= 0).argmax())
+            raise SlotError(f"request {request} has no slot for entry {at} of {self.name!r}")
+        return Rows(ids, numbers * self.stride)

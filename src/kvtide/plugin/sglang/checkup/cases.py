@@ -7,6 +7,7 @@ from types import ModuleType
 from kvtide.plugin.sglang.checkup import (
     cases_attention,
     cases_attention_quantized,
+    cases_compressed,
     cases_deepseek_v4,
     cases_draft,
     cases_latent,
@@ -22,6 +23,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("Keys and values, quantized", cases_attention_quantized),
     ("Latents", cases_latent),
     ("Recurrent state", cases_state),
+    ("Compressed keys", cases_compressed),
     ("Sliding windows", cases_window),
     ("Unified memory", cases_unified),
     ("Draft models", cases_draft),

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_parallel
 
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe
 
 ON_CPU: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
 
@@ -203,17 +203,6 @@ def _minimax(keys_only: Sequence[int], index_dtype: torch.dtype | None = None) -
     return Built(pool, scattered(allocator_for(pool, 256, 16, torch.bfloat16)), probes)
 
 
-def _beside_compressed_keys() -> Built:
-    """MiniCPM's: its sparse attention reserves some of the pool's slots for them."""
-    from sglang.srt.layers.attention.minicpm.cache import attach_compressed_cache
-
-    pool, allocator = mha(page_size=1)
-    rows = memory_pool.ReqToTokenPool(4, 256, **ON_CPU)
-    sizes = {"kernel_size": 32, "kernel_stride": 16}
-    attach_compressed_cache(rows, allocator, **sizes, enable_memory_saver=False)
-    return Built(pool, allocator, key_value_probes(pool), request_pool=rows)
-
-
 _BY_SLOT = "its copy takes a slot for the row of a tensor whose rows are pages"
 _NO_COPY = "the class has no copy"
 
@@ -252,13 +241,5 @@ CASES = [
         lambda: _minimax((4, 6), torch.float8_e4m3fn),
         "crash",
         reason=_NO_COPY,
-    ),
-]
-
-REFUSED = [
-    Refusal(
-        "MHA beside MiniCPM's compressed keys",
-        _beside_compressed_keys,
-        "MiniCPMCompressedCache, which is attached to the request pool",
     ),
 ]

@@ -131,7 +131,7 @@ class Way:
         """The pool of state that its request pool has, where the KV pool's copy lacks it."""
         if built.request_pool is None or built.pool.cpu_copy_carries_mamba:
             return None
-        return built.request_pool.mamba_pool
+        return getattr(built.request_pool, "mamba_pool", None)
 
     def close(self) -> None:
         """Ends what `open` began."""

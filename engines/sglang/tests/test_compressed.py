@@ -1,0 +1,333 @@
+"""MiniCPM's compressed keys: what kvtide takes for them, against SGLang's own code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, final
+
+import numpy as np
+import pytest
+import sglang
+import torch
+from sglang.srt.disaggregation.decode import (
+    DecodeReqToTokenPool,
+    HybridMambaDecodeReqToTokenPool,
+)
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache import memory_pool
+
+from kvtide.errors import SlotError
+from kvtide.layout import Rows, rows_of
+from kvtide.plugin.sglang import colocated_slots
+from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, mha
+from kvtide.plugin.sglang.checkup.cases_compressed import attach, grow, request_pool
+from kvtide.plugin.sglang.checkup.cases_state import STATE_LAYERS, state_params
+from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.sglang.keeper import Keeper
+from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.rules import EntriesOfRequest
+from kvtide.plugin.sglang.settings import Settings
+
+SRT = Path(sglang.__path__[0]) / "srt"
+SIZE, STRIDE = 4, 2
+TOKENS = 40
+
+
+def entries_of(table: torch.Tensor, request: int, token_count: int, times: int = 1) -> Rows:
+    """Entries of 4 tokens every 2, or of so many times as many."""
+    rule = EntriesOfRequest("k", table.shape[1], SIZE * times, STRIDE * times)
+    flat = table.view(-1).numpy()
+    maps = {"k": lambda ids: flat[ids], "request": lambda _: np.array([request])}
+    return rows_of([rule], np.arange(500, 500 + token_count), maps, row_count=1000)
+
+
+@pytest.mark.parametrize(("level", "times"), [("k1", 1), ("k2", 4)])
+def test_a_request_has_the_entries_that_sglang_gives_it(level: str, times: int) -> None:
+    """For each number of tokens, in the order of its table."""
+    requests = request_pool()
+    _, allocator = mha(page_size=1)
+    cache = attach(requests, allocator)
+    table = getattr(requests, f"req_to_sparse_{level}_token")
+    for count in range(1, TOKENS):
+        grow(requests, [2], count)
+        rows = entries_of(table, 2, count, times)
+        held = cache.allocated_lens[times // 4][2]
+        assert cache._sparse_len(count, times) == held == rows.ids.size
+        assert table[2, :held].tolist() == rows.ids.tolist()
+        assert [*range(0, held * STRIDE * times, STRIDE * times)] == rows.tokens.tolist()
+
+
+def test_an_entry_that_the_request_has_no_slot_for_is_named() -> None:
+    """Slot 0 is the padding's, which belongs to nobody."""
+    table = torch.tensor([[0, 0, 0], [7, 0, 5]])
+    with pytest.raises(SlotError, match="request 1 has no slot for entry 1 of 'k'"):
+        entries_of(table, 1, 6)
+    assert [7] == entries_of(table, 1, 5).ids.tolist()
+
+
+def test_more_entries_than_the_table_has_are_refused() -> None:
+    """They would be those of the next request."""
+    with pytest.raises(SlotError, match="10 tokens need 4 entries of 'k', whose table has 3"):
+        entries_of(torch.ones(2, 3, dtype=torch.int32), 0, 10)
+
+
+def test_on_a_decode_server_there_would_be_nowhere_to_write_them() -> None:
+    """To its one request pool no such cache can be attached, and beside the other it is refused."""
+    pool, allocator = mha(page_size=1)
+    plain = DecodeReqToTokenPool(4, 256, "cpu", False, pre_alloc_size=0)
+    with pytest.raises(AttributeError, match="attach_aux_cache"):
+        attach(plain, allocator)
+    requests = HybridMambaDecodeReqToTokenPool(
+        size=4,
+        max_context_len=256,
+        cache_params=state_params(),
+        mamba_layer_ids=STATE_LAYERS,
+        speculative_num_draft_tokens=0,
+        enable_mamba_extra_buffer=False,
+        pre_alloc_size=0,
+        enable_overlap_schedule=False,
+        **ON_CPU,
+    )
+    attach(requests, allocator)
+    name = "HybridMambaDecodeReqToTokenPool"
+    with pytest.raises(Refused, match=f"{name} .* has no slots .* nowhere to write"):
+        describe(Subject(pool, allocator, requests))
+
+
+def test_no_decode_server_gives_slots_for_them() -> None:
+    """SGLang's prefill and its decode steps do, which a request that comes back is past."""
+    asking = [
+        path.name for path in SRT.rglob("*.py") if ".alloc_aux_to_lengths(" in path.read_text()
+    ]
+    assert ["allocation.py"] == asking
+
+
+def test_sglang_starts_no_decode_server_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a prefill server. An ordinary one it does."""
+    from sglang.srt.arg_groups.model_overrides import minicpm
+
+    monkeypatch.setattr(minicpm, "resolving_view", lambda arguments: arguments)
+    monkeypatch.setattr(minicpm, "attn_dp_enabled_of", lambda arguments: False)
+    model = SimpleNamespace(has_minicpm_sparse_attention=True)
+    for mode in ("null", "decode", "prefill"):
+        arguments = SimpleNamespace(
+            attention_backend="minicpm_flashattn",
+            prefill_attention_backend=None,
+            decode_attention_backend=None,
+            enable_hierarchical_cache=False,
+            disaggregation_mode=mode,
+        )
+        if mode == "null":
+            assert minicpm._minicpm_sala_overrides(arguments, model)["disable_radix_cache"]
+            continue
+        with pytest.raises(ValueError, match="does not support PD disaggregation"):
+            minicpm._minicpm_sala_overrides(arguments, model)
+
+
+def test_another_cache_beside_the_pool_is_refused_by_name() -> None:
+    """It may hold anything."""
+    pool, allocator = mha(page_size=1)
+    requests = request_pool()
+    requests.attach_aux_cache(object())
+    with pytest.raises(Refused, match="MHATokenToKVPool: kvtide doesn't know object"):
+        describe(Subject(pool, allocator, requests))
+
+
+def test_keys_that_have_scales_are_refused() -> None:
+    """SGLang's kernel reads and writes keys, and knows of no scales."""
+    pool, allocator = mha(page_size=1, kind=memory_pool.MHATokenToKVPoolFP4)
+    requests = request_pool()
+    attach(requests, allocator)
+    with pytest.raises(Refused, match=r"MHATokenToKVPoolFP4: .* not beside k, v, k_scale"):
+        describe(Subject(pool, allocator, requests))
+
+
+def test_a_table_that_isnt_there_is_named() -> None:
+    """As in a later SGLang, which may call it otherwise."""
+    pool, allocator = mha(page_size=1)
+    requests = request_pool()
+    attach(requests, allocator)
+    del requests.req_to_sparse_k2_token
+    with pytest.raises(Refused, match="ReqToTokenPool has no table 'req_to_sparse_k2_token'"):
+        describe(Subject(pool, allocator, requests))
+
+
+# ---- a request's whole way, with what reads and writes these keys ----------------------
+
+
+def compress(keys: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor, times: int) -> Any:
+    """As SGLang's kernel in a step of which the last of `tokens` is new: the entries that it reads.
+
+    Old ones lie in the slots of the table, [entry], and new ones are written there.
+    """
+    size, stride = SIZE * times, STRIDE * times
+    old, total = (max(0, (count - size) // stride + 1) for count in (len(tokens) - 1, len(tokens)))
+    for entry in range(old, total):
+        mean = torch.zeros(keys.shape[1:])
+        for token in tokens[entry * stride : entry * stride + size].tolist():
+            mean += keys[token]
+        keys[int(table[entry])] = mean / size
+    return keys[table[:total].long()]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 6, 9])
+def test_compression_is_what_sglangs_kernel_does(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """By Triton's interpreter: what it reads, and all that it leaves behind."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tl = importlib.import_module("triton.language")
+    # Imported without that variable, it would be compiled.
+    monkeypatch.setattr(tl, "zeros", lambda shape, dtype: tl.full(shape, 0, dtype))
+    path = SRT / "layers/attention/minicpm/sparse_kernels.py"
+    spec = importlib.util.spec_from_file_location("sparse_kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    keys = torch.randn(64, 1, 16, generator=torch.Generator().manual_seed(1))
+    tokens = torch.randperm(40, generator=torch.Generator().manual_seed(2))[:count].int()
+    table = torch.arange(50, 60, dtype=torch.int32)
+    old, total = (max(0, (number - SIZE) // STRIDE + 1) for number in (count - 1, count))
+    theirs, found = keys.clone(), torch.zeros(total, 1, 16)
+    module.compress_k_complete_kernel_new[(1, 1, 1)](
+        theirs, tokens[None], _int32(0, count - old * STRIDE), _int32(old), table[None],
+        _int32(0, total), found, 1, 10, count, 10, 1, 16, SIZE, STRIDE, 16, 1,
+    )  # fmt: skip
+    assert torch.equal(found, compress(keys, tokens, table, 1))
+    assert torch.equal(theirs, keys)
+
+
+@final
+class Server:
+    """An ordinary server's pools, and its requests' steps as far as keys are concerned."""
+
+    def __init__(self) -> None:
+        self.pool, self.token_to_kv_pool_allocator = mha(page_size=1, dtype=torch.float32)
+        self.req_to_token_pool = request_pool()
+        self.cache = attach(self.req_to_token_pool, self.token_to_kv_pool_allocator)
+        self.tree_cache = self
+        self.page_size, self.is_hybrid_swa = 1, False
+        settings = Settings(host_memory_bytes=1 << 20)
+        allocator = self.token_to_kv_pool_allocator
+        self.keeper = Keeper.of(allocator, self.req_to_token_pool, [], settings)
+
+    def supports_mamba(self) -> bool:
+        """The prefix cache has no states."""
+        return False
+
+    def supports_prefix_sharing(self) -> bool:
+        """Nor anything else: SGLang turns it off for such models."""
+        return False
+
+    def admit(self, rid: str) -> Any:
+        """A request without tokens."""
+        req = SimpleNamespace(rid=rid, seqlen=1, kv=ReqKvInfo(), is_dllm=lambda: False)
+        self.req_to_token_pool.alloc([req])
+        return req
+
+    def step(self, req: Any) -> list[torch.Tensor]:
+        """One more token, whose keys follow from its place: the entries that the step reads."""
+        count, requests = req.seqlen, self.req_to_token_pool
+        slot, row = self.token_to_kv_pool_allocator.alloc(1), req.kv.req_pool_idx
+        requests.write((row, slice(count - 1, count)), slot)
+        grow(requests, [row], count)
+        tokens, seen = requests.req_to_token[row, :count], []
+        tables = (
+            (requests.req_to_sparse_k1_token[row], 1),
+            (requests.req_to_sparse_k2_token[row], 4),
+        )
+        for layer, keys in enumerate(self.pool.k_buffer):
+            keys[slot] = torch.randn(keys[slot].shape, generator=_seeded(req.rid, count, layer))
+            seen += [compress(keys, tokens, table, times) for table, times in tables]
+        req.seqlen += 1
+        return seen
+
+    def retract(self, req: Any) -> None:
+        """Its slots are free."""
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.seqlen - 1]
+        self.token_to_kv_pool_allocator.free(row.long())
+        self.req_to_token_pool.free(req)
+
+    def free_counts(self) -> tuple[int, int, int]:
+        """Slots of tokens, rows, and slots of compressed keys that nobody has."""
+        slots = self.token_to_kv_pool_allocator.available_size()
+        return slots, self.req_to_token_pool.available_size(), len(self.cache.free_slots)
+
+
+def _seeded(rid: str, count: int, layer: int) -> torch.Generator:
+    return torch.Generator().manual_seed(ord(rid) * 10_000 + count * 10 + layer)
+
+
+def _int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """Without requests, and in the end without backups."""
+    made = Server()
+    yield made
+    assert 0 == made.keeper.arena.used_bytes
+    made.keeper.close()
+
+
+@pytest.mark.parametrize("token_count", [3, 4, 17, 24, 40])
+def test_a_request_that_was_retracted_reads_what_another_would(
+    server: Server, token_count: int
+) -> None:
+    """In each of its steps, of which some make new entries."""
+    control = Server()
+    req, never = server.admit("a"), control.admit("a")
+    for _ in range(token_count):
+        server.step(req)
+        control.step(never)
+    backup = server.keeper.save(req)
+    server.retract(req)
+    other = server.admit("b")
+    for _ in range(token_count + 3):
+        server.step(other)
+    assert colocated_slots.take_slots(server, req)
+    server.keeper.restore(req, backup)
+    for _ in range(10):
+        expected, found = control.step(never), server.step(req)
+        assert [one.tolist() for one in expected] == [one.tolist() for one in found]
+    control.keeper.close()
+
+
+def test_what_comes_back_takes_and_gives_as_many_slots_as_before(server: Server) -> None:
+    """Those that a step finds, and no more."""
+    before = server.free_counts()
+    req = server.admit("a")
+    for _ in range(TOKENS):
+        server.step(req)
+    held = server.free_counts()
+    backup = server.keeper.save(req)
+    server.retract(req)
+    assert before == server.free_counts()
+    assert colocated_slots.take_slots(server, req)
+    server.keeper.restore(req, backup)
+    assert held == server.free_counts()
+    server.retract(req)
+    assert before == server.free_counts()
+
+
+def test_without_slots_for_them_a_request_waits(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives back what it took."""
+    req = server.admit("a")
+    for _ in range(TOKENS):
+        server.step(req)
+    server.retract(req)
+    before, server.cache.free_slots = server.free_counts(), server.cache.free_slots[:5]
+    given_back = []
+    monkeypatch.setattr(colocated_slots, "give_slots_back", lambda _, req: given_back.append(req))
+    assert not colocated_slots.take_slots(server, req)
+    assert ([req], 5) == (given_back, len(server.cache.free_slots))
+    server.retract(req)
+    assert before[:2] == server.free_counts()[:2]

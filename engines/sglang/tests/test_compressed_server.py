@@ -1,0 +1,54 @@
+"""An ordinary server whose attention reads compressed keys, under memory pressure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from colocated_case import Served, make_model, requests, run_colocated
+
+ASKED = requests(6, 40)
+SERVERS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama": ({"disable_overlap_schedule": True}, "MHATokenToKVPool (k, v, k.k1, k.k2)"),
+    "states": ({}, "HybridLinearKVPool (full.k, full.v, conv0, full.k.k1, full.k.k2)"),
+}
+"""By their models, and what kvtide covers there: the model that has such keys has states as well.
+SGLang shares no prefixes then."""
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Each of the servers."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(name: str, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Its answers, one request after the other, and all at once."""
+    folder = tmp_path_factory.mktemp("served")
+    make_model(folder / "model", name)
+    server = {**SERVERS[name][0], "disable_radix_cache": True, "max_total_tokens": 280}
+    steps = {"alone": ("alone", ASKED), "together": ("generate", ASKED), "rest": ("rest", 0.5)}
+    memory = {"KVTIDE_HOST_MEMORY": "64MiB"}
+    return run_colocated(folder / "model", folder, steps, server, ["sparse"], **memory)
+
+
+def test_answers_are_those_of_a_server_that_retracts_nothing(served: Served) -> None:
+    """Each token's attention depends on all compressed keys before it, of both kinds."""
+    retractions = [one["meta_info"]["num_retractions"] for one in served.answers["together"]]
+    assert sum(retractions) >= 5
+    alone, together = (
+        [one["output_ids"] for one in served.answers[step]] for step in ("alone", "together")
+    )
+    assert alone == together
+
+
+def test_it_says_that_these_keys_are_covered(name: str, served: Served) -> None:
+    """In its one line."""
+    assert f"covers {SERVERS[name][1]}" in served.run.log
+
+
+def test_requests_come_back_with_them(served: Served) -> None:
+    """None was computed again for want of anything."""
+    assert len(served.run.events_of("restore")) >= 5
+    assert "will be computed again" not in served.run.log

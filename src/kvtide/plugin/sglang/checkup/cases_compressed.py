@@ -1,0 +1,147 @@
+"""Pools with MiniCPM's compressed keys to make round trips with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.minicpm.cache import attach_compressed_cache
+from sglang.srt.mem_cache import memory_pool
+
+from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, key_value_probes, mha
+from kvtide.plugin.sglang.checkup.cases_state import (
+    STATE_LAYERS,
+    hybrid,
+    state_params,
+    state_probes,
+)
+from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe
+
+KERNEL_SIZE, KERNEL_STRIDE = 4, 2
+TOKENS = 45
+LEVELS = {"k1": (TOKENS - 4) // 2 + 1, "k2": (TOKENS - 16) // 8 + 1}
+"""The entries that so many tokens have of each kind: one for 4 every 2, one for 16 every 8."""
+SOURCE, TARGET, OTHER = 1, 2, 3
+
+
+def attach(requests: Any, allocator: Any) -> Any:
+    """The cache of compressed keys, beside a request pool."""
+    sizes = {"kernel_size": KERNEL_SIZE, "kernel_stride": KERNEL_STRIDE}
+    attach_compressed_cache(requests, allocator, **sizes, enable_memory_saver=False)
+    return requests._aux_cache
+
+
+def grow(requests: Any, rows: list[int], length: int) -> None:
+    """Gives requests the slots of so many tokens' compressed keys, as SGLang's steps do."""
+    requests.alloc_aux_to_lengths(
+        req_pool_indices_cpu=torch.tensor(rows),
+        target_seq_lens_cpu=torch.tensor([length] * len(rows)),
+    )
+
+
+def request_pool() -> Any:
+    """Room for four requests of 256 tokens."""
+    return memory_pool.ReqToTokenPool(4, 256, **ON_CPU)
+
+
+def request_pool_with_state() -> Any:
+    """The same, with recurrent states beside."""
+    return memory_pool.HybridReqToTokenPool(
+        size=4,
+        mamba_size=6,
+        mamba_spec_state_size=6,
+        max_context_len=256,
+        cache_params=state_params(),
+        mamba_layer_ids=STATE_LAYERS,
+        enable_mamba_extra_buffer=False,
+        **ON_CPU,
+    )
+
+
+def _attached(requests: Any, allocator: Any) -> torch.Tensor:
+    """Attaches the cache to requests of some steps; gives the slots that are set aside for it.
+
+    Requests take turns, so that none has slots in a row. The source has begun one more step, the
+    target none yet.
+    """
+    cache = attach(requests, allocator)
+    for length in range(1, TOKENS + 1):
+        grow(requests, [SOURCE, TARGET, OTHER], length)
+    grow(requests, [SOURCE], TOKENS + 1)
+    slots: torch.Tensor = cache.reserved_slots.long()
+    return slots
+
+
+def _mha() -> Built:
+    pool, allocator = mha(page_size=1)
+    requests = request_pool()
+    probes = _probes(pool, requests, _attached(requests, allocator))
+    rows = {"request": SOURCE}, {"request": TARGET}
+    return Built(pool, allocator, probes, *rows, requests)
+
+
+def _with_state() -> Built:
+    """As in the model that has them: between the layers that attend are some that recur."""
+    requests = request_pool_with_state()
+    pool, allocator = hybrid(requests.mamba_pool, 1)
+    probes = _probes(pool.full_kv_pool, requests, _attached(requests, allocator))
+    probes += state_probes(requests.mamba_pool)
+    rows = {"request": SOURCE, "mamba": 2}, {"request": TARGET, "mamba": 4}
+    return Built(pool, allocator, probes, *rows, requests)
+
+
+def _probes(pool: Any, requests: Any, aside: torch.Tensor) -> list[Probe]:
+    """Of tokens, of a request's compressed keys, and of all slots that are set aside for others."""
+    probes = [_tokens(probe, aside) for probe in key_value_probes(pool)]
+    for layer, keys in enumerate(pool.k_buffer):
+        probes += [
+            _entries(f"{level}.{layer}", keys, requests, level, count)
+            for level, count in LEVELS.items()
+        ]
+        probes.append(_rest(f"aside{layer}", keys, requests, aside))
+    return probes
+
+
+def _tokens(probe: Probe, aside: torch.Tensor) -> Probe:
+    """The probe, of slots that tokens can have."""
+
+    def read(slots: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
+        return probe.read(slots[~torch.isin(slots, aside)], rows)
+
+    return Probe(probe.name, read, probe.buffers)
+
+
+def _slots_of(requests: Any, level: str, row: int, count: int) -> torch.Tensor:
+    """Those of a request's first entries: 0 where it has none."""
+    table: torch.Tensor = getattr(requests, f"req_to_sparse_{level}_token")
+    return table[row, :count].long()
+
+
+def _entries(name: str, keys: torch.Tensor, requests: Any, level: str, count: int) -> Probe:
+    def read(_: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
+        return keys[_slots_of(requests, level, rows["request"], count)]
+
+    return Probe(name, read, [keys])
+
+
+def _rest(name: str, keys: torch.Tensor, requests: Any, aside: torch.Tensor) -> Probe:
+    """A probe of what isn't the target's: nothing of either request that moves."""
+    held = [_slots_of(requests, level, TARGET, count) for level, count in LEVELS.items()]
+    others = aside[~torch.isin(aside, torch.cat(held))]
+
+    def read(_: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
+        return keys[others if rows["request"] == OTHER else others[:0]]
+
+    return Probe(name, read, [keys])
+
+
+_LEFT = (
+    "its copy leaves the compressed keys behind; where it would be used, on decode servers, SGLang "
+    "refuses such models, and its ordinary servers compute a request again"
+)
+
+CASES = [
+    Case("MHA beside MiniCPM's compressed keys", _mha, "wrong", TOKENS, 1, _LEFT),
+    Case("MHA and state beside MiniCPM's compressed keys", _with_state, "wrong", TOKENS, 1, _LEFT),
+]

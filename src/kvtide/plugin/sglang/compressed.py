@@ -1,0 +1,85 @@
+"""Compressed keys: what MiniCPM's sparse attention keeps of a request beside its tokens' keys.
+
+Each is the mean of the keys of some consecutive tokens, written once, when the last of them is, and
+read by every later step. SGLang keeps them in the pool's own buffers of keys, in slots that it sets
+aside for them. Two tables of the request pool, [request, entry], say which a request has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvtide.layout import EveryToken, OfRequest
+from kvtide.plugin.sglang.parts import Description, Part, Refused
+from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.rules import EntriesOfRequest
+
+READS: Table = {
+    "ReqToTokenPool": ("_aux_cache?",),
+    "DecodeReqToTokenPool": ("_aux_cache?",),
+    "MiniCPMCompressedCache": ("kernel_size", "kernel_stride"),
+}
+"""The first two are read by name, whatever the request pool's class."""
+
+REQUEST_POOLS = ("ReqToTokenPool", "HybridReqToTokenPool")
+"""Those of ordinary servers, where `colocated_slots` gives a request that comes back its slots."""
+
+LEVELS = {"k1": 1, "k2": 4}
+"""Tables by what SGLang calls them, and how many times as many tokens an entry is of as in k1."""
+
+
+def with_compressed_keys(request_pool: Any, description: Description) -> Description:
+    """The description, with the compressed keys that are attached to the request pool, if any.
+
+    Raises Refused for anything else that is attached, or for a pool of which SGLang's kernel
+    couldn't write such keys: it takes a slot for a row of keys as they are.
+    """
+    attached = getattr(request_pool, "_aux_cache", None)
+    if attached is None:
+        return description
+    kind, whose = type(attached).__name__, description.name
+    if kind != "MiniCPMCompressedCache":
+        raise Refused(
+            f"{whose}: kvtide doesn't know {kind}, which is attached to the request pool and keeps "
+            "more of a request"
+        )
+    table_of = type(request_pool).__name__
+    if table_of not in REQUEST_POOLS:
+        raise Refused(
+            f"{whose}: with {table_of} a request that comes back has no slots for the keys in "
+            f"{kind}, and nobody gives it any: there is nowhere to write them"
+        )
+    keys = _keys(description, kind)
+    of = Reader(attached, READS)
+    parts, maps = list(description.parts), dict(description.maps)
+    for level, times in LEVELS.items():
+        name, table = f"{keys.name}.{level}", _table(request_pool, level)
+        size, stride = of["kernel_size"] * times, of["kernel_stride"] * times
+        rule = EntriesOfRequest(name, table.shape[1], size, stride)
+        parts.append(Part(name, keys.tensors, (rule,)))
+        maps[name] = table.view(-1)
+    return replace(description, parts=tuple(parts), maps=maps, shares_memory=True)
+
+
+def _keys(description: Description, kind: str) -> Part:
+    """The part of the tokens' keys, where there are only keys and values of every token."""
+    by_token = [part for part in description.parts if not isinstance(part.rules[0], OfRequest)]
+    names = [part.name.rpartition(".")[2] for part in by_token]
+    if names != ["k", "v"] or any(part.rules != (EveryToken(),) for part in by_token):
+        raise Refused(
+            f"{description.name}: kvtide knows {kind} beside keys and values of which each slot "
+            f"has a row, and not beside {', '.join(part.name for part in by_token)}"
+        )
+    return by_token[0]
+
+
+def _table(request_pool: Any, level: str) -> torch.Tensor:
+    """[request, entry]; MiniCPMCompressedCache makes it an attribute of the request pool."""
+    name = f"req_to_sparse_{level}_token"
+    table = getattr(request_pool, name, None)
+    if not isinstance(table, torch.Tensor):
+        raise Refused(f"{type(request_pool).__name__} has no table {name!r} here")
+    return table
