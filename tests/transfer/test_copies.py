@@ -26,7 +26,7 @@ def copies_of(
     source, units = Units(buffers, 0, 16), np.array(index, np.int64)
     if way == "by numpy":
         assert source.in_memory
-        return HostCopies(source, units, run, at)
+        return HostCopies(source, units, run, at, len(index[0]))
     return DeviceCopies(source, torch.from_numpy(units), run, at, ELEMENTS)
 
 

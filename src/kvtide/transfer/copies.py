@@ -75,9 +75,16 @@ class HostCopies:
     index_copy_ goes element by element.
     """
 
-    def __init__(self, units: Units, index: NDArray[np.int64], run: Run, block_offset: int) -> None:
-        """`index` has for each chunk its units, int64 [chunk, unit]."""
-        unit_count, unit_bytes = index.shape[1], units.unit_bytes
+    def __init__(
+        self,
+        units: Units,
+        index: NDArray[np.int64],
+        run: Run,
+        block_offset: int,
+        most_units: int,
+    ) -> None:
+        """`index` has for each chunk its units, int64 [chunk, unit]; `most_units` move at once."""
+        unit_count, unit_bytes = min(index.shape[1], most_units), units.unit_bytes
         self.block_offset = block_offset
         self.unit_bytes = unit_bytes
         are_items = unit_count >= _MANY_UNITS or unit_count * unit_bytes <= _SMALL_BYTES

@@ -164,7 +164,7 @@ class Mover:
             source, at = self._units_of(section, moves), moves.block_offset
             index = moves.units[first : first + run.count]
             if source.in_memory:
-                copies.append(HostCopies(source, index, run, at))
+                copies.append(HostCopies(source, index, run, at, moves.most_units))
                 continue
             of_device = device.upload(torch.from_numpy(index))
             copies.append(DeviceCopies(source, of_device, run, at, device.elements))
