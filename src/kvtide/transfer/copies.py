@@ -20,13 +20,8 @@ _SMALL_BYTES = 16 << 10
 class Copies(Protocol):
     """What moves between buffers that lie alike and the blocks of one run, for each of its chunks.
 
-    In a block they lie one after another from `block_offset` on, `buffer_bytes` of each.
+    In a block they lie without gaps, one buffer after another.
     """
-
-    @property
-    def block_offset(self) -> int:
-        """In bytes, where the units of the first buffer begin in each block."""
-        ...
 
     @property
     def unit_bytes(self) -> int:
@@ -85,7 +80,7 @@ class HostCopies:
     ) -> None:
         """`index` has for each chunk its units, int64 [chunk, unit]; `most_units` move at once."""
         unit_count, unit_bytes = min(index.shape[1], most_units), units.unit_bytes
-        self.block_offset = block_offset
+        self._block_offset = block_offset
         self.unit_bytes = unit_bytes
         are_items = unit_count >= _MANY_UNITS or unit_count * unit_bytes <= _SMALL_BYTES
         self._units = units.items if are_items else units.in_memory
@@ -118,7 +113,7 @@ class HostCopies:
 
     def _staged(self, staging: torch.Tensor) -> NDArray[Any]:
         shape, dtype = self._parts.shape[1:], self._parts.dtype
-        return np.ndarray(shape, dtype, staging.numpy(), self.block_offset)
+        return np.ndarray(shape, dtype, staging.numpy(), self._block_offset)
 
 
 @final
@@ -139,7 +134,7 @@ class DeviceCopies:
     ) -> None:
         """`index` has for each chunk its units, int64 [chunk, unit], where kernels read it. Bytes
         move as the widest of `elements` that sizes and places allow."""
-        self.block_offset = block_offset
+        self._block_offset = block_offset
         self.unit_bytes = units.unit_bytes
         dtype = widest(elements, units.bits | run.bits | block_offset)
         self._units = units.as_type(dtype)
@@ -167,7 +162,7 @@ class DeviceCopies:
         """Which units of a buffer, and their place in the block or in `staging`."""
         index, part = self._index[number], self._parts[number][at]
         if staging is not None:
-            first = self.block_offset + at * part.nbytes
+            first = self._block_offset + at * part.nbytes
             part = staging[first : first + part.nbytes].view(part.dtype).view(part.shape)
         return (index, part) if span is None else (index[span], part[span])
 

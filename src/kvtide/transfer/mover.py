@@ -32,7 +32,8 @@ class Mover:
 
     All copying is of bytes, so every dtype moves, NaN payloads included. Rows come checked
     (`Pool.rows_of`), those of each group of planes; a block is uint8 [block_bytes], of which a
-    chunk of up to `chunk_bytes` fills the beginning. Both ways return at once.
+    chunk of up to `chunk_bytes` fills the beginning. Both ways return a job, which with `at_once`
+    may have ended.
     """
 
     def __init__(self, pool: Pool) -> None:

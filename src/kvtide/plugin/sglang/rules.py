@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 
 from kvtide.errors import SlotError
-from kvtide.layout import Rows
+from kvtide.layout import Ids, Rows
 from kvtide.layout.rules import Maps, OfRequest
 
 
@@ -81,18 +81,9 @@ class PagesOfRequest:
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule. It must be the first of its chain. Raises SlotError for a page it hasn't: 0."""
-        request = OfRequest(self.kind).apply(rows, maps).ids[0]
         complete = rows.ids.size // self.tokens
         numbers = np.arange(-(-complete // self.entries), dtype=np.int64)
-        if numbers.size > self.columns:
-            raise SlotError(
-                f"{rows.ids.size} tokens need {numbers.size} pages of {self.name!r}, whose table "
-                f"has {self.columns} a request"
-            )
-        pages = maps[self.name](request * self.columns + numbers)
-        if (pages <= 0).any():
-            at = int((pages <= 0).argmax())
-            raise SlotError(f"request {request} has no page {at} of {self.name!r}")
+        pages = _in_table(self, rows, maps, numbers, ("pages", "page"))
         firsts = numbers * self.tokens * self.entries
         lasts = np.minimum(firsts + self.tokens * self.entries, rows.ids.size) - 1
         return Rows(pages, firsts, lasts)
@@ -115,16 +106,32 @@ class EntriesOfRequest:
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule. It must be the first of its chain. Raises SlotError for a row it hasn't: 0."""
-        request = OfRequest(self.kind).apply(rows, maps).ids[0]
         complete = max(0, (rows.ids.size - self.count) // self.stride + 1)
-        if complete > self.columns:
-            raise SlotError(
-                f"{rows.ids.size} tokens need {complete} entries of {self.name!r}, whose table has "
-                f"{self.columns} a request"
-            )
         numbers = np.arange(complete, dtype=np.int64)
-        ids = maps[self.name](request * self.columns + numbers)
-        if (ids <= 0).any():
-            at = int((ids <= 0).argmax())
-            raise SlotError(f"request {request} has no slot for entry {at} of {self.name!r}")
+        ids = _in_table(self, rows, maps, numbers, ("entries", "slot for entry"))
         return Rows(ids, numbers * self.stride)
+
+
+def _in_table(
+    rule: PagesOfRequest | EntriesOfRequest,
+    rows: Rows,
+    maps: Maps,
+    numbers: Ids,
+    words: tuple[str, str],
+) -> Ids:
+    """What the rule's table has for the request under these numbers, 0 on: none may be 0.
+
+    `words` say what the numbers count, and what the request lacks where it has none.
+    """
+    request = OfRequest(rule.kind).apply(rows, maps).ids[0]
+    counted, lacking = words
+    if numbers.size > rule.columns:
+        raise SlotError(
+            f"{rows.ids.size} tokens need {numbers.size} {counted} of {rule.name!r}, whose table "
+            f"has {rule.columns} a request"
+        )
+    ids = maps[rule.name](request * rule.columns + numbers)
+    if (ids <= 0).any():
+        at = int((ids <= 0).argmax())
+        raise SlotError(f"request {request} has no {lacking} {at} of {rule.name!r}")
+    return ids
