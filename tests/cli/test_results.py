@@ -16,7 +16,7 @@ from kvtide.cli.results import (
     write_report,
 )
 from kvtide.errors import KvtideError, UsageError
-from support.fake_serving import make_request, make_stats
+from support.fake_serving import FOUND, make_request, make_stats
 
 ANSWERED = {"output_ids": [5, 6], "text": "hé\n", "finish_reason": "stop", "retractions": 2}
 
@@ -176,9 +176,11 @@ def test_report_has_exactly_these_keys() -> None:
         "offload_seconds": 0.25,
         "restore_seconds": 0.125,
         "exact": True,
+        "exact_rows": "2 to 4",
+        "selfcheck_seconds": 0.25,
         "verified": None,
     }
-    report = make_report(requests, stats, seconds=1.5, exact=True, verified=None)
+    report = make_report(requests, stats, seconds=1.5, exact=True, check=FOUND, verified=None)
     assert expected == report
     assert list(expected) == list(report)
 
@@ -187,7 +189,7 @@ def test_table_says_what_was_recomputed() -> None:
     """The tokens are counted, and how many requests are no longer exact for it."""
     requests = [make_request("a", exact=False), make_request("b")]
     stats = make_stats(recomputed_tokens=7)
-    report = make_report(requests, stats, seconds=1.0, exact=False, verified=None)
+    report = make_report(requests, stats, seconds=1.0, exact=False, check=None, verified=None)
     rows = dict(summarize(requests, report))
     assert "the KV of 7 tokens" == rows["recomputed"]
     assert "false (1 request recomputed, in other steps than before)" == rows["exact"]
@@ -195,7 +197,7 @@ def test_table_says_what_was_recomputed() -> None:
 
 def test_table_of_a_fast_run_says_so() -> None:
     """`--fast` is the reason when nothing was recomputed."""
-    report = make_report([], make_stats(), seconds=0.0, exact=False, verified=None)
+    report = make_report([], make_stats(), seconds=0.0, exact=False, check=None, verified=None)
     rows = dict(summarize([], report))
     assert "false (--fast)" == rows["exact"]
     assert "recomputed" not in rows

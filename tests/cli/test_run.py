@@ -17,7 +17,7 @@ from kvtide.cli.main import main
 from kvtide.cli.results import write_answers
 from kvtide.errors import KvtideError, UsageError
 from kvtide.serve.request import Request
-from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
+from support.fake_serving import FOUND, FakeEngine, FakeServing, press_ctrl_c
 from support.results import read_report, read_rows
 
 
@@ -57,6 +57,7 @@ def test_run_answers_all_but_the_one_that_never_fits(prompts: str, tmp_path: Pat
         found[key] for key in ("requests", "failed", "new_tokens", "retractions")
     )
     assert (True, None) == (found["exact"], found["verified"])
+    assert ("2 to 4", 0.25) == (found["exact_rows"], found["selfcheck_seconds"])
 
 
 def test_a_device_is_simulated_where_that_is_asked_for(prompts: str) -> None:
@@ -113,7 +114,28 @@ def test_fast_is_reported_as_not_exact(prompts: str, tmp_path: Path) -> None:
     """Whoever gives exactness up finds it in the report."""
     report = tmp_path / "r.json"
     assert main(["run", prompts, "--fast", "--report", str(report)], serving=FakeServing()) == 0
-    assert read_report(report)["exact"] is False
+    found = read_report(report)
+    assert [False, None, None] == [
+        found[key] for key in ("exact", "exact_rows", "selfcheck_seconds")
+    ]
+
+
+def test_a_run_says_by_which_passes_it_is_exact(
+    prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, before the answers; none with `--fast`."""
+    line = "exact mode: passes of 2 to 4 rows agree (self-check: 0.2 s)\n"
+    assert main(["run", prompts], serving=FakeServing()) == 0
+    assert line in capsys.readouterr().err
+    assert main(["run", prompts, "--fast"], serving=FakeServing()) == 0
+    assert "exact mode" not in capsys.readouterr().err
+
+
+def test_to_verify_measures_nothing_anew(prompts: str) -> None:
+    """The second engine gets what the first has found out about exact mode."""
+    serving = FakeServing()
+    assert main(["run", prompts, "--verify"], serving=serving) == 0
+    assert [None, FOUND] == serving.checks
 
 
 def test_recomputed_request_is_reported_as_not_exact(

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvtide.serve.attention import (
     AttentionPlan,
     Bucket,
+    Sharing,
     Workspace,
     attend,
     padded_length,
@@ -80,13 +81,13 @@ def test_padding_keeps_its_own_lengths(context: int) -> None:
     assert padded_length(context) == padded_length(padded_length(context))
 
 
-@pytest.mark.parametrize("mix_lengths", [False, True])
-def test_attention_follows_the_formula(mix_lengths: bool) -> None:
+@pytest.mark.parametrize("sharing", list(Sharing))
+def test_attention_follows_the_formula(sharing: Sharing) -> None:
     """Decoding rows of unlike lengths, a fresh prompt and a later chunk, against float64."""
     segments = segments_of((1, 1), (1, 64), (1, 65), (1, 300), (70, 70), (30, 130))
     pool = planes(torch.float32)
     query = torch.randn(rows_of(segments), HEADS, DIM)
-    plan = plan_attention(segments, len(query), torch.float32, mix_lengths=mix_lengths)
+    plan = plan_attention(segments, len(query), torch.float32, sharing=sharing)
     torch.testing.assert_close(
         run(plan, query, pool), expected(segments, query, pool).float(), rtol=1e-4, atol=1e-5
     )
@@ -141,7 +142,7 @@ def test_like_lengths_share_a_bucket_and_others_do_not() -> None:
     segments = segments_of((1, 3), (1, 64), (1, 65))
     counts = [part.count for part in plan_attention(segments, 3, torch.float32).parts]
     assert [2, 1] == counts
-    (only,) = plan_attention(segments, 3, torch.float32, mix_lengths=True).parts
+    (only,) = plan_attention(segments, 3, torch.float32, sharing=Sharing.ANY).parts
     assert isinstance(only, Bucket)
     assert (3, 3 * 128) == (only.count, len(only.slots))
 

@@ -15,8 +15,8 @@ from kvtide.device import CPUDevice
 from kvtide.errors import UsageError
 from kvtide.pool import Pool
 from kvtide.serve import paged as paged_module
-from kvtide.serve.attention import plan_attention
-from kvtide.serve.batch import PackedBatch, RowRange, Segment
+from kvtide.serve.attention import Sharing, plan_attention
+from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
 from kvtide.serve.paged import PagedModel
 from kvtide.serve.selfcheck import find_rows
 from serve.small_models import NEW_TOKENS, generated, model_of, pool_of
@@ -26,12 +26,17 @@ LENGTHS = (1, 2, 17, 40, 41, 63, 64, 65, 130)
 
 
 @functools.cache
-def safe_rows(family: str, dtype: torch.dtype, threads: int) -> RowRange:
+def safe_rules(family: str, dtype: torch.dtype, threads: int) -> ExactRules:
     """What the self-check finds here; without a safe row count there is no exact mode to test."""
     assert torch.get_num_threads() == threads
-    rows = find_rows(model_of(family, dtype), CPUDevice()).rows
-    assert rows is not None
-    return rows
+    rules = find_rows(model_of(family, dtype), CPUDevice()).rules
+    assert rules is not None
+    return rules
+
+
+def from_to(least: int, most: int, *, share_attention: bool = True) -> ExactRules:
+    """Passes of any number of rows in between."""
+    return ExactRules(RowCounts(tuple(range(least, most + 1))), share_attention)
 
 
 @pytest.fixture(params=[1, 2])
@@ -127,7 +132,7 @@ def test_tokens_are_those_of_generate(family: str, exact: bool) -> None:
     model, asked = model_of(family), prompts()
     expected = [generated(model, prompt) for prompt in asked]
     pool = pool_of(model)
-    paged = PagedModel(model, pool, exact=exact, rows=RowRange(16, 24))
+    paged = PagedModel(model, pool, exact=from_to(16, 24) if exact else None)
     actual = [answer.tokens for answer in answers_to(paged, pool, asked)]
     paged.release()
     assert expected == actual
@@ -141,8 +146,8 @@ def test_exact_logits_do_not_depend_on_company_or_slots(
     """Alone, all at once, or three at a time in reverse and in other slots: the same bits."""
     model, asked = model_of(family, dtype), prompts()
     pool = pool_of(model)
-    rows = safe_rows(family, dtype, threads)
-    paged = PagedModel(model, pool, exact=True, rows=rows)
+    rules = safe_rules(family, dtype, threads)
+    paged = PagedModel(model, pool, exact=rules)
     together = answers_to(paged, pool, asked)
     turned = answers_to(paged, pool, asked[::-1], seed=1, most=3)[::-1]
     alone = [answers_to(paged, pool, [prompt], seed=2)[0] for prompt in asked]
@@ -155,7 +160,7 @@ def test_a_request_moved_to_other_slots_goes_on_with_the_same_bits() -> None:
     """Its KV copied elsewhere and its old slots overwritten, as after a retraction."""
     model = model_of()
     pool = pool_of(model)
-    paged = PagedModel(model, pool, exact=True, rows=RowRange(16, 32))
+    paged = PagedModel(model, pool, exact=from_to(16, 32))
     (expected,) = answers_to(paged, pool, [prompts()[5]])
     moved = Answer(list(prompts()[5]), torch.arange(160))
     while len(moved.logits) < NEW_TOKENS:
@@ -176,11 +181,11 @@ def test_exact_passes_keep_to_the_row_range(monkeypatch: pytest.MonkeyPatch) -> 
     """Segments that fit share passes of 4 to 8 rows, a longer one is a pass of its own."""
     model = model_of()
     pool = pool_of(model)
-    paged = PagedModel(model, pool, exact=True, rows=RowRange(4, 8))
+    paged = PagedModel(model, pool, exact=from_to(4, 8))
     passes: list[tuple[list[int], int]] = []
 
     def spy(segments: Sequence[Segment], row_count: int, *rest: Any, **named: Any) -> Any:
-        assert named == {"mix_lengths": False}
+        assert named == {"sharing": Sharing.ALIKE}
         passes.append(([one.count for one in segments], row_count))
         return plan_attention(segments, row_count, *rest, **named)
 
@@ -198,7 +203,7 @@ def test_a_step_writes_to_its_own_slots_only(exact: bool) -> None:
     """Padding rows included: every byte of every other slot stays as it was."""
     model = model_of()
     pool = pool_of(model)
-    paged = PagedModel(model, pool, exact=exact, rows=RowRange(16, 32))
+    paged = PagedModel(model, pool, exact=from_to(16, 32) if exact else None)
     before = [buffer.clone() for buffer in pool.buffers]
     requests = [Answer([5, 6, 7], torch.tensor([40, 2, 77])), Answer([9], torch.tensor([0]))]
     step(paged, requests)
@@ -214,7 +219,7 @@ def test_logits_come_in_the_order_asked_for(exact: bool) -> None:
     """Prompts and decoding rows of unlike lengths in one step, some without logits."""
     model, asked = model_of(), prompts()
     pool = pool_of(model)
-    paged = PagedModel(model, pool, exact=exact, rows=RowRange(4, 8))
+    paged = PagedModel(model, pool, exact=from_to(4, 8) if exact else None)
     alone = answers_to(paged, pool, asked)
     slots = torch.randperm(pool.slot_count).view(-1, pool.slot_count // 20).unbind()
     mixed = [Answer(list(p), s) for p, s in zip(asked, slots, strict=False)]
@@ -230,15 +235,44 @@ def test_logits_come_in_the_order_asked_for(exact: bool) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_exact_mode_asks_for_the_measured_rows() -> None:
-    """There is no default row count that would be safe."""
+def test_the_head_computes_the_rows_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a shared pass: those whose logits are asked for, padded up to a count that is safe."""
     model = model_of()
-    with pytest.raises(UsageError, match="row range"):
-        PagedModel(model, pool_of(model), exact=True)
+    pool = pool_of(model)
+    rows = ExactRules(RowCounts((2, 8, 16)))
+    paged = PagedModel(model, pool, exact=rows)
+    heads: list[int] = []
+    run = paged._model.run
+
+    def spy(*arguments: Any) -> Tensor:
+        logits = run(*arguments)
+        heads.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(paged._model, "run", spy)
+    slots = torch.arange(200).view(-1, 10).unbind()
+    asked = [Answer([7] * n, s) for n, s in zip((1, 1, 1, 9), slots, strict=False)]
+    step(paged, asked)
+    paged.release()
+    assert [8] == heads
+    assert all(len(request.logits) == 1 for request in asked)
+
+
+def test_requests_that_may_not_share_attention_have_a_call_each() -> None:
+    """Then their numbers are those that they have alone, whatever a call does to its neighbours."""
+    model, asked = model_of(), prompts()
+    expected = [generated(model, prompt) for prompt in asked]
+    pool = pool_of(model)
+    paged = PagedModel(model, pool, exact=from_to(16, 24, share_attention=False))
+    together = answers_to(paged, pool, asked)
+    alone = [answers_to(paged, pool, [prompt], seed=2)[0] for prompt in asked]
+    paged.release()
+    assert expected == [answer.tokens for answer in together]
+    assert_same(alone, together)
 
 
 def test_a_pool_of_another_shape_is_refused() -> None:
     """A pool of another dtype would take wrong bytes without a word."""
     model = model_of()
     with pytest.raises(UsageError, match="the pool holds"):
-        PagedModel(model, pool_of(model_of("Llama", torch.bfloat16)), exact=False)
+        PagedModel(model, pool_of(model_of("Llama", torch.bfloat16)), exact=None)

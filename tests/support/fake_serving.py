@@ -11,12 +11,15 @@ from typing import Any, cast
 
 from kvtide.cli.prompts import Prompt
 from kvtide.errors import UsageError
+from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.engine import Engine, EngineOptions, EngineStats
 from kvtide.serve.fetch import Progress
 from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
+from kvtide.serve.selfcheck import RowCheck
 
 POOL_TOKENS = 64
+FOUND = RowCheck(ExactRules(RowCounts((2, 3, 4))), "passes of 2 to 4 rows agree", 0.25)
 
 
 class FakeEngine:
@@ -27,6 +30,7 @@ class FakeEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
+        self.exact_check = FOUND if options.exact else None
         self.counts: Counter[str] = Counter()
         self.requests: list[Request] = []
         self.aborted: list[str] = []
@@ -106,6 +110,7 @@ class FakeServing:
         self.engines: list[FakeEngine] = []
         self.opened: list[tuple[str, str]] = []
         self.checked: list[tuple[str, str | None]] = []
+        self.checks: list[RowCheck | None] = []
         self._on_engine = on_engine
         self._build_error = build_error
 
@@ -127,9 +132,14 @@ class FakeServing:
         return Request(id=prompt.id, prompt_ids=list(text.encode()), params=params)
 
     def build_engine(
-        self, _model: OpenModel, options: EngineOptions, requests: Sequence[Request]
+        self,
+        _model: OpenModel,
+        options: EngineOptions,
+        requests: Sequence[Request],
+        check: RowCheck | None = None,
     ) -> Engine:
         """See Serving."""
+        self.checks.append(check)
         if self._build_error is not None:
             raise self._build_error
         assert requests, "an engine is built for the requests it will get"

@@ -6,7 +6,10 @@ commands, so that help and errors of input are there at once.
 
 from __future__ import annotations
 
+import os
 import sys
+
+from kvtide.serve.repeatable import ask_for_repeatable_results
 
 
 def start() -> int:
@@ -14,6 +17,10 @@ def start() -> int:
 
     It needs no package itself, so that it can say which one is missing.
     """
+    # OpenMP reads this when torch is loaded. By default its threads wait for each other by
+    # spinning: where other programs want the cores, a step then takes many times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    ask_for_repeatable_results()
     try:
         from kvtide.cli.main import main
 

@@ -18,6 +18,7 @@ from kvtide.sizes import format_size
 if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats
     from kvtide.serve.request import Request
+    from kvtide.serve.selfcheck import RowCheck
 
 
 def is_answered(request: Request) -> bool:
@@ -60,12 +61,14 @@ def make_report(
     *,
     seconds: float,
     exact: bool,
+    check: RowCheck | None,
     verified: bool | None,
 ) -> dict[str, object]:
     """The `--report` object. `seconds` is the wall time of the run, without loading or verifying.
 
-    `exact` says whether exact mode held for every request, also for those whose KV was recomputed;
-    `verified` is None where nobody asked, and until it is known.
+    `exact` says whether exact mode held for every request, also for those whose KV was recomputed,
+    `check` by which passes, None with `--fast`; `verified` is None where nobody asked, and until it
+    is known.
     """
     return {
         "requests": len(requests),
@@ -85,8 +88,15 @@ def make_report(
         "offload_seconds": round(stats.offload_seconds, 6),
         "restore_seconds": round(stats.restore_seconds, 6),
         "exact": exact,
+        "exact_rows": None if check is None else check.exact_rows,
+        "selfcheck_seconds": None if check is None else round(check.seconds, 3),
         "verified": verified,
     }
+
+
+def describe_check(check: RowCheck) -> str:
+    """The line that says how exact mode is kept here, and what it costs where that is much."""
+    return f"exact mode: {check.detail} (self-check: {check.seconds:.1f} s)"
 
 
 def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from kvtide.cli.prompts import (
 )
 from kvtide.cli.results import (
     check_writable,
+    describe_check,
     is_answered,
     make_report,
     summarize,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineStats
     from kvtide.serve.models import OpenModel
     from kvtide.serve.request import Request
+    from kvtide.serve.selfcheck import RowCheck
 
 Number = TypeVar("Number", int, float)
 
@@ -95,6 +97,7 @@ class Outcome:
     stats: EngineStats
     seconds: float
     interrupted: bool
+    exact_check: RowCheck | None
 
 
 def _option(text: str, *names: str, **settings: Any) -> Any:
@@ -218,7 +221,7 @@ def run_requests(
     for request in requests:
         if request.finish_reason is None:
             engine.abort(request.id)
-    return Outcome(requests, stats, seconds, interrupt.requested)
+    return Outcome(requests, stats, seconds, interrupt.requested, engine.exact_check)
 
 
 class _Session:
@@ -236,6 +239,8 @@ class _Session:
         """The run that was asked for. The answers are written, also those before an error."""
         requests = [self._make_request(prompt) for prompt in prompts]
         engine = self._build_engine(self._settings.kv_memory_bytes, requests)
+        if engine.exact_check is not None:
+            self._display.say(describe_check(engine.exact_check))
         # Until the answers are written: a signal before that would lose them.
         with Interrupt() as interrupt:
             try:
@@ -253,7 +258,7 @@ class _Session:
             if request.error is None
         ]
         others = [other for _, other in pairs]
-        engine = self._build_engine(None, others)
+        engine = self._build_engine(None, others, outcome.exact_check)
         with Interrupt() as interrupt:
             again = self._drive(engine, others, "verifying", interrupt, echo=False)
         if interrupt.requested:
@@ -276,7 +281,12 @@ class _Session:
             engine.close()
             self._display.stop()
 
-    def _build_engine(self, kv_memory_bytes: int | None, requests: Sequence[Request]) -> Engine:
+    def _build_engine(
+        self,
+        kv_memory_bytes: int | None,
+        requests: Sequence[Request],
+        check: RowCheck | None = None,
+    ) -> Engine:
         from kvtide.serve.engine import EngineOptions
 
         self._display.load("making the pool and the engine", 0, None)
@@ -292,7 +302,7 @@ class _Session:
             device=settings.device,
             keep_logits=settings.verify,
         )
-        return self._serving.build_engine(self._model, options, requests)
+        return self._serving.build_engine(self._model, options, requests, check)
 
     def _make_request(self, prompt: Prompt) -> Request:
         from kvtide.serve.request import SamplingParams
@@ -328,6 +338,7 @@ def _report(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) ->
         outcome.stats,
         seconds=outcome.seconds,
         exact=settings.exact and all(request.exact for request in outcome.requests),
+        check=outcome.exact_check,
         verified=None if verdict is None else verdict.verified,
     )
     if settings.report is not None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtide.serve.fetch import Progress
     from kvtide.serve.models import OpenModel
     from kvtide.serve.request import Request, SamplingParams
+    from kvtide.serve.selfcheck import RowCheck
 
 
 class Serving(Protocol):
@@ -33,10 +34,15 @@ class Serving(Protocol):
         """Turns a prompt into tokens; raises `UsageError` if the model can't take it."""
 
     def build_engine(
-        self, model: OpenModel, options: EngineOptions, requests: Sequence[Request]
+        self,
+        model: OpenModel,
+        options: EngineOptions,
+        requests: Sequence[Request],
+        check: RowCheck | None = None,
     ) -> Engine:
         """Makes an engine, with a pool for all `requests` unless the options limit it.
 
+        `check` is what another engine of this model has found out about exact mode.
         Raises `UsageError` if that can't be, such as a pool of less than a page.
         """
 
@@ -65,12 +71,16 @@ class LibraryServing:
         return Request(prompt.id, encode_prompt(model, prompt), params)
 
     def build_engine(
-        self, model: OpenModel, options: EngineOptions, requests: Sequence[Request]
+        self,
+        model: OpenModel,
+        options: EngineOptions,
+        requests: Sequence[Request],
+        check: RowCheck | None = None,
     ) -> Engine:
         """See Serving."""
         from kvtide.serve.engine import Engine
 
-        return Engine.build(model, options, requests)
+        return Engine.build(model, options, requests, check=check)
 
 
 def check_schedule(schedule: str | None, *, simulate: bool) -> str | None:

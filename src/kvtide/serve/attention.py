@@ -6,8 +6,11 @@ are padded to the same length (decode): one gather and one kernel call serve the
 
 The padded length depends on the request's own length alone, padding repeats the request's own
 first slot behind a bias of minus infinity, and torch's CPU kernel treats each (request, head)
-by itself. So a request's numbers are the same bits whoever shares its bucket; the tests hold
-this, and `kvtide.serve.selfcheck` measures it again at each start.
+by itself. What is left is which thread computes a (request, head), and where its numbers lie in
+memory: a library may add in another order for either, unless it was told to repeat its results
+(`kvtide.serve.repeatable`). `kvtide.serve.selfcheck` measures at each start whether a request's
+numbers are the same bits whoever shares its bucket; where they aren't, each has a bucket of its
+own: a call of the same shape, on memory that lies alike, whatever else is in the pass.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -23,6 +27,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvtide.serve.batch import Segment
 
 _FINEST_BLOCK = 64
+
+
+class Sharing(Enum):
+    """Which requests that have one query each share a bucket."""
+
+    ANY = "any"
+    """All: fastest, but a request's numbers depend on its neighbours' lengths."""
+    ALIKE = "alike"
+    """Those of the same padded length."""
+    NONE = "none"
+    """Each has its own."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +98,15 @@ def padded_length(context: int) -> int:
 
 
 def plan_attention(
-    segments: Sequence[Segment], row_count: int, dtype: torch.dtype, *, mix_lengths: bool = False
+    segments: Sequence[Segment],
+    row_count: int,
+    dtype: torch.dtype,
+    *,
+    sharing: Sharing = Sharing.ALIKE,
 ) -> AttentionPlan:
     """Plan the attention of one pass; ``segments`` have their rows relative to the pass.
 
-    Segments of one query must be ordered by `padded_length`, as `PagedModel` does. With
-    ``mix_lengths`` all of them share the longest one's bucket: faster, but a request's numbers
-    then depend on its neighbours.
+    Segments of one query must be ordered by `padded_length`, as `PagedModel` does.
     """
     parts: list[Span | Bucket] = []
     singles: dict[int, list[Segment]] = defaultdict(list)
@@ -98,9 +115,11 @@ def plan_attention(
             singles[padded_length(len(segment.slots))].append(segment)
         else:
             parts.append(_span(segment))
-    if mix_lengths and singles:
+    if sharing is Sharing.ANY and singles:
         singles = {max(singles): [one for group in singles.values() for one in group]}
-    parts += [_bucket(group, length, dtype) for length, group in singles.items()]
+    for length, group in singles.items():
+        alone = [[one] for one in group] if sharing is Sharing.NONE else [group]
+        parts += [_bucket(one, length, dtype) for one in alone]
     parts.sort(key=lambda part: part.first)
     return AttentionPlan(row_count, tuple(parts))
 
@@ -165,6 +184,8 @@ def attend(
         k = workspace.gather("k", keys, part.slots)
         v = workspace.gather("v", values, part.slots)
         rows = query[part.first : part.first + part.count]
+        if len(rows) < len(query):
+            rows = rows.clone()  # so that it lies in memory as if nobody else were in the pass
         if isinstance(part, Span):
             outputs.append(_attend_span(part, rows, k, v, scale))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,12 +43,49 @@ class PackedBatch:
 
 
 @dataclass(frozen=True)
-class RowRange:
-    """The row counts of a forward pass within which a row's numbers don't depend on the count.
+class RowCounts:
+    """The row counts of a pass at which a row's numbers are the same bits, in ascending order.
 
-    ``least`` and ``most`` are included. A pass of fewer rows is padded to ``least``; a step of
-    more is run as several passes.
+    A pass of another number of rows is padded up to the next of them; a step of more rows than
+    the last runs as several passes.
     """
 
-    least: int
-    most: int
+    counts: tuple[int, ...]
+
+    @property
+    def most(self) -> int:
+        """The most rows of a pass that requests share."""
+        return self.counts[-1]
+
+    def padded(self, rows: int) -> int:
+        """The count that so many rows, at most `most`, are padded to; none stay none."""
+        return self.counts[bisect_left(self.counts, rows)] if rows else 0
+
+    def __str__(self) -> str:
+        """For people: "1 to 64", "4 to 64 in steps of 4", "4, 8, 12 to 64"."""
+        parts, rest = [], self.counts
+        while rest:
+            step = rest[1] - rest[0] if len(rest) > 1 else 1
+            run = 1
+            while run < len(rest) and rest[run] == rest[0] + run * step:
+                run += 1
+            if run < 3:
+                run = 1
+            parts.append(_name_run(rest[0], rest[run - 1], step))
+            rest = rest[run:]
+        return ", ".join(parts)
+
+
+def _name_run(first: int, last: int, step: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first} to {last}" + (f" in steps of {step}" if step > 1 else "")
+
+
+@dataclass(frozen=True)
+class ExactRules:
+    """How the passes of exact mode are made up on this machine; the self-check finds it."""
+
+    rows: RowCounts
+    share_attention: bool = True
+    """Whether requests that have one query each may share a call of the attention."""

@@ -7,6 +7,7 @@ gets its next one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -19,13 +20,14 @@ from kvtide.arena.budget import block_bytes_for, default_host_bytes
 from kvtide.device import Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
-from kvtide.serve.batch import PackedBatch, RowRange, Segment
+from kvtide.serve.batch import PackedBatch, Segment
 from kvtide.serve.models import OpenModel
 from kvtide.serve.paged import PagedModel
+from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.request import Request
 from kvtide.serve.sampling import Sampler
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
-from kvtide.serve.selfcheck import find_rows
+from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.sizing import check_memory, count_pages, create_pool, move_model
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
@@ -92,8 +94,10 @@ class Engine:
         tide: Tide,
         pages: PageAllocator,
         options: EngineOptions,
+        exact_check: RowCheck | None,
     ) -> None:
         """For `build`, which makes the parts fit together."""
+        self.exact_check = exact_check
         self._model = model
         self._tokenizer = source.tokenizer.backend_tokenizer
         self._eos_ids = source.eos_ids
@@ -120,10 +124,17 @@ class Engine:
 
     @classmethod
     def build(
-        cls, source: OpenModel, options: EngineOptions, requests: Sequence[Request] = ()
+        cls,
+        source: OpenModel,
+        options: EngineOptions,
+        requests: Sequence[Request] = (),
+        *,
+        check: RowCheck | None = None,
     ) -> Engine:
         """An engine with its pool, arena and checked model, which is moved to the device.
 
+        `check` is what `check_exact` has found for this model, device and number of threads in this
+        process; exact mode measures it anew without.
         Raises UsageError for a model that can't be served, an unknown device, a pool smaller
         than one page or, in exact mode, a machine on which no row count is safe.
         """
@@ -142,15 +153,18 @@ class Engine:
         check_memory(pool_host_bytes, options.host_memory_bytes)
         pool = create_pool(geometry, device, page_count)
         move_model(source.model, device)
-        rows = _safe_rows(source, device) if options.exact else None
-        model = PagedModel(source.model, pool, exact=options.exact, rows=rows)
+        if not options.exact:
+            check = None
+        elif check is None:
+            check = check_exact(source, device)
+        model = PagedModel(source.model, pool, exact=None if check is None else check.rules)
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
             limit_bytes = default_host_bytes(pool_host_bytes)
         block_bytes = block_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         pages = PageAllocator(page_count)
-        return cls(model, source, Tide(pool, arena, pages), pages, options)
+        return cls(model, source, Tide(pool, arena, pages), pages, options, check)
 
     @property
     def has_work(self) -> bool:
@@ -344,8 +358,20 @@ def _is_ready(request: Request, count: int) -> bool:
     return request.stored + count == request.token_count
 
 
-def _safe_rows(source: OpenModel, device: Device) -> RowRange:
+def check_exact(source: OpenModel, device: Device) -> RowCheck:
+    """How exact mode is kept for this model, which is on `device`, with the threads in force.
+
+    Raises UsageError where it can't be had; warns where a library wasn't told in time to repeat
+    its results.
+    """
+    if is_mkl_repeatable() is False:
+        warnings.warn(
+            "torch has computed before kvtide.serve was imported, so MKL's mode for reproducible "
+            "results is off, and exact mode may be slow or refused: import kvtide.serve first, or "
+            "set MKL_CBWR=AUTO",
+            stacklevel=3,
+        )
     check = find_rows(source.model, device)
-    if check.rows is None:
-        raise UsageError(f"exact mode can't be had here: {check.detail}; use fast mode instead")
-    return check.rows
+    if check.rules is None:
+        raise UsageError(f"exact mode can't be had here: {check.detail}")
+    return check

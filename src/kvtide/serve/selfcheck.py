@@ -1,43 +1,48 @@
-"""The start-up self-check of exact mode: which row counts give a row the same bits?
+"""The start-up self-check of exact mode: at which row counts does a row get the same bits?
 
-A matrix product's kernel, and with it the order in which a row's products are added, is chosen
-by the library underneath (oneDNN, MKL), by the number of rows, the weight's shape, the dtype,
-the instruction set and the number of threads. None of that is promised, so it is measured, at
-each start, on this machine, with the thread count in force:
+How a library computes a row is its own choice, by the number of rows, the sizes, the dtype, the
+instruction set, the number of threads, which of them computes it and where it lies in memory.
+Little of that is promised, so it is measured, at each start, on this machine, with the threads in
+force:
 
-1. For each distinct shape of the model's Linear layers, every row count up to ``max_rows``,
-   with numbers that cancel: the exact sums are zero, what remains is rounding, and so another
-   order of additions shows in every row, where ordinary numbers would hide it behind the
-   rounding to bfloat16 in all but a few. Neighbouring counts must agree on the rows they share,
-   and a row must come out the same at another place. That splits the counts into ranges.
-2. The range that costs least is then tried with whole passes of the model itself over a small
-   pool: subsets of the rows, in another order and from other slots, against all of them.
+1. A pass of the model is watched for its operations (`kvtide.serve.operations`). Each of them is
+   tried at every row count up to ``max_rows``, at several places, with numbers that show how it was
+   computed (`kvtide.serve.probes`). That sorts the counts into sets that agree.
+2. So is attention, with the model's own heads and widths, for contexts of several lengths and up to
+   ``max_rows`` requests at once. Where it depends on them, each request has a call of its own.
+3. The set that costs least is then tried with whole passes of the model over a small pool: some of
+   the requests, in another order and from other slots, against all of them, and many copies of one.
 
-A range may be a single count: then every pass has exactly that many rows; in the worst case one,
+A set may be a single count: then every pass has exactly that many rows; in the worst case one,
 each request by itself. Where not even that repeats its bits, exact mode can't be had.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from kvtide.device import Device
 from kvtide.pool import Pool
-from kvtide.serve.adapter import PreTrainedModel
-from kvtide.serve.batch import PackedBatch, RowRange, Segment
+from kvtide.serve.adapter import HookedModel, PreTrainedModel
+from kvtide.serve.attention import AttentionPlan
+from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
+from kvtide.serve.operations import PassWatch, trial_row_count
 from kvtide.serve.paged import PagedModel
+from kvtide.serve.probes import AttentionProbe, AttentionSizes, Probe, ProductProbe, SingleProbe
+from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.supported import geometry_of
 
-# A weight of more numbers than this (a vocabulary) is measured at a few counts of a range only.
+# A weight of more numbers than this (a vocabulary) is measured at a few counts of a set only.
 _LARGE_WEIGHT = 8_000_000
 _SAMPLES = 8
+# Contexts that attention is tried with, and whether by many requests at once or by few.
+_LENGTHS = ((64, True), (128, False), (320, False), (1088, False))
 _PAGE_SIZE = 16
 _SHARED_SLOTS = 144
 _SEED = 20240517
@@ -47,186 +52,256 @@ _SEED = 20240517
 class RowCheck:
     """What `find_rows` found."""
 
-    rows: RowRange | None
-    """The row counts to run passes at, or None where no count is safe."""
+    rules: ExactRules | None
+    """How passes are made up, or None where no row count is safe."""
     detail: str
-    """One line for people: what was measured."""
+    """One line for people: what was measured, and what costs speed and why."""
     seconds: float
 
-
-@dataclass(frozen=True)
-class _Probe:
-    """A Linear layer's shape with numbers whose exact products are all zero."""
-
-    weight: Tensor
-    """[out, in]."""
-    inputs: Tensor
-    """[max_rows, in]."""
-
-    def on(self, device: torch.device) -> _Probe:
-        return _Probe(self.weight.to(device), self.inputs.to(device))
-
-    def run(self, count: int) -> Tensor:
-        return linear(self.inputs[:count], self.weight)
-
-    def same_elsewhere(self, count: int, outputs: Tensor) -> bool:
-        """Whether each row gives ``outputs`` at another place among the ``count`` rows, too."""
-        shift = count // 2
-        moved = linear(self.inputs[:count].roll(shift, 0), self.weight)
-        return torch.equal(moved.roll(-shift, 0), outputs)
+    @property
+    def exact_rows(self) -> str | None:
+        """The row counts, such as "4 to 64"."""
+        return None if self.rules is None else str(self.rules.rows)
 
 
 @torch.inference_mode()
 def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 64) -> RowCheck:
-    """Measures the safe row counts of passes up to ``max_rows`` on ``device``, now.
+    """Measures how passes of up to ``max_rows`` rows can be exact on ``device``, now.
 
     The model is on it already. Blocks, for about a second with a small model; allocates a small
     pool for the time being and leaves the model as it was. Raises UsageError for a model that
     isn't served.
     """
     start = time.perf_counter()
-    probes = [
-        _probe(*shape, model.dtype, max_rows).on(device.torch_device)
-        for shape in _linear_shapes(model)
-    ]
-    small = [probe for probe in probes if probe.weight.numel() <= _LARGE_WEIGHT]
-    large = [probe for probe in probes if probe.weight.numel() > _LARGE_WEIGHT]
-    ranges = _agreeing_ranges(small, max_rows)
+    trial = _Trial(model, device, max_rows)
+    small, large = trial.probes()
+    sets, causes = _agreeing_sets(small, max_rows)
+    share, attention_cause = _may_share(trial.attention_probes())
+    causes += attention_cause
     tried: list[str] = []
-    for rows in _candidates(ranges):
-        counts = _spread(rows, _SAMPLES)
-        if all(_agree(probe, counts) for probe in large) and _passes_agree(model, device, rows):
-            detail = f"passes of {rows.least} to {rows.most} rows agree bit for bit"
-            return RowCheck(rows, detail, time.perf_counter() - start)
-        tried.append(f"{rows.least}..{rows.most}")
-    detail = f"no row count up to {max_rows} is safe here (tried {', '.join(tried) or 'none'})"
+    for rows in _candidates(sets):
+        rules = ExactRules(rows, share)
+        if all(_agree(probe, rows) for probe in large) and trial.passes_agree(rules):
+            detail = f"passes of {rows} rows agree bit for bit" + _cost_of(rules, causes)
+            return RowCheck(rules, detail, time.perf_counter() - start)
+        tried.append(str(rows))
+    detail = (
+        f"no row count up to {max_rows} is safe here (tried {'; '.join(tried) or 'none'})"
+        + _because(causes)
+    )
     return RowCheck(None, detail, time.perf_counter() - start)
 
 
-def _linear_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """The distinct (out, in) of the model's Linear layers."""
-    layers = [one for one in model.modules() if isinstance(one, torch.nn.Linear)]
-    return sorted({(one.out_features, one.in_features) for one in layers})
-
-
-def _probe(out: int, width: int, dtype: torch.dtype, max_rows: int) -> _Probe:
-    """Inputs repeat one half of numbers, weights hold the other with both signs, shuffled."""
-    generator = torch.Generator().manual_seed(_SEED)
-    half = width // 2
-
-    def numbers(count: int) -> Tensor:
-        exponents = torch.randint(-3, 4, (count, half), generator=generator)
-        return torch.randn(count, half, generator=generator) * torch.exp2(exponents)
-
-    order = torch.randperm(width, generator=generator)
-    odd = (0, width - 2 * half)
-    # A vocabulary's rows repeat: what counts is the shape, and random numbers take time.
-    distinct = numbers(min(out, 1024))
-    weight = torch.cat([distinct, -distinct], 1)
-    weight = torch.nn.functional.pad(weight, odd)[:, order].to(dtype)
-    weight = weight.repeat(-(-out // len(weight)), 1)[:out].contiguous()
-    inputs = torch.nn.functional.pad(numbers(max_rows).repeat(1, 2), odd)[:, order]
-    return _Probe(weight, inputs.to(dtype).contiguous())
-
-
-def _agreeing_ranges(probes: list[_Probe], max_rows: int) -> list[RowRange]:
-    """The longest ranges of row counts in which all probes' rows agree."""
-    breaks = {1, max_rows + 1}
+def _agreeing_sets(probes: Sequence[Probe], max_rows: int) -> tuple[list[RowCounts], list[str]]:
+    """The sets of row counts at which the rows of all probes agree; who splits them, by name."""
+    counts = range(1, max_rows + 1)
+    kinds: dict[int, list[int | None]] = {count: [] for count in counts}
+    splitters: dict[str, None] = {}
     for probe in probes:
-        before = probe.run(1)
-        for count in range(2, max_rows + 1):
-            outputs = probe.run(count)
-            if not torch.equal(outputs[:-1], before):
-                breaks.add(count)
-            if not probe.same_elsewhere(count, outputs):
-                breaks |= {count, count + 1}
-            before = outputs
-    ordered = sorted(breaks)
-    ranges = [RowRange(least, after - 1) for least, after in pairwise(ordered)]
-    return [rows for rows in ranges if _places_agree(probes, rows)]
+        found = _kinds_of(probe, counts)
+        for count in counts:
+            kinds[count].append(found[count])
+        if len(set(found.values())) > 1 or None in found.values():
+            splitters.setdefault(probe.name)
+    sets: dict[tuple[int | None, ...], list[int]] = defaultdict(list)
+    for count in counts:
+        if None not in kinds[count]:
+            sets[tuple(kinds[count])].append(count)
+    return [RowCounts(tuple(one)) for one in sets.values()], list(splitters)
 
 
-def _places_agree(probes: list[_Probe], rows: RowRange) -> bool:
-    """False for the single counts at which a row's place matters."""
-    if rows.least != rows.most:
-        return True
-    return all(probe.same_elsewhere(rows.least, probe.run(rows.least)) for probe in probes)
+def _kinds_of(probe: Probe, counts: Sequence[int]) -> dict[int, int | None]:
+    """Row counts whose rows agree have the same number; None is for those where places matter."""
+    outcomes: list[Tensor] = []
+    found: dict[int, int | None] = {}
+    for count in counts:
+        outcome = probe.outcome(count)
+        if outcome is None:
+            found[count] = None
+            continue
+        alike = (number for number, other in enumerate(outcomes) if torch.equal(outcome, other))
+        found[count] = next(alike, len(outcomes))
+        if found[count] == len(outcomes):
+            outcomes.append(outcome)
+    return found
 
 
-def _agree(probe: _Probe, counts: list[int]) -> bool:
-    """Whether the probe's rows agree at all of these counts and at other places."""
-    whole = probe.run(counts[-1])
-    return all(
-        torch.equal(probe.run(count), whole[:count]) for count in counts[:-1]
-    ) and probe.same_elsewhere(counts[-1], whole)
+def _may_share(
+    probes: Sequence[tuple[AttentionProbe, Sequence[int]]],
+) -> tuple[bool, list[str]]:
+    """Whether requests may share calls of attention; if not, which probe says so."""
+    for probe, counts in probes:
+        if set(_kinds_of(probe, [1, *counts]).values()) != {0}:
+            return False, [probe.name]
+    return True, []
 
 
-def _candidates(ranges: list[RowRange]) -> list[RowRange]:
-    """What to try, best first: the two cheapest ranges, then single counts.
+def _agree(probe: Probe, rows: RowCounts) -> bool:
+    """Whether the probe's rows agree at some of these counts and at other places."""
+    return set(_kinds_of(probe, _spread(rows.counts, _SAMPLES)).values()) == {0}
 
-    Functions of single numbers, such as an activation, may treat the last few of a pass
-    differently from the rest; at round row counts there is no such remainder.
-    """
-    best = sorted(ranges, key=_cost)[:2]
+
+def _candidates(sets: list[RowCounts]) -> list[RowCounts]:
+    """What to try, best first: the two cheapest sets, then single counts."""
+    best = sorted(sets, key=_cost)[:2]
     singles = [
-        RowRange(count, count)
-        for count in (32, 16, 1)
-        if any(rows.least <= count <= rows.most for rows in ranges)
+        RowCounts((count,)) for count in (32, 16, 1) if any(count in rows.counts for rows in sets)
     ]
     return best + [rows for rows in singles if rows not in best]
 
 
-def _cost(rows: RowRange) -> float:
+def _cost(rows: RowCounts) -> float:
     """Relative time of steps of 1 to 64 requests, where 64 more rows double a pass's time."""
     total = 0.0
     for requests in (1, 2, 4, 8, 16, 32, 64):
-        passes = -(-requests // rows.most)
-        total += passes + max(requests, passes * rows.least) / 64
+        full, rest = divmod(requests, rows.most)
+        total += full + (rest > 0) + (full * rows.most + rows.padded(rest)) / 64
     return total
 
 
-def _spread(rows: RowRange, count: int) -> list[int]:
-    """At most ``count`` row counts over the range, ascending, with both ends."""
-    width = rows.most - rows.least
-    return sorted({rows.least + width * step // (count - 1) for step in range(count)})
+def _cost_of(rules: ExactRules, causes: Sequence[str]) -> str:
+    """What people should know of the speed; nothing where exact mode costs next to none."""
+    rows = rules.rows
+    slow = [
+        (rows.most < 16, f"passes of no more than {rows.most} rows"),
+        (rows.padded(1) > 8, f"passes padded to {rows.padded(1)} rows"),
+        (not rules.share_attention, "a call of the attention for each request"),
+    ]
+    ways = [text for is_so, text in slow if is_so]
+    if not ways:
+        return ""
+    return f"; that is slow: {' and '.join(ways)}" + _because(causes)
 
 
-def _passes_agree(model: PreTrainedModel, device: Device, rows: RowRange) -> bool:
-    """Whether whole passes give each request the same logits whoever else is in them."""
-    geometry = geometry_of(model.config, str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
-    slot_count = 2 * (_SHARED_SLOTS + rows.most)
-    pool = Pool.create(geometry, device, page_count=-(-slot_count // _PAGE_SIZE))
-    half = slot_count // 2
-    generator = torch.Generator().manual_seed(_SEED)
-    for plane in geometry.planes:
-        for layer in range(plane.layer_count):
-            typed = pool.plane(plane.name, layer)
-            # Random numbers of the host, so that they are the same for every device.
-            numbers = torch.randn(half, *typed.shape[1:], generator=generator).to(typed)
-            typed[:half], typed[half:slot_count] = numbers, numbers
-    paged = PagedModel(model, pool, exact=True, rows=rows)
-    try:
-        everyone = list(range(rows.most))
-        whole = paged.forward(_requests(model, everyone, 0))
-        for subset, base in _subsets(rows, half, generator):
-            found = paged.forward(_requests(model, subset, base))
-            if not torch.equal(found, whole[subset]):
-                return False
-    finally:
-        paged.release()
-    return True
+def _because(causes: Sequence[str]) -> str:
+    """Why, as far as the probes tell, and what to do."""
+    why = f", since {', '.join(causes)} depends on what else is computed" if causes else ""
+    if is_mkl_repeatable() is False:
+        return why + (
+            "; torch computed before kvtide.serve was imported, so MKL may not repeat its results: "
+            "import it first, or set MKL_CBWR=AUTO"
+        )
+    return why + "; --threads 1 may help, and --fast does without exactness"
 
 
-def _subsets(
-    rows: RowRange, half: int, generator: torch.Generator
-) -> Iterator[tuple[list[int], int]]:
-    """Who is in each trial pass, shuffled, and the slot from which their copy of the KV starts."""
-    middle = min(rows.most, (rows.least + rows.most) // 2 | 1)
-    for step, count in enumerate(sorted({1, middle, rows.most}), 1):
-        yield torch.randperm(rows.most, generator=generator)[:count].tolist(), half * (step % 2)
+def _spread(counts: Sequence[int], most: int) -> list[int]:
+    """At most ``most`` of ``counts``, with both ends."""
+    last = len(counts) - 1
+    return sorted({counts[last * step // (most - 1)] for step in range(most)})
 
 
-def _requests(model: PreTrainedModel, members: list[int], base: int) -> PackedBatch:
+class _Trial:
+    """The model at hand, on its device: its probes, and whole passes of it."""
+
+    def __init__(self, model: PreTrainedModel, device: Device, max_rows: int) -> None:
+        self._model = model
+        self._device = device
+        self._max_rows = max_rows
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._geometry = geometry_of(model.config, dtype, _PAGE_SIZE)
+
+    def probes(self) -> tuple[list[Probe], list[Probe]]:
+        """Of each operation of a pass that may depend on its rows; those of large weights apart."""
+        watch = self._watched_pass()
+        device, dtype = self._device.torch_device, self._model.dtype
+        small: list[Probe] = []
+        large: list[Probe] = []
+        for product in watch.products:
+            is_large = product.out_features * product.in_features > _LARGE_WEIGHT
+            probe = ProductProbe(product, dtype, device, self._max_rows)
+            (large if is_large else small).append(probe)
+        singles = [SingleProbe(operation, device) for operation in watch.singles]
+        small += [probe for probe in singles if probe.may_differ]
+        return small, large
+
+    def attention_probes(self) -> list[tuple[AttentionProbe, Sequence[int]]]:
+        """And the numbers of requests to try each with."""
+        config = self._model.config.get_text_config(decoder=True)
+        pool = self._pool(1)
+        (kv_heads, head_dim), (_, v_head_dim) = (pool.plane(n, 0).shape[1:] for n in ("k", "v"))
+        sizes = AttentionSizes(
+            config.num_attention_heads, kv_heads, head_dim, v_head_dim, self._model.dtype
+        )
+        most = self._max_rows
+        many = sorted({*range(2, min(most, 9)), *_spread(range(1, most + 1), _SAMPLES)})
+        few = [2, min(most, 3), most]
+        return [
+            (
+                AttentionProbe(sizes, self._device.torch_device, length, of_scores=of_scores),
+                many if by_many else few,
+            )
+            for length, by_many in _LENGTHS
+            for of_scores in (True, False)
+        ]
+
+    def passes_agree(self, rules: ExactRules) -> bool:
+        """Whether whole passes give each request the same bits whoever else is in them."""
+        slot_count = 2 * (_SHARED_SLOTS + self._max_rows)
+        half = slot_count // 2
+        pool = self._pool(-(-slot_count // _PAGE_SIZE))
+        generator = torch.Generator().manual_seed(_SEED)
+        for plane in self._geometry.planes:
+            for layer in range(plane.layer_count):
+                typed = pool.plane(plane.name, layer)
+                # Random numbers of the host, so that they are the same for every device.
+                numbers = torch.randn(half, *typed.shape[1:], generator=generator).to(typed)
+                typed[:half], typed[half:slot_count] = numbers, numbers
+        paged = PagedModel(self._model, pool, exact=rules)
+        try:
+            everyone = list(range(rules.rows.most))
+            whole = self._outcome(paged, pool, everyone, 0)
+            return all(
+                torch.equal(self._outcome(paged, pool, members, base), whole[members])
+                for members, base in _companies(rules.rows.most, half, generator)
+            )
+        finally:
+            paged.release()
+
+    def _outcome(self, paged: PagedModel, pool: Pool, members: Sequence[int], base: int) -> Tensor:
+        """Each member's logits, and the keys and values that its pass has written, as bytes."""
+        batch = _requests(self._model, members, base)
+        parts = [paged.forward(batch)]
+        slots = batch.out_slots.to(self._device.torch_device)
+        for plane in self._geometry.planes:
+            for layer in range(plane.layer_count):
+                parts.append(pool.plane(plane.name, layer)[slots].flatten(1).cpu())
+        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+
+    def _watched_pass(self) -> PassWatch:
+        """A pass of padding only, which writes to no slot."""
+        count = trial_row_count(self._model)
+        device = self._device.torch_device
+        # As many positions as rows, so that no two of them are alike.
+        positions = torch.arange(count, device=device)
+        hooked = HookedModel(self._model, self._pool(1), experts_by_token=True)
+        try:
+            watch = PassWatch(count)
+            with watch:
+                nothing = positions[:0]
+                hooked.run(positions * 0, positions, nothing, AttentionPlan(count, ()), 0)
+        finally:
+            hooked.release()
+        return watch
+
+    def _pool(self, page_count: int) -> Pool:
+        return Pool.create(self._geometry, self._device, page_count=page_count)
+
+
+def _companies(most: int, half: int, generator: torch.Generator) -> Iterator[tuple[list[int], int]]:
+    """Who is in each trial pass, and the slot from which their copy of the KV starts.
+
+    Some of all in another order, and many of the same one.
+    """
+    for step, count in enumerate(sorted({1, most // 2 | 1, most}), 1):
+        yield (
+            torch.randperm(most, generator=generator)[: min(count, most)].tolist(),
+            half * (step % 2),
+        )
+    for member in {0, most // 3, most - 1}:
+        yield [member] * most, 0
+
+
+def _requests(model: PreTrainedModel, members: Sequence[int], base: int) -> PackedBatch:
     """One decoding query of each member; contexts share slots but for their last one."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     segments, token_ids, positions, out_slots = [], [], [], []

@@ -1,0 +1,73 @@
+"""The libraries under torch are told to repeat their results, in processes that start anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+needs_mkl = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(),  # type: ignore[no-untyped-call] # torch leaves it
+    reason="this torch comes without MKL",
+)
+ASK = "; from kvtide.serve.repeatable import is_mkl_repeatable; print(is_mkl_repeatable())"
+COMPUTE = "import torch; torch.ones(99, 99) @ torch.ones(99, 99)"
+
+
+def run(code: str, **settings: str) -> list[str]:
+    """What a new process prints that runs this, its environment without what is set here."""
+    names = ("MKL_CBWR", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | settings,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return (done.stdout + done.stderr).splitlines()
+
+
+@needs_mkl
+def test_importing_the_engine_before_torch_computes_is_enough() -> None:
+    """Whether torch was loaded before or after."""
+    assert ["True"] == run(f"import kvtide.serve; {COMPUTE}{ASK}")
+    assert ["True"] == run(f"import torch, kvtide.serve; {COMPUTE}{ASK}")
+
+
+@needs_mkl
+def test_a_program_that_computed_first_is_told() -> None:
+    """With the remedy, when it builds an engine in exact mode; it may still be exact."""
+    build = (
+        "from kvtide.serve.engine import Engine, EngineOptions; "
+        "from kvtide.serve.models import open_model; "
+        "from kvtide.serve.request import Request; "
+        "Engine.build(open_model('tiny-random'), EngineOptions(), [Request('a', [1])]).close()"
+    )
+    assert ["False"] == run(f"{COMPUTE}; import kvtide.serve{ASK}")
+    told = "".join(run(f"{COMPUTE}; {build}"))
+    assert "UserWarning: torch has computed before kvtide.serve was imported" in told
+    assert "set MKL_CBWR=AUTO" in told
+    assert "UserWarning" not in "".join(run(build))
+
+
+def test_what_the_environment_has_chosen_stays() -> None:
+    """A mode that somebody set is theirs."""
+    show = "import os, kvtide.serve; print(os.environ['MKL_CBWR'])"
+    assert ["COMPATIBLE"] == run(show, MKL_CBWR="COMPATIBLE")
+    assert ["AUTO"] == run(show)
+
+
+def test_the_command_sets_how_threads_wait_before_torch_is_loaded() -> None:
+    """OpenMP reads it then; what somebody set stays."""
+    show = (
+        "import os, sys; sys.argv = ['kvtide', '--version']; "
+        "from kvtide.cli import start; start(); "
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    assert "passive False" == run(show)[-1]
+    assert "active False" == run(show, OMP_WAIT_POLICY="active")[-1]
