@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -20,10 +22,11 @@ Control = Callable[[str, str, int, int], Path]
 
 
 def test_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool counts as taken, though nobody has written to it yet."""
+    """What nobody has written to yet counts as taken. Who knows better what is free says so."""
     monkeypatch.setattr(budget, "free_memory_bytes", lambda: 1000)
     assert 100 == budget.default_host_bytes(600)
     assert 0 == budget.default_host_bytes(1001)
+    assert 50 == budget.default_host_bytes(600, 800)
 
 
 @pytest.fixture
@@ -41,6 +44,95 @@ def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Control:
         return folder
 
     return set_group
+
+
+def write_stat(folder: Path, prefix: str = "", **lines: int) -> None:
+    """A group's memory.stat, in which v1 says first what is the group's own alone."""
+    own = [f"{name} 7\n" for name in lines if prefix]
+    total = [f"{prefix}{name} {value}\n" for name, value in lines.items()]
+    (folder / "memory.stat").write_text("".join(own + total))
+
+
+@pytest.mark.parametrize(("mount", "files", "prefix"), [("", V2, ""), ("memory", V1, "total_")])
+def test_files_that_were_read_are_free(
+    control: Control, mount: str, files: str, prefix: str
+) -> None:
+    """They are in what the group has taken, and make room as soon as somebody asks. Neither
+    shared memory, which has files too, nor locked pages do."""
+    folder = control(mount, files, 5000, 4500)
+    write_stat(folder, prefix, anon=500, file=4000, inactive_anon=300, unevictable=200)
+    assert 500 == budget.free_memory_bytes()
+    write_stat(folder, prefix, anon=500, file=4000, active_file=1000, inactive_file=2500)
+    assert 4000 == budget.free_memory_bytes()
+
+
+@pytest.mark.parametrize(
+    ("mount", "files", "prefix", "dirty", "under_way"),
+    [
+        ("", V2, "", "file_dirty", "file_writeback"),
+        ("memory", V1, "total_", "dirty", "writeback"),
+    ],
+)
+def test_files_that_are_still_to_be_written_are_not(
+    control: Control, mount: str, files: str, prefix: str, dirty: str, under_way: str
+) -> None:
+    """A disk has to take them first, however many there are."""
+    folder = control(mount, files, 5000, 4500)
+    write_stat(folder, prefix, active_file=1000, inactive_file=2000, **{dirty: 600, under_way: 50})
+    assert 500 + 3000 - 650 == budget.free_memory_bytes()
+    write_stat(folder, prefix, active_file=1000, **{dirty: 1200})
+    assert 500 == budget.free_memory_bytes()
+
+
+def test_each_group_above_has_its_own_caches(control: Control, tmp_path: Path) -> None:
+    """Files that a neighbour has read make room in the group that both are in, and there alone."""
+    (tmp_path / "own").write_text("0::/unit/job\n")
+    unit, job = control("unit", V2, 9000, 8000), control("unit/job", V2, 6000, 2000)
+    write_stat(unit, inactive_file=2000)
+    write_stat(job, inactive_file=0)
+    assert 3000 == budget.free_memory_bytes()
+    write_stat(unit, inactive_file=5000)
+    assert 4000 == budget.free_memory_bytes()
+    write_stat(job, inactive_file=1500)
+    assert 5500 == budget.free_memory_bytes()
+
+
+def test_no_group_has_more_than_its_limit_and_the_system(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two numbers aren't read at one time. The system's own word is the outer bound, and a
+    file that can't be understood frees nothing."""
+    folder = control("", V2, 5000, 4500)
+    write_stat(folder, inactive_file=9000)
+    assert 5000 == budget.free_memory_bytes()
+    (folder / "memory.stat").write_text("inactive_file many\n")
+    assert 500 == budget.free_memory_bytes()
+    write_stat(folder, inactive_file=4000)
+    monkeypatch.setattr(budget, "_free_system_bytes", lambda: 1200)
+    assert 1200 == budget.free_memory_bytes()
+
+
+def test_what_is_written_to_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page of the system's as it is written, whatever the tensor's shape; a storage that two
+    tensors share counts once. Where the system doesn't say, or says it of any page, all of it is
+    taken for untouched."""
+    fresh = torch.from_numpy(numpy.zeros(64 << 20, dtype=numpy.uint8))
+    half, page = 32 << 20, 2 << 20  # pages are of 4 KiB up to 2 MiB, as the system likes
+    device = CPUDevice(lanes=1)
+    planes = {"k": [fresh[:half].view(-1, 1, 8)], "v": [fresh[half:].view(-1, 1, 8)]}
+    geometry = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=8, v_head_dim=8)
+    pool = Pool.adopt(geometry, device, planes)
+    assert 2 * half - page <= budget.untouched_bytes_of(pool) <= 2 * half
+    fresh[:half] = 1
+    assert half - page <= budget.untouched_bytes_of(pool) <= half
+    fresh[:] = 1
+    assert 0 == budget.untouched_bytes_of(pool)
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "_count_resident", lambda _, size_bytes: size_bytes)
+        assert 2 * half == budget.untouched_bytes_of(pool)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    assert 2 * half == budget.untouched_bytes_of(pool)
+    device.close()
 
 
 def test_a_containers_limit_counts(control: Control) -> None:

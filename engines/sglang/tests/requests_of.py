@@ -63,7 +63,7 @@ class Scheduler:
         self.req_to_token_pool = request_pool
         self.tree_cache: Any = object()
         self.draft_worker = self.sliding_window_size = None
-        self.attn_tp_cpu_group = self.attn_cp_cpu_group = object()
+        self.attn_tp_cpu_group = self.attn_cp_cpu_group = self.tp_cpu_group = object()
         self.metrics_collector_context = SchedulerMetricsCollectorContext()
         self.output_streamer = SimpleNamespace(stream_output=lambda reqs, logprob: None)
         vars(self).update(more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from requests_of import Place, Req, ReqToTokenPool, raising, same
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
 from sglang.srt.mem_cache import memory_pool
 
-from kvtide.arena import budget
 from kvtide.errors import ArenaFull, SlotError, SnapshotDamaged, SnapshotMiss
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
@@ -187,8 +187,12 @@ def test_the_limit_is_the_hosts_and_the_least_of_its_ranks(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was set, or a quarter of what is free, divided among the ranks."""
-    monkeypatch.setattr(budget, "free_memory_bytes", lambda: 64 << 20)
     asked: list[int] = []
+    untouched: list[int] = []
+
+    def measure(untouched_bytes: int) -> tuple[int, int]:
+        untouched.append(untouched_bytes)
+        return 16 << 20, 64 << 20
 
     def halve(limit_bytes: int) -> int:
         asked.append(limit_bytes)
@@ -201,28 +205,35 @@ def test_the_limit_is_the_hosts_and_the_least_of_its_ranks(
             [],
             settings,
             agree_on_limit=halve,
+            measure=measure,
         )
         assert asked[-1] // 2 == keeper.arena.limit_bytes
-        pool_bytes = keeper.tide.pool.size_bytes
         keeper.close()
-    assert [1 << 18, ((64 << 20) - 4 * pool_bytes) // 4 // 4] == asked
+    assert [1 << 18, (48 << 20) // 4 // 4] == asked
+    assert [0, 0] == untouched
 
 
 def test_a_refused_pool_is_refused_on_all_ranks(place: Place) -> None:
-    """Each is asked once, whether it refuses itself or not."""
+    """Each is asked once, whether it refuses itself or not, and in the same order."""
     asked: list[int] = []
+
+    def measure(untouched_bytes: int) -> tuple[int, int]:
+        asked.append(untouched_bytes)
+        return 0, 1 << 30
 
     def another_refuses(limit_bytes: int) -> int:
         asked.append(limit_bytes)
         return -1
 
+    ask = partial(Keeper.of, agree_on_limit=another_refuses, measure=measure)
+
     unknown = type("StrangeKVPool", (), {"device": "cpu"})()
     stranger = type("Allocator", (), {"get_kvcache": lambda self: unknown})()
     with pytest.raises(Refused, match="StrangeKVPool isn't known"):
-        Keeper.of(stranger, place.request_pool, [], SETTINGS, agree_on_limit=another_refuses)
+        ask(stranger, place.request_pool, [], SETTINGS)
     with pytest.raises(RankFailed, match="MHATokenToKVPool: refused on another rank"):
-        Keeper.of(place.allocator, place.request_pool, [], SETTINGS, agree_on_limit=another_refuses)
-    assert [-1, 1 << 20] == asked
+        ask(place.allocator, place.request_pool, [], SETTINGS)
+    assert [0, -1, 0, 1 << 20] == asked
 
 
 def test_an_unknown_cache_beside_the_pool_is_refused_by_name(place: Place) -> None:

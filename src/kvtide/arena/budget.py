@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+import torch
 
 from kvtide.pool import Pool
 from kvtide.transfer import chunk_tokens_for
@@ -16,11 +20,17 @@ _BUFFER_SHARE_BYTES = 256 << 10
 _LARGEST_SHARES_BYTES = 16 << 20
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
-# Of control groups v2, which have no name there, and of v1: a group's limit, and what it has taken.
+# Of control groups v2, which have no name there, and of v1: a group's limit, what it has taken, and
+# what the lines of its memory.stat that count the groups below it as well begin with.
 _GROUP_FILES = {
-    "": ("memory.max", "memory.current"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
+# Shared memory is none of these: it lies with what has no file. Nor are locked pages.
+_CACHES = ("active_file", "inactive_file")
+# Of the caches, what has to be written first. The names are those of v2, then those of v1.
+_UNWRITTEN = ("file_dirty", "file_writeback", "dirty", "writeback")
+_PAGES_AT_ONCE = 1 << 18
 
 
 def block_bytes_for(pool: Pool, limit_bytes: int) -> int:
@@ -40,12 +50,62 @@ def block_bytes_for(pool: Pool, limit_bytes: int) -> int:
     return max(chunk_tokens_for(geometry, chunk_bytes) * token_bytes, largest_row)
 
 
-def default_host_bytes(pool_bytes: int) -> int:
+def default_host_bytes(untouched_bytes: int, free_bytes: int | None = None) -> int:
     """The arena's limit where none was asked for: a quarter of what the pool leaves free.
 
-    The pool counts in full, though the system gives its memory only as it is written.
+    The system gives a pool's memory only as it is written, and what it has given isn't free any
+    more: ``untouched_bytes`` are those it has yet to give. ``free_bytes`` are those of this machine
+    unless they are known better.
     """
-    return max(0, free_memory_bytes() - pool_bytes) // 4
+    free = free_memory_bytes() if free_bytes is None else free_bytes
+    return max(0, free - untouched_bytes) // 4
+
+
+def untouched_bytes_of(pool: Pool) -> int:
+    """What the host has yet to give of memory as this pool is written; 0 for one on a device.
+
+    The system says so of whole pages. Where it can't be asked everything counts as untouched: a
+    budget is rather too small.
+    """
+    if pool.device.torch_device.type != "cpu":
+        return 0
+    storages = [buffer.untyped_storage() for buffer in pool.buffers]
+    distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(
+        max(0, size_bytes - _resident_bytes(address, size_bytes))
+        for address, size_bytes in distinct.items()
+    )
+
+
+def _resident_bytes(address: int, size_bytes: int) -> int:
+    """What of this range lies in pages that have memory; at the ends up to a page too much."""
+    # Some systems say of every page that it has memory: of one that nobody has touched as well.
+    with mmap.mmap(-1, mmap.PAGESIZE) as fresh:
+        untouched = ctypes.addressof(probe := ctypes.c_char.from_buffer(fresh))
+        can_tell = _count_resident(untouched, mmap.PAGESIZE) == 0
+        del probe  # a map that somebody looks into can't be closed
+    return _count_resident(address, size_bytes) * mmap.PAGESIZE if can_tell else 0
+
+
+def _count_resident(address: int, size_bytes: int) -> int:
+    """The pages of a range that have memory, by the system's word; 0 where it gives none."""
+    try:
+        mincore = ctypes.CDLL(None).mincore
+    except (AttributeError, OSError, TypeError):
+        return 0
+    first, last = address // mmap.PAGESIZE, -(-(address + size_bytes) // mmap.PAGESIZE)
+    found = 0
+    for start in range(first, last, _PAGES_AT_ONCE):
+        flags = torch.zeros(min(_PAGES_AT_ONCE, last - start), dtype=torch.uint8)
+        failed = mincore(
+            ctypes.c_void_p(start * mmap.PAGESIZE),
+            ctypes.c_size_t(len(flags) * mmap.PAGESIZE),
+            ctypes.c_void_p(flags.data_ptr()),
+        )
+        if failed:
+            return 0
+        found += int((flags & 1).sum())
+    return found
 
 
 def free_memory_bytes() -> int:
@@ -58,14 +118,31 @@ def _free_container_bytes() -> Iterator[int]:
 
     Without one v2 says `max`; v1 says about 2**63, which is never the least.
     """
-    for folder, limit_file, used_file in _own_groups():
+    for folder, limit_file, used_file, prefix in _own_groups():
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / limit_file).read_text())
-            yield max(0, limit - int((folder / used_file).read_text()))
+            used = int((folder / used_file).read_text())
+            yield max(0, limit - max(0, used - _cache_bytes(folder, prefix)))
 
 
-def _own_groups() -> Iterator[tuple[Path, str, str]]:
-    """The group's folder and all above it, up to the mount, with the names of the two files.
+def _cache_bytes(folder: Path, prefix: str) -> int:
+    """What a group has taken of files that were read: the system takes it back when asked for more.
+
+    A group that reads a file of weights has its size in here, within its limit and of no weight.
+    """
+    lines: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, value = line.split()
+            lines[name] = int(value)
+    caches, unwritten = (
+        sum(lines.get(prefix + name, 0) for name in names) for names in (_CACHES, _UNWRITTEN)
+    )
+    return max(0, caches - unwritten)
+
+
+def _own_groups() -> Iterator[tuple[Path, str, str, str]]:
+    """The group's folder and all above it, up to the mount, with what to read there.
 
     In a container the mount may be the group itself, whatever path the system gives: then there is
     nothing below it.

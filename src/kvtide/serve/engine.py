@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from kvtide.arena import HostArena
-from kvtide.arena.budget import block_bytes_for, default_host_bytes
+from kvtide.arena.budget import block_bytes_for, default_host_bytes, untouched_bytes_of
 from kvtide.device import Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
@@ -160,7 +160,7 @@ class Engine:
         model = PagedModel(source.model, pool, exact=None if check is None else check.rules)
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
-            limit_bytes = default_host_bytes(pool_host_bytes)
+            limit_bytes = default_host_bytes(untouched_bytes_of(pool))
         block_bytes = block_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         pages = PageAllocator(page_count)

@@ -16,6 +16,7 @@ import torch
 
 from kvtide.errors import ArenaFull, KvtideError
 from kvtide.plugin.sglang import colocated, colocated_slots
+from kvtide.plugin.sglang.host import gather_among, measure_with
 from kvtide.plugin.sglang.keeper import Backup, Keeper
 from kvtide.plugin.sglang.metrics import metrics_of
 from kvtide.plugin.sglang.parts import Refused
@@ -35,6 +36,7 @@ READS: Table = {
         "sliding_window_size?",
         "attn_tp_cpu_group",
         "attn_cp_cpu_group",
+        "tp_cpu_group",
         "metrics_collector_context",
         "output_streamer",
     ),
@@ -207,13 +209,15 @@ def _keeper_of(scheduler: Any, settings: Settings, pending: Pending) -> Keeper:
     refuse_if_moved()
     of = Reader(scheduler, READS)
     least = least_among([of["attn_tp_cpu_group"], of["attn_cp_cpu_group"]])
+    count = rank_count(get_parallel())
     return Keeper.of(
         of["token_to_kv_pool_allocator"],
         of["req_to_token_pool"],
         draft_pools(scheduler),
-        replace(settings, rank_count=rank_count(get_parallel())),
+        replace(settings, rank_count=count),
         agree=lambda went_well: bool(least(int(went_well))),
         agree_on_limit=least,
+        measure=measure_with(gather_among(of["tp_cpu_group"]), count),
         window_tokens=_window_tokens(of),
         is_ahead=pending.concerns,
     )

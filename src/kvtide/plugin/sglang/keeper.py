@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 
 from kvtide.arena import HostArena
-from kvtide.arena.budget import block_bytes_for, default_host_bytes
+from kvtide.arena.budget import block_bytes_for
 from kvtide.device import Device, open_device
 from kvtide.errors import (
     ArenaFull,
@@ -36,6 +36,7 @@ from kvtide.errors import (
 )
 from kvtide.layout import OfRequest
 from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.sglang.host import Measure, gather_alone, limit_bytes_of, measure_with
 from kvtide.plugin.sglang.parts import Description, Refused
 from kvtide.plugin.sglang.reader import Table
 from kvtide.plugin.sglang.rules import LastTokens
@@ -169,14 +170,16 @@ class Keeper:
         settings: Settings,
         agree: Agree = lambda went_well: went_well,
         agree_on_limit: Callable[[int], int] = lambda limit_bytes: limit_bytes,
+        measure: Measure | None = None,
         window_tokens: int | None = None,
         is_ahead: Callable[[Any], bool] = lambda req: False,
     ) -> Keeper:
         """A keeper of the allocator's pool and the draft model's, which share its slots.
 
-        `request_pool` is SGLang's req_to_token_pool. `agree_on_limit` gives the least of what
-        the ranks that schedule in step have for their arenas, and is asked exactly once, with -1
-        where a rank refuses. A draft pool that is refused is left out: `draft_refusal` says why.
+        `request_pool` is SGLang's req_to_token_pool. `measure` says how much memory the ranks of
+        this host leave, and is asked exactly once; after it `agree_on_limit`, which gives the
+        least of what the ranks that schedule in step have for their arenas, with -1 where a rank
+        refuses. A draft pool that is refused is left out: `draft_refusal` says why.
         `window_tokens` is how far sliding-window attention looks back, where there is any, and
         `is_ahead` says whether a request is part of a step whose result is on its way.
         Raises Refused, LayoutError where the pool's tensors can't be copied exactly, RankFailed
@@ -188,13 +191,15 @@ class Keeper:
         pool = allocator.get_kvcache()
         device = open_device(torch.device(pool.device).type)
         subject = Subject(pool, allocator, request_pool, window_tokens)
+        measure = measure or measure_with(gather_alone, settings.rank_count)
         try:
             try:
                 description, adopted, draft_refusal = _adopt(subject, draft_pools, device)
             except BaseException:
-                agree_on_limit(-1)  # the other ranks are waiting to hear
+                measure(0)  # the other ranks are waiting to hear
+                agree_on_limit(-1)
                 raise
-            limit_bytes = agree_on_limit(_limit_bytes(adopted, settings))
+            limit_bytes = agree_on_limit(limit_bytes_of(adopted, settings, measure))
             if limit_bytes < 0:
                 raise RankFailed(f"{description.name}: refused on another rank, whose log says why")
             block_bytes = block_bytes_for(adopted, limit_bytes)
@@ -385,12 +390,3 @@ def _adopt(
             refusal = str(error)
     description = describe(subject)
     return description, description.adopt(device), refusal
-
-
-def _limit_bytes(pool: Pool, settings: Settings) -> int:
-    """This rank's part of what the host's ranks may take together."""
-    if settings.host_memory_bytes is not None:
-        return settings.host_memory_bytes // settings.rank_count
-    is_on_host = pool.device.torch_device.type == "cpu"
-    pools_bytes = pool.size_bytes * settings.rank_count if is_on_host else 0
-    return default_host_bytes(pools_bytes) // settings.rank_count

@@ -1,0 +1,94 @@
+"""How much memory the ranks of a host leave together: the same answer, whoever of them is first."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from kvtide.plugin.sglang import host
+from kvtide.plugin.sglang.host import Gather, gather_alone, measure_with
+
+GIB = 1 << 30
+RANKS = range(4)
+
+
+class Machine:
+    """16 GiB of which each of four ranks' pools takes half a GiB as soon as it is written."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, int] = {}
+        self.said: dict[int, Sequence[int]] = {}
+        self.went_on_early = False
+        self._all_said = threading.Barrier(len(RANKS))
+
+    def free_bytes(self) -> int:
+        """What is free now; a rank that took its arena while others still measure is noted."""
+        self.went_on_early |= any(name.startswith("arena") for name in self.taken)
+        return 16 * GIB - sum(self.taken.values())
+
+    def gather_of(self, rank: int) -> Gather:
+        """What the rank asks the others with."""
+
+        def gather(numbers: Sequence[int]) -> list[Sequence[int]]:
+            self.said[rank] = numbers
+            self._all_said.wait(10)
+            heard = [self.said[one] for one in RANKS]
+            self._all_said.wait(10)
+            return heard
+
+        return gather
+
+
+def measure_on(
+    machine: Machine, order: Sequence[int], touched: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, tuple[int, int]]:
+    """What each rank hears: of those in `order`, one after the other, the first `touched` have
+    written to their pools when they ask. Who has its answer takes an arena."""
+    monkeypatch.setattr(host, "free_memory_bytes", machine.free_bytes)
+    heard: dict[int, tuple[int, int]] = {}
+
+    def run(rank: int, untouched_bytes: int) -> None:
+        heard[rank] = measure_with(machine.gather_of(rank), len(RANKS))(untouched_bytes)
+        machine.taken[f"arena {rank}"] = GIB
+
+    threads = []
+    for place, rank in enumerate(order):
+        is_touched = place < touched
+        if is_touched:
+            machine.taken[f"pool {rank}"] = GIB // 2
+        threads.append(threading.Thread(target=run, args=(rank, 0 if is_touched else GIB // 2)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    return heard
+
+
+@pytest.mark.parametrize("touched", range(5))
+def test_ranks_agree_in_whatever_order_they_write_to_their_pools(
+    monkeypatch: pytest.MonkeyPatch, touched: int
+) -> None:
+    """16 GiB less four pools of half a GiB, in all orders and wherever the ranks have got to."""
+    for order in itertools.permutations(RANKS):
+        machine = Machine()
+        heard = measure_on(machine, order, touched, monkeypatch)
+        left = [free - untouched for untouched, free in heard.values()]
+        assert [14 * GIB] * len(RANKS) == left, order
+        assert not machine.went_on_early
+
+
+def test_ranks_of_other_hosts_take_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer, as all must, and their memory is their own."""
+    monkeypatch.setattr(host, "_host_id", lambda: 1)
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: 9)
+    others = [[1, 4], [2, 1]]
+    assert (3 + 4, 4) == measure_with(lambda numbers: [numbers, *others], 2)(3)
+
+
+def test_ranks_that_take_no_part_count_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of a server share the host, and have no group in common: nobody hears what they
+    have written to."""
+    monkeypatch.setattr(host, "free_memory_bytes", lambda: 9)
+    assert (4 * 3, 9) == measure_with(gather_alone, 4)(3)
