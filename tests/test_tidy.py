@@ -40,7 +40,7 @@ TOP_RANK = RANK["tide"]
 CORE_NEEDS = {"torch", "numpy", "xxhash", "kvtide"}
 PURE = ("layout/", "pool/slots.py", "transfer/plan.py")
 INPUT_OUTPUT = {"asyncio", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess"}
-TRANSFORMERS_USERS = {"serve/adapter.py"}
+TRANSFORMERS_USERS = {"serve/adapter.py", "serve/adapter_files.py"}
 DEVICE_MODULES = {"cuda", "npu", "xpu", "mps"}
 UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 

@@ -11,7 +11,8 @@ import transformers as tf
 from transformers.utils import logging
 
 from kvtide.errors import UsageError
-from kvtide.serve.adapter import HookedModel, quiet, warper
+from kvtide.serve.adapter import HookedModel, warper
+from kvtide.serve.adapter_files import quiet
 from serve.small_models import SMALL, generated, model_of, pool_of
 
 

@@ -9,15 +9,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import gguf
 import huggingface_hub
-import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from kvtide.errors import UsageError
 from kvtide.serve.models import OpenModel, open_model
+from serve.gguf_files import write_gguf
 
 CHAT = [{"role": "user", "content": "Grüße, 42!"}]
 
@@ -317,52 +316,6 @@ def test_truncated_gguf_is_refused(tmp_path: Path, share: float) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
     assert str(path) in refusal(path)
-
-
-def write_gguf(opened: OpenModel, path: Path) -> Path:
-    """Writes the tiny model as llama.cpp would, in float32."""
-    config, tokenizer = opened.model.config, opened.tokenizer
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    writer.add_token_list(tokens)
-    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
-    writer.add_token_types([kinds[token.startswith("<|")] for token in tokens])
-    writer.add_token_scores([0.0] * len(tokens))
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_pad_token_id(tokenizer.pad_token_id)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for key, weight in weights(opened).items():
-        stem, suffix = key.rsplit(".", 1)
-        array = weight.float().numpy()
-        if head_count := heads.get(stem.rsplit(".", 1)[-1]):
-            array = interleave_halves(array, head_count)
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def interleave_halves(array: numpy.ndarray, head_count: int) -> numpy.ndarray:
-    """llama.cpp pairs the rows that rotate together; transformers keeps them in two halves."""
-    split = array.reshape(head_count, 2, -1, array.shape[-1])
-    return numpy.ascontiguousarray(split.swapaxes(1, 2).reshape(array.shape))
 
 
 @pytest.mark.smollm2

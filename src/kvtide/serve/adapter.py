@@ -1,22 +1,19 @@
-"""The one place that touches transformers: nothing else in kvtide imports it.
+"""The one place that touches transformers, with `adapter_files`: nothing else in kvtide imports it.
 
 `HookedModel` runs a transformers model, unpatched, over a pool. Two hooks that transformers
 offers are used and nothing else: a `Cache`, to which the model hands each layer's new keys and
 values, and an attention function, registered by name. Both get the pass at hand through the
-model's keyword arguments. Below it are the thin functions that load and save weights and
-tokenizers, make the tiny model and narrow a distribution before a token is drawn.
+model's keyword arguments. Below it are the thin functions that make the tiny model and narrow a
+distribution before a token is drawn; what reads and writes files is in `adapter_files`.
 
-Transformers moves fast. What moves between its releases is in this file;
+Transformers moves fast. What moves between its releases is in these two files;
 `transformers>=5.24,<5.25` is what it is tested with.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +22,6 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
     LlamaConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -37,22 +32,17 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.cache_utils import Cache
-from transformers.utils import logging
 
 from kvtide.errors import UsageError
 from kvtide.pool import Pool
+from kvtide.serve.adapter_files import quiet
 from kvtide.serve.attention import AttentionPlan, Workspace, attend
 
 __all__ = [
     "HookedModel",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
-    "eos_ids_of",
-    "load_tokenizer",
-    "load_weights",
-    "quiet",
     "random_llama",
-    "save",
     "warper",
     "wrap_tokenizer",
 ]
@@ -245,78 +235,6 @@ class HookedModel:
                 f"{type(self._model).__name__} isn't served: asked for the logits of 1 row, "
                 f"it gave those of {len(logits)}"
             )
-
-
-@contextlib.contextmanager
-def quiet(*, is_gguf: bool = False) -> Iterator[None]:
-    """Keeps transformers and the hub from printing; what was set before is set again afterwards."""
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    # The reader of GGUF files draws a progress bar that has no switch.
-    hidden = contextlib.redirect_stderr(io.StringIO()) if is_gguf else contextlib.nullcontext()
-    try:
-        with hidden:
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()
-
-
-def load_weights(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """The model in a folder of safetensors or a GGUF file, and the weights that are missing there.
-
-    Nothing is unpickled, no code is run that lies in the folder, nothing is fetched.
-    Transformers fills what is missing with random numbers and goes on, so look at the names.
-    Raises what the readers of the files raise, which can be anything.
-    """
-    is_gguf = path.is_file()
-    options: dict[str, Any] = (
-        {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
-        if is_gguf
-        else {"use_safetensors": True}
-    )
-    with quiet(is_gguf=is_gguf):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path.parent if is_gguf else path,
-            dtype=dtype,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    return model, sorted(info["missing_keys"])
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder or GGUF file, under the rules of `load_weights`."""
-    is_gguf = path.is_file()
-    options = {"gguf_file": path.name} if is_gguf else {}
-    with quiet(is_gguf=is_gguf):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path.parent if is_gguf else path,
-            trust_remote_code=False,
-            local_files_only=True,
-            **options,
-        )
-    return tokenizer
-
-
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes both to a folder, as `load_weights` and `load_tokenizer` read it."""
-    with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All ids that any of the model's three files calls an end; chat models need the union."""
-    ids: set[int] = set()
-    for source in (model.generation_config, model.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        ids.update([found] if isinstance(found, int) else found or [])
-    return frozenset(ids)
 
 
 def wrap_tokenizer(

@@ -6,9 +6,7 @@ comes with a model is run.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +18,11 @@ from kvtide.errors import UsageError
 from kvtide.serve.adapter import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    eos_ids_of,
-    load_tokenizer,
-    load_weights,
-    quiet,
     random_llama,
-    save,
     wrap_tokenizer,
 )
+from kvtide.serve.adapter_files import eos_ids_of, quiet, save
+from kvtide.serve.checkpoint import first_line, load_folder, load_gguf, one_line
 from kvtide.serve.fetch import SMOLLM2, Progress, kept_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -41,7 +36,6 @@ _WAYS_TO_NAME = (
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ def open_model(
         model, tokenizer = _tiny_random(DTYPES[dtype])
     elif name == SMOLLM2.name:
         folder = kept_model(SMOLLM2, _convert_gguf, report)
-        model, tokenizer = _load_folder(folder, DTYPES[dtype])
+        model, tokenizer = load_folder(folder, DTYPES[dtype])
     else:
         model, tokenizer = _load_named(name, DTYPES[dtype], report)
     model.requires_grad_(False)
@@ -90,74 +84,25 @@ def _load_named(
         is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
     # RuntimeError: there is no such user as in ~user.
     except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or _first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(
             f"there is no model {_shorten(name)!r} ({reason}): name {_WAYS_TO_NAME}"
         ) from error
     if is_folder:
-        return _load_folder(path, dtype)
+        return load_folder(path, dtype)
     if is_file:
         report(f"reading {name}", 0, None)
-        return _load_gguf(path, dtype)
+        return load_gguf(path, dtype)
     # A path that has an extra slash or a suffix of ours is a file that isn't there.
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-        return _load_folder(_fetch_from_hub(name, report), dtype)
+        return load_folder(_fetch_from_hub(name, report), dtype)
     raise UsageError(f"there is no model {name!r}: name {_WAYS_TO_NAME}")
-
-
-def _load_folder(
-    folder: Path, dtype: torch.dtype
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    with _one_line(f"the model in {folder}"):
-        _check_folder(folder)
-        model, missing = load_weights(folder, dtype)
-    tokenizer = _load_tokenizer(folder)
-    if missing:
-        raise UsageError(
-            f"the model in {folder} is incomplete: {len(missing)} of its weights are missing, "
-            f"{missing[0]} first; get it again"
-        )
-    return model, tokenizer
-
-
-def _check_folder(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is not a model's folder: it has no config.json")
-    if not any(folder.glob("*.safetensors")):
-        pickled = next((path.name for mask in _PICKLED for path in folder.glob(mask)), None)
-        raise UsageError(
-            f"the weights in {folder} are pickled ({pickled}), and to unpickle can run anything: "
-            "convert them to safetensors"
-            if pickled
-            else f"{folder} has no weights: there is no .safetensors file in it"
-        )
-
-
-def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    with _one_line(f"the GGUF file {path}"):
-        with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
-        model, missing = load_weights(path, dtype)
-    tokenizer = _load_tokenizer(path)
-    if missing:
-        raise UsageError(
-            f"the GGUF file {path} is incomplete: {len(missing)} of the model's weights are "
-            f"missing, {missing[0]} first"
-        )
-    return model, tokenizer
-
-
-def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    with _one_line(f"the tokenizer in {path}"):
-        return load_tokenizer(path)
 
 
 def _convert_gguf(path: Path, folder: Path) -> None:
     """Writes a GGUF file as a Hugging Face folder of bfloat16 safetensors."""
-    model, tokenizer = _load_gguf(path, torch.bfloat16)
-    with _one_line(f"the converted model in {folder}"):
+    model, tokenizer = load_gguf(path, torch.bfloat16)
+    with one_line(f"the converted model in {folder}"):
         save(model, tokenizer, folder)
 
 
@@ -173,7 +118,7 @@ def _fetch_from_hub(name: str, report: Progress) -> Path:
     except Exception as error:
         raise UsageError(
             f"the model {name} can't be fetched: there is no such folder here, and the hub "
-            f"gives none: {_first_line(error)}; name {_WAYS_TO_NAME}"
+            f"gives none: {first_line(error)}; name {_WAYS_TO_NAME}"
         ) from error
     return Path(folder)
 
@@ -224,28 +169,6 @@ def _byte_tokenizer() -> PreTrainedTokenizerBase:
         pad="<|pad|>",
         chat_template=_CHAT_TEMPLATE,
     )
-
-
-@contextlib.contextmanager
-def _one_line(what: str) -> Iterator[None]:
-    """Turns what the readers of `what` may raise over a bad file into one line."""
-    try:
-        yield
-    except UsageError:
-        raise
-    # Half a dozen libraries read these files, and each has its own idea of what to raise.
-    except Exception as error:
-        raise UsageError(f"{what} can't be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    head = lines[0] if lines else type(error).__name__
-    if head.endswith(":") and len(lines) > 1:
-        head = f"{head} {lines[1]}"
-    if isinstance(error, LookupError):  # its text is a bare key
-        head = f"{type(error).__name__} {head}"
-    return head.rstrip(".")[:300]
 
 
 def _shorten(text: str) -> str:

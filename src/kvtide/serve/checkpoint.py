@@ -1,0 +1,217 @@
+"""A model from its files, whole or not at all.
+
+Each tensor and each key of the files is used, or known to have no effect, or the files are refused
+by its name: transformers would leave it out, or fill a gap with random numbers, and go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from kvtide.errors import UsageError
+from kvtide.serve.adapter import PreTrainedModel, PreTrainedTokenizerBase
+from kvtide.serve.adapter_files import (
+    Loading,
+    Shape,
+    gguf_alone,
+    gguf_places,
+    load_config,
+    load_tokenizer,
+    load_weights,
+    read_gguf_head,
+    read_gguf_tensor,
+    skeleton_of,
+)
+from kvtide.serve.folder import Stored, read_folder, refuse_pointer
+from kvtide.serve.gguf_keys import ROPE_FACTORS, check_keys, complete
+
+# Packed into 32 bits each eight of them, with room to spare.
+_NUMBERS_IN_ONE = 16
+_FREQUENCIES = "rotary_emb.inv_freq"
+_QUANTIZED_ENDS = ("scale", "scale_inv", "scales", "zeros", "qweight", "qzeros", "g_idx", "absmax")
+
+
+def load_folder(
+    folder: Path, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in a folder of safetensors. Raises UsageError, in one line, if it isn't whole."""
+    what = f"the model in {folder}"
+    with one_line(what):
+        found = read_folder(folder)
+        shapes = [stored.shape for stored in found.tensors.values()]
+        config = load_config(folder)
+        _check_size(what, skeleton_of(config), shapes, is_quantized=found.is_quantized)
+        model, loading = load_weights(folder, dtype, config)
+        _check_loading(what, loading)
+        _check_twice_stored(what, model, found.tensors)
+        _check_finite(what, model)
+    with one_line(f"the tokenizer in {folder}"):
+        return model, load_tokenizer(folder)
+
+
+def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in a GGUF file. Raises UsageError, in one line, if it isn't whole."""
+    what = f"the GGUF file {path}"
+    with one_line(what), gguf_alone(path) as link:
+        _check_magic(path)
+        keys, shapes = read_gguf_head(link)
+        with _named(what):
+            _check_claims(path, keys, shapes)
+            config = load_config(link)
+            factors = read_gguf_tensor(link, ROPE_FACTORS) if ROPE_FACTORS in shapes else None
+            complete(config, keys, factors)
+            check_keys(keys, config)
+        skeleton = skeleton_of(config)
+        known = {ROPE_FACTORS, *gguf_places(skeleton, str(keys["general.architecture"]))}
+        _refuse_unexpected(what, sorted(shapes.keys() - known))
+        _check_size(what, skeleton, shapes.values(), is_quantized=False)
+        model, loading = load_weights(link, dtype, config)
+        _check_loading(what, loading)
+        _check_finite(what, model)
+        with one_line(f"the tokenizer in {path}"):
+            return model, load_tokenizer(link)
+
+
+@contextlib.contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """Turns what the readers of `what` may raise over a bad file into one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    # Half a dozen libraries read these files, and each has its own idea of what to raise.
+    except Exception as error:
+        raise UsageError(f"{what} can't be loaded: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows; a name where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    head = lines[0] if lines else type(error).__name__
+    if head.endswith(":") and len(lines) > 1:
+        head = f"{head} {lines[1]}"
+    if isinstance(error, LookupError):  # its text is a bare key
+        head = f"{type(error).__name__} {head}"
+    return head.rstrip(".")[:300]
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Says of a refusal what was refused."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{what} isn't served: {error}") from error
+
+
+def _check_magic(path: Path) -> None:
+    refuse_pointer(path)
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+
+
+def _check_claims(path: Path, keys: dict[str, Any], shapes: dict[str, Shape]) -> None:
+    """Nothing is made as large as the file says that it is before the file is as large itself."""
+    count = keys.get(f"{keys['general.architecture']}.block_count")
+    if not isinstance(count, int) or count > len(shapes):
+        raise UsageError(f"it says that it has {count} layers, with {len(shapes)} tensors")
+    numbers, size_bytes = sum(math.prod(shape) for shape in shapes.values()), path.stat().st_size
+    # A number takes more than a bit.
+    if numbers > 8 * size_bytes:
+        raise UsageError(
+            f"it says that it has {numbers} numbers, in {size_bytes} bytes: get it again"
+        )
+
+
+def _check_size(
+    what: str, skeleton: PreTrainedModel, shapes: Collection[Shape], *, is_quantized: bool
+) -> None:
+    """Transformers takes memory for all that the configuration asks for, wherever it comes from."""
+    wanted = sum(weight.numel() for weight in skeleton.parameters())
+    held = sum(math.prod(shape) for shape in shapes)
+    if wanted > held * (_NUMBERS_IN_ONE if is_quantized else 2):
+        raise UsageError(
+            f"{what} is incomplete: its configuration asks for {wanted} numbers, and its files "
+            f"have {held}; get it again"
+        )
+
+
+def _check_loading(what: str, loading: Loading) -> None:
+    if loading.missing:
+        raise UsageError(
+            f"{what} is incomplete: {len(loading.missing)} of its weights are missing, "
+            f"{loading.missing[0]} first; get it again"
+        )
+    if loading.mismatched:
+        name, held, wanted = loading.mismatched[0]
+        raise UsageError(
+            f"{what} doesn't fit its configuration: {name} is {list(held)}, and the configuration "
+            f"makes it {list(wanted)}; get both again from one place"
+        )
+    _refuse_unexpected(what, loading.unexpected)
+
+
+def _refuse_unexpected(what: str, names: list[str]) -> None:
+    if not names:
+        return
+    remedy = "take one that transformers has this model's every part for"
+    if any(name.endswith(_QUANTIZED_ENDS) for name in names):
+        remedy = "its weights are quantized, so take the model that they were made of"
+    elif any("lora_" in name for name in names):
+        remedy = "it has an adapter, so merge that into the model"
+    raise UsageError(
+        f"{what} would lose {len(names)} of its tensors, {names[0]} first, for which the model has "
+        f"no place: {remedy}"
+    )
+
+
+def _check_twice_stored(what: str, model: PreTrainedModel, tensors: dict[str, Stored]) -> None:
+    """What a file may have besides, and is only without effect where it says the same."""
+    for copy, source in getattr(model, "all_tied_weights_keys", {}).items():
+        both = copy in tensors and source in tensors
+        if both and not _same_bytes(_read(tensors, copy), _read(tensors, source)):
+            raise UsageError(
+                f"{what} has {copy} and {source} of different numbers, and its configuration "
+                "makes them one: set tie_word_embeddings to false if they are meant to differ"
+            )
+    # Older versions of transformers saved what they had computed.
+    computed = [one for name, one in model.named_buffers() if name.endswith(_FREQUENCIES)]
+    for name in tensors:
+        if name.endswith(_FREQUENCIES) and computed:
+            held, meant = _read(tensors, name).float(), computed[0].float()
+            if held.shape != meant.shape or not torch.allclose(held, meant, rtol=1e-2):
+                raise UsageError(
+                    f"{what} has {name} with other frequencies than its configuration gives, which "
+                    "would be left out: say so in rope_parameters of config.json"
+                )
+
+
+def _read(tensors: dict[str, Stored], name: str) -> torch.Tensor:
+    with safe_open(tensors[name].file, framework="pt") as file:
+        found: torch.Tensor = file.get_tensor(name)
+    return found
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _check_finite(what: str, model: PreTrainedModel) -> None:
+    """A NaN anywhere would make of every answer nothing; which tensor has it is known here only."""
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point() and weight.numel():
+            numbers = weight if weight.element_size() > 1 else weight.float()
+            low, high = torch.aminmax(numbers)
+            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+                raise UsageError(
+                    f"{what} has numbers in {name} that are NaN or infinite: get it again"
+                )

@@ -1,0 +1,112 @@
+"""Small GGUF files, written by the library of the format as llama.cpp's converters write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+
+from kvtide.serve.models import OpenModel
+
+Array = numpy.ndarray[Any, Any]
+Write = Callable[[Any], None]
+
+
+def write_gguf(
+    opened: OpenModel,
+    path: Path,
+    more: Write = lambda writer: None,
+    *,
+    tensors: Mapping[str, Array] | None = None,
+    without: tuple[str, ...] = (),
+) -> Path:
+    """A model with its tokenizer in float32, the tensors of Llama in llama.cpp's order of rows.
+
+    `more` writes further keys, `tensors` are further tensors by their names; keys and tensors whose
+    names end as one of `without` are left out.
+    """
+    arch = opened.model.config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in keys_of(opened).items():
+        name = f"{arch}.{key}"
+        if not name.endswith(without or ("\n",)):
+            writer.add_float32(name, value) if isinstance(value, float) else writer.add_uint32(
+                name, value
+            )
+    write_tokenizer(opened, writer)
+    more(writer)
+    for name, array in {**tensors_of(opened), **(tensors or {})}.items():
+        if not name.endswith(without or ("\n",)):
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def keys_of(opened: OpenModel) -> dict[str, int | float]:
+    """What the file says of the model, without the name of its kind before each key."""
+    config = opened.model.config
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": head_dim_of(opened),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "vocab_size": config.vocab_size,
+    }
+
+
+def head_dim_of(opened: OpenModel) -> int:
+    """The width of an attention head."""
+    config = opened.model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(width)
+
+
+def write_tokenizer(opened: OpenModel, writer: Any) -> None:
+    """The tokenizer's texts and ids."""
+    tokenizer = opened.tokenizer
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    writer.add_token_list(tokens)
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([kinds[token.startswith("<|")] for token in tokens])
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+
+
+def tensors_of(opened: OpenModel) -> dict[str, Array]:
+    """The weights by llama.cpp's names."""
+    config = opened.model.config
+    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == config.model_type)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    found = {}
+    for key, weight in opened.model.state_dict().items():
+        stem, suffix = key.rsplit(".", 1)
+        if stem == "lm_head" and config.tie_word_embeddings:
+            continue
+        array = weight.float().numpy()
+        head_count = heads.get(stem.rsplit(".", 1)[-1])
+        if head_count and config.model_type == "llama":
+            array = interleave_halves(array, head_count)
+        found[f"{names.get_name(stem)}.{suffix}"] = array
+    return found
+
+
+def interleave_halves(array: Array, head_count: int) -> Array:
+    """llama.cpp pairs the rows that rotate together; transformers keeps them in two halves."""
+    split = array.reshape(head_count, 2, -1, array.shape[-1])
+    return numpy.ascontiguousarray(split.swapaxes(1, 2).reshape(array.shape))

@@ -1,0 +1,401 @@
+"""GGUF files: each key and tensor counts, or says nothing, or the file is refused by its name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy
+import pytest
+import torch
+import transformers as tf
+
+from kvtide.errors import UsageError
+from kvtide.serve.adapter_files import read_gguf_head
+from kvtide.serve.gguf_keys import check_keys
+from kvtide.serve.models import OpenModel, open_model
+from serve.gguf_files import head_dim_of, keys_of, tensors_of, write_gguf
+
+IDS = torch.arange(40)[None] * 5
+TYPES = {
+    bool: "add_bool",
+    int: "add_uint32",
+    float: "add_float32",
+    str: "add_string",
+    list: "add_array",
+}
+
+
+@functools.cache
+def tiny() -> OpenModel:
+    """The tiny Llama, in float32."""
+    return open_model("tiny-random", dtype="float32")
+
+
+def made(kind: str, **changes: Any) -> OpenModel:
+    """A small random model of another kind, or with other settings, and the tiny one's tokens."""
+    torch.manual_seed(5)
+    sizes = {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+    }
+    config = getattr(tf, f"{kind}Config")(**{**sizes, **changes})
+    model = getattr(tf, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith((".bias", "norm.weight")):
+                weight.add_(torch.randn_like(weight) * 0.3)
+    return OpenModel(model, tiny().tokenizer, kind, frozenset())
+
+
+def scaled(**rope: Any) -> OpenModel:
+    """The tiny Llama with other positions."""
+    model = copy.deepcopy(tiny().model)
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**config.rope_parameters, **rope}
+    again = tf.LlamaForCausalLM(config).eval()
+    again.load_state_dict(model.state_dict())
+    return OpenModel(again, tiny().tokenizer, "scaled", frozenset())
+
+
+def adding(keys: dict[str, Any]) -> Any:
+    """Writes these keys, each by its value's type."""
+
+    def write(writer: Any) -> None:
+        for key, value in keys.items():
+            getattr(writer, TYPES[type(value)])(key, value)
+
+    return write
+
+
+def logits(opened: OpenModel) -> torch.Tensor:
+    """The model's own, of a fixed prompt."""
+    with torch.inference_mode():
+        found: torch.Tensor = opened.model(IDS).logits
+    return found
+
+
+def opened_from(path: Path) -> OpenModel:
+    """The file's model, in float32."""
+    return open_model(str(path), dtype="float32")
+
+
+def refusal(path: Path) -> str:
+    """The one line that a file is refused with, which names it."""
+    with pytest.raises(UsageError) as caught:
+        opened_from(path)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert str(path) in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.sliding_window", 64),
+        ("attention.scale", 0.5),
+        ("attention.value_length", 32),
+        ("attention.clamp_kqv", 8.0),
+        ("attention.max_alibi_bias", 8.0),
+        ("attention.causal", False),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.25),
+        ("residual_scale", 0.22),
+        ("embedding_scale", 12.0),
+        ("expert_count", 8),
+        ("expert_used_count", 2),
+        ("rope.dimension_count_swa", 8),
+        ("rope.dimension_sections", [8, 8, 0, 0]),
+        ("rope.scaling.type", "longrope"),
+        ("rope.scaling.attn_factor", 1.2),
+        ("something.new", 1),
+        ("vocabulary", "other"),
+    ],
+)
+def test_a_key_that_would_be_dropped_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    """With its value: the answers would be another model's."""
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf", adding({f"llama.{key}": value}))
+    line = refusal(path)
+    assert f"llama.{key}" in line
+    assert "Hugging Face folder" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("context_length", 4096),
+        ("rope.dimension_count", 8),
+        ("rope.freq_base", 5000.0),
+        ("attention.layer_norm_rms_epsilon", 1e-4),
+    ],
+)
+def test_a_key_that_the_model_has_otherwise_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
+) -> None:
+    """Whatever came between the file and the configuration."""
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf")
+
+    def read(link: Path) -> Any:
+        keys, shapes = read_gguf_head(link)
+        return {**keys, f"llama.{key}": value}, shapes
+
+    monkeypatch.setattr("kvtide.serve.checkpoint.read_gguf_head", read)
+    assert f"llama.{key} = {value}, and the model would be run with" in refusal(path)
+
+
+def test_a_key_that_is_not_there_is_named_where_it_is_missed(tmp_path: Path) -> None:
+    """llama.cpp has 10,000 for the one and wants the other; transformers has numbers of its own."""
+    key = "attention.layer_norm_rms_epsilon"
+    line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", without=(key,)))
+    assert f"doesn't say llama.{key}" in line
+    keys = {"general.architecture": "llama"}
+    check_keys(keys, SimpleNamespace(rope_parameters={"rope_theta": 1e4}, head_dim=16))
+    with pytest.raises(UsageError, match=r"doesn't say llama.rope.freq_base, .* with 500000.0"):
+        check_keys(keys, SimpleNamespace(rope_parameters={"rope_theta": 5e5}, head_dim=16))
+
+
+NEUTRAL = {
+    "attention.sliding_window": 8192,
+    "attention.scale": 16**-0.5,
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.causal": True,
+    "attention.max_alibi_bias": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 4096,
+    "rope.scaling.finetuned": False,
+}
+OF_THE_FILE = {
+    "general.type": "model",
+    "general.name": "Tiny",
+    "general.basename": "tiny",
+    "general.finetune": "Instruct",
+    "general.size_label": "135M",
+    "general.license": "apache-2.0",
+    "general.languages": ["en"],
+    "general.base_model.count": 1,
+    "general.base_model.0.repo_url": "https://example.org",
+    "general.file_type": 0,
+    "general.quantization_version": 2,
+    "general.sampling.temp": 0.7,
+    "quantize.imatrix.file": "imatrix.dat",
+    "quantize.imatrix.entries_count": 224,
+    "split.count": 1,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.ggml.add_space_prefix": False,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.eot_token_id": 3,
+    "tokenizer.chat_template": "{{ messages }}",
+}
+
+
+def test_what_says_nothing_of_the_model_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """All that converters write beside the numbers, and numbers that stand for nothing."""
+    keys = {**{f"llama.{key}": value for key, value in NEUTRAL.items()}, **OF_THE_FILE}
+    factors = {"rope_freqs.weight": numpy.ones(8, dtype=numpy.float32)}
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf", adding(keys), tensors=factors)
+    assert torch.equal(logits(tiny()), logits(opened_from(path)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("general.type", "mmproj", "general.type is 'mmproj'"),
+        ("split.count", 3, "one of 3 parts"),
+        ("adapter.type", "lora", "adapter.type"),
+        ("clip.has_vision_encoder", True, "clip.has_vision_encoder"),
+    ],
+)
+def test_another_kind_of_file_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
+    """Whatever else is in it."""
+    assert reason in refusal(write_gguf(tiny(), tmp_path / "x.gguf", adding({key: value})))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.1.attn_q.bias",
+        "blk.0.attn_output.bias",
+        "blk.3.ffn_down.bias",
+        "blk.2.attn_q_norm.weight",
+        "blk.4.attn_norm.weight",
+        "rope_factors_long.weight",
+        "output.scale",
+        "anything",
+    ],
+)
+def test_a_tensor_that_would_be_dropped_is_named(tmp_path: Path, name: str) -> None:
+    """A bias, a norm, a further layer."""
+    extra = {name: numpy.full(64, 0.5, dtype=numpy.float32)}
+    line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=extra))
+    assert f"1 of its tensors, {name} first" in line
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(tmp_path: Path) -> None:
+    """Transformers would fill it with random numbers."""
+    other = {"blk.1.ffn_norm.weight": numpy.ones(32, dtype=numpy.float32)}
+    line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=other))
+    assert "model.layers.1.post_attention_layernorm.weight is [32]" in line
+    assert "makes it [64]" in line
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("rope", "keys"),
+    [
+        (
+            {"rope_type": "linear", "factor": 2.5},
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.5},
+        ),
+        ({"rope_type": "linear", "factor": 4.0}, {"rope.scale_linear": 4.0}),
+        ({"rope_type": "linear", "factor": 4.0}, {"rope.scaling.factor": 4.0}),
+        (
+            YARN,
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 2048,
+                "rope.scaling.yarn_log_multiplier": 0.0,
+            },
+        ),
+        (
+            {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 2048,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_beta_slow": 2.0,
+            },
+        ),
+    ],
+)
+def test_scaled_positions_are_those_of_the_folder(
+    tmp_path: Path, rope: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    """Bit for bit, and others than without."""
+    more = adding({f"llama.{key}": value for key, value in keys.items()})
+    opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", more))
+    assert torch.equal(logits(scaled(**rope)), logits(opened))
+    assert not torch.equal(logits(tiny()), logits(opened))
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_factors_of_llama_3_are_those_of_the_folder(tmp_path: Path, factor: float) -> None:
+    """The file has no numbers of the scaling, only what comes of them: what divides frequencies."""
+    folder = scaled(**{**LLAMA3, "factor": factor})
+    plain, divided = (one.model.model.rotary_emb.inv_freq for one in (tiny(), folder))
+    factors = {"rope_freqs.weight": (plain / divided).numpy()}
+    opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=factors))
+    assert torch.equal(logits(folder), logits(opened))
+    assert not torch.equal(logits(tiny()), logits(opened))
+
+
+@pytest.mark.parametrize("factors", [[1, 2, 3, 4, 5, 6, 7, 8], [8.0] * 8, [1.0, 8.0], [0.5] * 8])
+def test_factors_of_an_unknown_scaling_are_refused(tmp_path: Path, factors: list[float]) -> None:
+    """Nobody could say what configuration they come from."""
+    held = {"rope_freqs.weight": numpy.array(factors, dtype=numpy.float32)}
+    line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=held))
+    assert "rope_freqs.weight" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Qwen2", {}),
+        ("Qwen3", {"head_dim": 16}),
+        ("Llama", {"head_dim": 32}),
+    ],
+)
+def test_files_of_these_kinds_answer_as_their_folders(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    """With their biases and norms, and the keys of the converters."""
+    model = made(kind, **changes)
+    arch, width = model.model.config.model_type, head_dim_of(model)
+    keys = {f"{arch}.attention.key_length": width, f"{arch}.attention.value_length": width}
+    opened = opened_from(write_gguf(model, tmp_path / "x.gguf", adding({**OF_THE_FILE, **keys})))
+    assert torch.equal(logits(model), logits(opened))
+
+
+def test_neighbours_of_a_file_have_no_say(tmp_path: Path) -> None:
+    """Transformers looks for an adapter and for a tokenizer's settings in the file's folder."""
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf")
+    for name in ("adapter_config.json", "tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_text("{")
+    assert torch.equal(logits(tiny()), logits(opened_from(path)))
+
+
+def test_the_head_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds for a large vocabulary; afterwards the library's reader is its own again."""
+    real, read = gguf.GGUFReader, list[str]()
+
+    def count(path: str) -> Any:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", count)
+    opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf"))
+    assert 1 == len(read)
+    assert gguf.GGUFReader is count
+
+
+@pytest.mark.parametrize("claim", ["layers", "texts", "numbers", "tensor", "tensors"])
+def test_what_a_file_claims_costs_no_memory(tmp_path: Path, claim: str) -> None:
+    """Sizes are a stranger's word: each is compared with what there is."""
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf")
+    data = bytearray(path.read_bytes())
+
+    def put(after: bytes, skip: int, value: int) -> None:
+        at = data.index(after) + len(after) + skip
+        data[at : at + 8] = value.to_bytes(8, "little")
+
+    if claim == "layers":
+        at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+        data[at : at + 4] = (1 << 30).to_bytes(4, "little")
+    elif claim == "texts":  # past the array's type and that of what is in it
+        put(b"tokenizer.ggml.tokens", 8, 1 << 50)
+    elif claim == "numbers":
+        put(b"tokenizer.ggml.scores", 8, 1 << 50)
+    elif claim == "tensor":  # past the number of its axes
+        put(b"\x11\0\0\0\0\0\0\0token_embd.weight", 4, 1 << 50)
+    else:
+        data[8:16] = (1 << 50).to_bytes(8, "little")
+    path.write_bytes(data)
+    refusal(path)
+
+
+def test_keys_and_tensors_of_the_helper_are_complete() -> None:
+    """What the tests above add to: a file in which nothing is left out."""
+    assert 10 == len(keys_of(tiny()))
+    assert 9 * 4 + 3 == len(tensors_of(tiny()))
