@@ -47,10 +47,12 @@ def load_folder(
         found = read_folder(folder)
         shapes = [stored.shape for stored in found.tensors.values()]
         config = load_config(folder)
-        _check_size(what, skeleton_of(config), shapes, is_quantized=found.is_quantized)
+        skeleton = skeleton_of(config)
+        _check_size(what, skeleton, shapes, is_quantized=found.is_quantized)
+        _check_tied(what, skeleton, found.tensors)
         model, loading = load_weights(folder, dtype, config)
         _check_loading(what, loading)
-        _check_twice_stored(what, model, found.tensors)
+        _check_frequencies(what, model, found.tensors)
         _check_finite(what, model)
     with one_line(f"the tokenizer in {folder}"):
         return model, load_tokenizer(folder)
@@ -174,16 +176,19 @@ def _refuse_unexpected(what: str, names: list[str]) -> None:
     )
 
 
-def _check_twice_stored(what: str, model: PreTrainedModel, tensors: dict[str, Stored]) -> None:
-    """What a file may have besides, and is only without effect where it says the same."""
-    for copy, source in getattr(model, "all_tied_weights_keys", {}).items():
+def _check_tied(what: str, skeleton: PreTrainedModel, tensors: dict[str, Stored]) -> None:
+    """A weight that is stored twice is without effect where both are the same bytes."""
+    for copy, source in skeleton.all_tied_weights_keys.items():
         both = copy in tensors and source in tensors
         if both and not _same_bytes(_read(tensors, copy), _read(tensors, source)):
             raise UsageError(
                 f"{what} has {copy} and {source} of different numbers, and its configuration "
                 "makes them one: set tie_word_embeddings to false if they are meant to differ"
             )
-    # Older versions of transformers saved what they had computed.
+
+
+def _check_frequencies(what: str, model: PreTrainedModel, tensors: dict[str, Stored]) -> None:
+    """Older versions of transformers saved what they had computed; it isn't read any more."""
     computed = [one for name, one in model.named_buffers() if name.endswith(_FREQUENCIES)]
     for name in tensors:
         if name.endswith(_FREQUENCIES) and computed:

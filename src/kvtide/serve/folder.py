@@ -122,18 +122,17 @@ def _refuse_unknown_quantization(folder: Path, config: dict[str, Any]) -> bool:
             f"the weights in {folder} are quantized for MLX (quantization in {_CONFIG}), which "
             "isn't served: take the model that they were made of"
         )
-    told = [
-        part["quantization_config"] for part in _parts_of(config) if "quantization_config" in part
-    ]
+    told = [part.get("quantization_config") for part in _parts_of(config)]
+    told = [one for one in told if one is not None]
     for one in told:
-        method = one.get("quant_method") if isinstance(one, dict) else one
-        names = {method, f"{method}_4bit", f"{method}_8bit"}
-        if one is not None and not (isinstance(method, str) and names & QUANTIZATIONS):
+        method = one.get("quant_method") if isinstance(one, dict) else None
+        names = {f"{method}{bits}" for bits in ("", "_4bit", "_8bit")}
+        if not names & QUANTIZATIONS:
             raise UsageError(
                 f"the weights in {folder} are quantized in a way that isn't known (quant_method "
                 f"{method!r} in {_CONFIG}): take the model that they were made of"
             )
-    return any(one is not None for one in told)
+    return bool(told)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,0 +1,149 @@
+"""Models from files: each tensor counts, or the files are refused by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from kvtide.serve.models import open_model
+from serve.folders import Tensors, change_config, change_tensors, make_folder, refusal
+
+LAYER = "model.layers.2."
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The tiny model as a Hugging Face folder, in float32."""
+    return make_folder(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        (LAYER + "self_attn.q_proj.bias", 64),
+        (LAYER + "self_attn.q_norm.weight", 16),
+        (LAYER + "self_attn.q_proj.lora_A.weight", 64),
+        (LAYER + "self_attn.sinks", 4),
+        ("model.layers.4.input_layernorm.weight", 64),
+        ("lm_head.bias", 260),
+    ],
+)
+def test_a_tensor_without_a_place_is_named(folder: Path, name: str, width: int) -> None:
+    """A bias that the configuration doesn't ask for, a norm, an adapter, a fifth layer of four."""
+    change_tensors(folder, lambda held: held.update({name: torch.full((width,), 0.5)}))
+    assert f"would lose 1 of its tensors, {name} first" in refusal(folder)
+
+
+def test_weights_in_8_bits_are_not_taken_for_numbers(folder: Path) -> None:
+    """Without their scales they are others by orders of magnitude."""
+
+    def quantize(held: Tensors) -> None:
+        name = LAYER + "mlp.up_proj.weight"
+        scale = held[name].abs().max() / 448
+        held[name] = (held[name] / scale).to(torch.float8_e4m3fn)
+        held[LAYER + "mlp.up_proj.weight_scale"] = scale
+
+    change_tensors(folder, quantize)
+    line = refusal(folder)
+    assert LAYER + "mlp.up_proj.weight_scale" in line
+    assert "quantized" in line
+
+
+def test_a_shape_that_does_not_fit_is_named_with_both(folder: Path) -> None:
+    """Transformers names neither."""
+    change_config(folder, intermediate_size=112)
+    line = refusal(folder)
+    assert "model.layers.0.mlp.down_proj.weight is [64, 128]" in line
+    assert "makes it [64, 112]" in line
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [LAYER + "mlp.up_proj.weight", "model.norm.weight"])
+def test_numbers_that_are_none_are_found_by_their_tensor(
+    folder: Path, name: str, number: float
+) -> None:
+    """One of them makes nothing of each answer, and no check later could say where it was."""
+    change_tensors(folder, lambda held: held[name].view(-1)[17:18].fill_(number))
+    line = refusal(folder)
+    assert f"has numbers in {name} that are NaN or infinite" in line
+
+
+def test_numbers_too_large_for_the_dtype_are_found_too(folder: Path) -> None:
+    """A float32 may round to infinity in bfloat16."""
+    largest = torch.finfo(torch.float32).max
+    change_tensors(folder, lambda held: held["model.norm.weight"][:1].fill_(largest))
+    assert "model.norm.weight" in refusal(folder, "bfloat16")
+    open_model(str(folder), dtype="float32")
+
+
+@pytest.fixture
+def tied(folder: Path) -> Path:
+    """The same with one matrix for the embedding and for the head, which is stored twice."""
+    change_config(folder, tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+    change_tensors(folder, lambda held: held.update({"lm_head.weight": held[embedding].clone()}))
+    return folder
+
+
+def test_a_tied_head_that_is_stored_twice_is_no_reason_to_refuse(tied: Path) -> None:
+    """Older converters wrote both."""
+    weights = open_model(str(tied), dtype="float32").model.state_dict()
+    assert torch.equal(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+
+
+def test_a_tied_head_of_its_own_numbers_is_refused(tied: Path) -> None:
+    """One of the two would be lost."""
+    change_tensors(tied, lambda held: held["lm_head.weight"][7:8].mul_(1.5))
+    line = refusal(tied)
+    assert "lm_head.weight and model.embed_tokens.weight" in line
+    assert "tie_word_embeddings" in line
+
+
+@pytest.mark.parametrize("prefix", ["model.layers.1.self_attn.", "model."])
+def test_frequencies_that_are_stored_must_be_those_computed(folder: Path, prefix: str) -> None:
+    """Older versions stored them, so that they are no reason to refuse; but they may be others'."""
+    name = prefix + "rotary_emb.inv_freq"
+    plain = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    change_tensors(folder, lambda held: held.update({name: plain.bfloat16()}))
+    open_model(str(folder))
+    change_tensors(folder, lambda held: held.update({name: plain / 4}))
+    assert name in refusal(folder)
+
+
+def test_experts_one_by_one_and_gpt_2s_masks_are_no_reason_to_refuse(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What transformers puts together has other names in the files; masks are computed."""
+    sizes: dict[str, Any] = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": None}
+    experts = tf.MixtralConfig(
+        **sizes,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        sliding_window=None,
+    )
+    gpt = tf.GPT2Config(**sizes, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
+    for model in (tf.MixtralForCausalLM(experts), tf.GPT2LMHeadModel(gpt)):
+        path = tmp_path / type(model).__name__
+        model.save_pretrained(path)
+        for file in folder.glob("tokenizer*"):
+            (path / file.name).write_bytes(file.read_bytes())
+        if "GPT2" in path.name:
+            change_tensors(path, lambda held: held.update({"transformer.h.0.attn.bias": mask}))
+        opened = open_model(str(path), dtype="float32").model.state_dict()
+        assert all(torch.equal(weight, opened[name]) for name, weight in model.state_dict().items())
+
+
+def test_what_a_configuration_asks_for_costs_no_memory(folder: Path) -> None:
+    """Transformers makes the weights that it misses, of whatever size."""
+    change_config(folder, intermediate_size=1 << 40)
+    line = refusal(folder)
+    assert "is incomplete: its configuration asks for" in line
