@@ -22,11 +22,12 @@ def write_gguf(
     *,
     tensors: Mapping[str, Array] | None = None,
     without: tuple[str, ...] = (),
+    split: str = "default",
 ) -> Path:
     """A model with its tokenizer in float32, the tensors of Llama in llama.cpp's order of rows.
 
     `more` writes further keys, `tensors` are further tensors by their names; keys and tensors whose
-    names end as one of `without` are left out.
+    names end as one of `without` are left out. `split` is how texts are cut into words.
     """
     arch = opened.model.config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -36,7 +37,7 @@ def write_gguf(
             writer.add_float32(name, value) if isinstance(value, float) else writer.add_uint32(
                 name, value
             )
-    write_tokenizer(opened, writer)
+    write_tokenizer(opened, writer, split)
     more(writer)
     for name, array in {**tensors_of(opened), **(tensors or {})}.items():
         if not name.endswith(without or ("\n",)):
@@ -72,11 +73,11 @@ def head_dim_of(opened: OpenModel) -> int:
     return int(width)
 
 
-def write_tokenizer(opened: OpenModel, writer: Any) -> None:
+def write_tokenizer(opened: OpenModel, writer: Any, split: str) -> None:
     """The tokenizer's texts and ids."""
     tokenizer = opened.tokenizer
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(split)
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     writer.add_token_list(tokens)
     kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)

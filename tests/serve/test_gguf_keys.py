@@ -348,6 +348,40 @@ def test_files_of_these_kinds_answer_as_their_folders(
     assert torch.equal(logits(model), logits(opened))
 
 
+def words(opened: OpenModel, text: str) -> list[str]:
+    """What a text is cut into before it becomes tokens."""
+    cut = opened.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return [word for word, _ in cut]
+
+
+@pytest.mark.parametrize("split", ["smollm", "starcoder"])
+def test_digits_are_words_where_the_file_says_so(tmp_path: Path, split: str) -> None:
+    """The spaces before a number are one word then, as in the tokenizer that the model has learned
+    with; a folder that is made of it has the same."""
+    opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
+    opened.model.save_pretrained(tmp_path / "folder")
+    opened.tokenizer.save_pretrained(tmp_path / "folder")
+    for one in (opened, opened_from(tmp_path / "folder")):
+        assert ["x", "Ġ=", "ĠĠ", "1", "2", "Ġ", "3", "Ġy"] == words(one, "x =  12 3 y")
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [("gpt-2", ["Ġ", "Ġ1234", "'s", "Ġ!"]), ("llama-bpe", ["Ġ", "Ġ", "123", "4", "'s", "Ġ!"])],
+)
+def test_texts_are_cut_as_the_file_says(tmp_path: Path, split: str, expected: list[str]) -> None:
+    """As for GPT-2, or as transformers knows it."""
+    opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
+    assert expected == words(opened, "  1234's !")
+
+
+@pytest.mark.parametrize("split", ["deepseek-llm", "falcon", "of-tomorrow"])
+def test_an_unknown_way_to_cut_texts_is_refused(tmp_path: Path, split: str) -> None:
+    """The model would read other tokens than it has learned."""
+    line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
+    assert f"tokenizer.ggml.pre = '{split}'" in line
+
+
 def test_neighbours_of_a_file_have_no_say(tmp_path: Path) -> None:
     """Transformers looks for an adapter and for a tokenizer's settings in the file's folder."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf")

