@@ -29,7 +29,7 @@ def write_gguf(
     `more` writes further keys, `tensors` are further tensors by their names; keys and tensors whose
     names end as one of `without` are left out. `split` is how texts are cut into words.
     """
-    arch = opened.model.config.model_type
+    arch = arch_of(opened)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in keys_of(opened).items():
         name = f"{arch}.{key}"
@@ -49,10 +49,22 @@ def write_gguf(
     return path
 
 
+def arch_of(opened: OpenModel) -> str:
+    """llama.cpp's name for the kind of model."""
+    return str(opened.model.config.model_type).replace("_moe", "moe")
+
+
 def keys_of(opened: OpenModel) -> dict[str, int | float]:
     """What the file says of the model, without the name of its kind before each key."""
     config = opened.model.config
+    experts = {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
     return {
+        **{key: getattr(config, name) for key, name in experts.items() if hasattr(config, name)},
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -91,15 +103,24 @@ def write_tokenizer(opened: OpenModel, writer: Any, split: str) -> None:
 def tensors_of(opened: OpenModel) -> dict[str, Array]:
     """The weights by llama.cpp's names."""
     config = opened.model.config
-    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == config.model_type)
+    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch_of(opened))
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     found = {}
     for key, weight in opened.model.state_dict().items():
         stem, suffix = key.rsplit(".", 1)
+        array = weight.float().numpy()
         if stem == "lm_head" and config.tie_word_embeddings:
             continue
-        array = weight.float().numpy()
+        if stem.endswith(".experts"):
+            parts = array.reshape(len(array), 2, -1, array.shape[-1]).swapaxes(0, 1)
+            named = zip(("gate", "up"), parts, strict=True)
+            for part, rows in named if suffix == "gate_up_proj" else [("down", array)]:
+                name = f"blk.{stem.split('.')[2]}.ffn_{part}_exps.weight"
+                found[name] = numpy.ascontiguousarray(rows)
+            continue
+        if stem.endswith("shared_expert_gate"):
+            array = array[0]
         head_count = heads.get(stem.rsplit(".", 1)[-1])
         if head_count and config.model_type == "llama":
             array = interleave_halves(array, head_count)

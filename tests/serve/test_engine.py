@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtide.arena import budget
 from kvtide.errors import UsageError
 from kvtide.serve.batch import PackedBatch
 from kvtide.serve.engine import Engine, EngineOptions
@@ -253,6 +254,18 @@ def test_more_memory_than_there_is_is_refused() -> None:
         build(1 << 40)
     with pytest.raises(UsageError, match="are free"):
         build(96, host_memory_bytes=1 << 50)
+
+
+def test_host_memory_is_a_part_of_what_is_left_when_the_pool_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the pool has taken already isn't free, and isn't taken off once more."""
+    monkeypatch.setattr(budget, "free_memory_bytes", lambda: 80_000_000)
+    for untouched in (0, 4_000_000):
+        monkeypatch.setattr("kvtide.serve.engine.untouched_bytes_of", lambda _, n=untouched: n)
+        engine = build(96)
+        assert (80_000_000 - untouched) // 4 == engine.tide.arena.limit_bytes
+        engine.close()
 
 
 def test_request_that_just_fits_is_answered() -> None:

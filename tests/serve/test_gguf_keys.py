@@ -18,8 +18,9 @@ from kvtide.errors import UsageError
 from kvtide.serve.adapter_files import read_gguf_head
 from kvtide.serve.gguf_keys import check_keys
 from kvtide.serve.models import OpenModel, open_model
-from serve.gguf_files import head_dim_of, keys_of, tensors_of, write_gguf
+from serve.gguf_files import arch_of, head_dim_of, keys_of, tensors_of, write_gguf
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 IDS = torch.arange(40)[None] * 5
 TYPES = {
     bool: "add_bool",
@@ -335,6 +336,8 @@ def test_factors_of_an_unknown_scaling_are_refused(tmp_path: Path, factors: list
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 16}),
         ("Llama", {"head_dim": 32}),
+        ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
+        ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     ],
 )
 def test_files_of_these_kinds_answer_as_their_folders(
@@ -342,7 +345,7 @@ def test_files_of_these_kinds_answer_as_their_folders(
 ) -> None:
     """With their biases and norms, and the keys of the converters."""
     model = made(kind, **changes)
-    arch, width = model.model.config.model_type, head_dim_of(model)
+    arch, width = arch_of(model), head_dim_of(model)
     keys = {f"{arch}.attention.key_length": width, f"{arch}.attention.value_length": width}
     opened = opened_from(write_gguf(model, tmp_path / "x.gguf", adding({**OF_THE_FILE, **keys})))
     assert torch.equal(logits(model), logits(opened))

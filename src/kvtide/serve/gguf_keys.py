@@ -3,7 +3,7 @@
 Transformers takes some keys of a file into a configuration and drops the others without a word; so
 the file and the configuration are compared here, whatever happened in between. Each key is what the
 configuration says as well, or has no effect, or the file is refused by that key. Scaled positions
-and the width of heads are carried over, as a folder of the same model has them. What a key means is
+and some widths are carried over, as a folder of the same model has them. What a key means is
 llama.cpp's word, whose format this is.
 """
 
@@ -91,6 +91,12 @@ _MEANINGS: dict[str, Callable[[Any], Any]] = {
     "expert_shared_feed_forward_length": _of("shared_expert_intermediate_size"),
     "expert_weights_norm": _of("norm_topk_prob"),
 }
+# Widths for which transformers has those of one model of each kind.
+_WIDTHS = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 # Values that stand for nothing: no such part, no such limit, a factor of one.
 _NONE: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -118,20 +124,25 @@ _NONE: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),  # the order of rows that is undone anyway
 }
 # What llama.cpp takes where a file is silent, and transformers may not; None: it wants to be told.
-_DEFAULTS = {"rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": None}
+_DEFAULTS = {
+    "rope.freq_base": 10000.0,
+    "attention.layer_norm_rms_epsilon": None,
+    "expert_used_count": None,
+}
 
 
 def complete(config: Any, keys: Keys, factors: Sequence[float] | None) -> None:
     """Gives a configuration what transformers leaves in the file, before the model is made of it.
 
-    That is the width of a head, and scaled positions. `factors` are the numbers of the tensor
-    `ROPE_FACTORS`, if the file has one. Raises UsageError for a scaling that can't be given as the
-    folder of such a model has it.
+    Those are widths of heads and experts, and scaled positions. `factors` are the numbers of the
+    tensor `ROPE_FACTORS`, if the file has one. Raises UsageError for a scaling that can't be given
+    as the folder of such a model has it.
     """
     arch = _arch(keys)
-    width = keys.get(f"{arch}.attention.key_length")
-    if isinstance(width, int) and getattr(config, "head_dim", None) is not None:
-        config.head_dim = width
+    for name, attribute in _WIDTHS.items():
+        width = keys.get(f"{arch}.{name}")
+        if isinstance(width, int) and getattr(config, attribute, None) is not None:
+            setattr(config, attribute, width)
     scaling = {
         key.removeprefix(f"{arch}.rope.scaling."): value
         for key, value in keys.items()
@@ -257,8 +268,8 @@ def _llama3(factors: Sequence[float], config: Any) -> dict[str, Any]:
 
 
 def _same(value: Any, meant: Any) -> bool:
-    """Whether two values are equal in the file's precision, which is float32."""
-    if isinstance(value, list | str) or isinstance(meant, str):
+    """Whether two values are equal; fractions in the file's precision, which is float32."""
+    if isinstance(value, list | str | int) or isinstance(meant, str):
         return bool(value == meant)
     return bool(np.float32(value) == np.float32(meant))
 
