@@ -16,7 +16,7 @@ import transformers as tf
 
 from kvtide.errors import UsageError
 from kvtide.serve.adapter_files import read_gguf_head
-from kvtide.serve.gguf_keys import check_keys
+from kvtide.serve.gguf_keys import check_keys, complete
 from kvtide.serve.models import OpenModel, open_model
 from serve.gguf_files import arch_of, head_dim_of, keys_of, tensors_of, write_gguf
 
@@ -308,6 +308,17 @@ def test_scaled_positions_are_those_of_the_folder(
     opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", more))
     assert torch.equal(logits(scaled(**rope)), logits(opened))
     assert not torch.equal(logits(tiny()), logits(opened))
+
+
+def test_positions_that_the_model_does_not_have_are_not_scaled(tmp_path: Path) -> None:
+    """Those of GPT-2 are learned; and what is scaled twice isn't known."""
+    gpt = {"general.architecture": "gpt2", "gpt2.rope.scaling.factor": 2.0}
+    with pytest.raises(UsageError, match=r"gpt2\.rope\.scaling"):
+        complete(SimpleNamespace(n_positions=64), gpt, None)
+    factors = {"rope_freqs.weight": numpy.full(8, 2, dtype=numpy.float32)}
+    more = adding({"llama.rope.scaling.factor": 2.0})
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf", more, tensors=factors)
+    assert "scales its positions besides" in refusal(path)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

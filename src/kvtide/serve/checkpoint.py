@@ -180,7 +180,7 @@ def _check_loading(what: str, loading: Loading) -> None:
 def _refuse_unexpected(what: str, names: list[str]) -> None:
     if not names:
         return
-    remedy = "take one that transformers has this model's every part for"
+    remedy = "correct its configuration so that it asks for them, or take another model"
     if any(name.endswith(_QUANTIZED_ENDS) for name in names):
         remedy = "its weights are quantized, so take the model that they were made of"
     elif any("lora_" in name for name in names):

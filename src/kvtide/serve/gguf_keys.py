@@ -143,6 +143,20 @@ def complete(config: Any, keys: Keys, factors: Sequence[float] | None) -> None:
         width = keys.get(f"{arch}.{name}")
         if isinstance(width, int) and getattr(config, attribute, None) is not None:
             setattr(config, attribute, width)
+    found = _scaling_of(keys, config)
+    if factors is not None and any(one != 1 for one in factors):
+        if found:
+            raise _refuse(ROPE_FACTORS, len(factors), "factors, and scales its positions besides")
+        found = _llama3(factors, config)
+    if found and "rope_theta" not in _rope(config):
+        raise _refuse(f"{arch}.rope.scaling", found, "and the model would be run without")
+    if found:
+        config.rope_parameters = {**_rope(config), **found}
+
+
+def _scaling_of(keys: Keys, config: Any) -> dict[str, Any]:
+    """How a file's keys scale positions, as a configuration says it; empty where they don't."""
+    arch = _arch(keys)
     scaling = {
         key.removeprefix(f"{arch}.rope.scaling."): value
         for key, value in keys.items()
@@ -152,22 +166,14 @@ def complete(config: Any, keys: Keys, factors: Sequence[float] | None) -> None:
     kind = scaling.pop("type", None if factor in (None, 0) else "linear")
     scaling.pop("finetuned", None)  # says whether the model was trained with it
     original = scaling.pop("original_context_length", None)
+    if kind == "yarn" and factor:
+        return _yarn(scaling, float(factor), original or config.max_position_embeddings)
+    _check_unscaled(arch, scaling)
     if kind in (None, "none"):
-        found: dict[str, Any] = {}
-    elif kind == "linear" and factor:
-        found = {"rope_type": "linear", "factor": float(factor)}
-    elif kind == "yarn" and factor:
-        found = _yarn(scaling, float(factor), original or config.max_position_embeddings)
-    else:
-        raise _refuse(f"{arch}.rope.scaling.type", kind, f"with a factor of {factor}")
-    if kind != "yarn":
-        _check_unscaled(arch, scaling)
-    if factors is not None and any(one != 1 for one in factors):
-        if found:
-            raise _refuse(ROPE_FACTORS, len(factors), "factors, and scales its positions besides")
-        found = _llama3(factors, config)
-    if found:
-        config.rope_parameters = {**_rope(config), **found}
+        return {}
+    if kind == "linear" and factor:
+        return {"rope_type": "linear", "factor": float(factor)}
+    raise _refuse(f"{arch}.rope.scaling.type", kind, f"with a factor of {factor}")
 
 
 def check_keys(keys: Keys, config: Any) -> None:
