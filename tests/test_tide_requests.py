@@ -23,6 +23,7 @@ from support.pools import (
     with_rows,
 )
 from support.tides import BLOCK_BYTES, acquire, books, damage, make_tide
+from support.values import NO_ROWS, ONES, name_of
 
 
 @pytest.mark.parametrize("token_count", [0, 1, 3, 4, 5, 7, 8])
@@ -300,3 +301,52 @@ class TideMachine(RuleBasedStateMachine):
 
 TideMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestTide = TideMachine.TestCase
+
+
+# ---- what can't be meant ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_page_count_resumes_nothing(device: CPUDevice, value: Any) -> None:
+    """True isn't a page, nor are 2.5 pages two: the snapshot stays, and no page is held."""
+    tide = make_tide(device)
+    snapshot = tide.retract(acquire(tide, 1), 1)
+    with pytest.raises(SlotError):
+        tide.resume(snapshot, value)
+    assert (5, 0, BLOCK_BYTES) == books(tide)
+    tide.discard(snapshot)
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_token_count_retracts_nothing(device: CPUDevice, value: Any) -> None:
+    """The request keeps its page, and nothing is leased."""
+    tide = make_tide(device)
+    pages = acquire(tide, 1)
+    with pytest.raises(SlotError):
+        tide.retract(pages, value)
+    assert (4, 1, 0) == books(tide)
+
+
+@pytest.mark.parametrize("value", [*NO_ROWS, 5, 1 << 62], ids=name_of)
+def test_what_is_no_page_has_no_slots(device: CPUDevice, value: Any) -> None:
+    """Not even where 64 bits would make one of it: 2**62 pages of 4 slots begin at slot 0."""
+    tide = make_tide(device)
+    held = acquire(tide, 2)
+    for pages in ([value], [held[0], value]):
+        with pytest.raises(SlotError):
+            tide.slots_of(pages)
+        with pytest.raises(SlotError):
+            tide.retract(pages, 1)
+    assert (3, 2, 0) == books(tide)
+
+
+@pytest.mark.parametrize("value", ONES, ids=name_of)
+def test_counts_and_pages_are_integers_of_any_maker(device: CPUDevice, value: Any) -> None:
+    """Engines have them as numpy's and torch's; the books have Python's."""
+    tide = make_tide(device)
+    acquire(tide, 2)
+    snapshot = tide.retract([value], value)
+    pages = tide.resume(snapshot, value)
+    assert [1] == pages
+    assert [int] == [type(page) for page in pages]
+    assert (3, 2, 0) == books(tide)

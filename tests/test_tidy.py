@@ -22,6 +22,7 @@ LONGEST_MODULE = 400
 # The way of a request's KV, downwards: a part imports only what stands before it.
 ORDER = (
     ("errors",),
+    ("integers",),
     ("sizes",),
     ("layout",),
     ("device",),
@@ -38,7 +39,7 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 TOP_RANK = RANK["tide"]
 
 CORE_NEEDS = {"torch", "numpy", "xxhash", "kvtide"}
-PURE = ("layout/", "pool/slots.py", "transfer/plan.py")
+PURE = ("integers.py", "layout/", "pool/slots.py", "transfer/plan.py")
 INPUT_OUTPUT = {"asyncio", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess"}
 TRANSFORMERS_USERS = {"serve/adapter.py", "serve/adapter_files.py"}
 DEVICE_MODULES = {"cuda", "npu", "xpu", "mps"}

@@ -20,6 +20,7 @@ import numpy as np
 from kvtide.arena import HostArena
 from kvtide.device import Step
 from kvtide.errors import KvtideError, LayoutError, SlotError
+from kvtide.integers import checked_integer, integer_of, integers_of, shown
 from kvtide.layout import RequestRows
 from kvtide.pool import PageAllocator, Pool
 from kvtide.snapshot import Seal, Snapshot, Ticket, ranges_of
@@ -201,12 +202,13 @@ class Tide:
         and nothing is kept of it in the arena.
         """
         books, slots = self._books, self.slots_of(pages)
-        if not 0 <= token_count <= slots.size:
+        count = integer_of(token_count)
+        if count is None or not 0 <= count <= slots.size:
             raise SlotError(
-                f"{token_count} tokens to retract, but {len(pages)} pages of "
+                f"{shown(token_count)} tokens to retract, but {len(pages)} pages of "
                 f"{self.pool.page_size} hold 0 to {slots.size}"
             )
-        snapshot = self.offload(slots[:token_count], key=key, request=request)
+        snapshot = self.offload(slots[:count], key=key, request=request)
         try:
             books.release(pages)
         except SlotError:
@@ -223,6 +225,7 @@ class Tide:
         SlotError for fewer pages than the snapshot's tokens need; the pages are free again
         then, and the snapshot is still the caller's to discard.
         """
+        page_count = checked_integer(page_count, "page_count")
         if page_count * self.pool.page_size < snapshot.token_count:
             raise SlotError(
                 f"{page_count} pages of {self.pool.page_size} tokens can't hold a snapshot of "
@@ -243,10 +246,17 @@ class Tide:
         return pages
 
     def slots_of(self, pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The slots of `pages` in order, int64 [len(pages) * page_size]."""
-        size = self.pool.page_size
-        firsts = np.asarray(pages, np.int64).reshape(-1, 1) * size
-        return (firsts + np.arange(size)).reshape(-1)
+        """The slots of `pages` in order, int64 [len(pages) * page_size].
+
+        Raises SlotError for a page that the pool hasn't.
+        """
+        size, ids = self.pool.page_size, integers_of(pages, "page", "page")
+        outside = (ids < 0) | (ids >= self.pool.page_count)
+        if outside.any():
+            at = int(outside.argmax())
+            last = self.pool.page_count - 1
+            raise SlotError(f"page {ids[at]} at position {at} isn't in 0 … {last}")
+        return (ids[:, None] * size + np.arange(size)).reshape(-1)
 
     def close(self) -> None:
         """Waits for all moves under way. The pool, arena and device stay the caller's."""

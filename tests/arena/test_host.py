@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvtide.arena import HostArena, Lease
 from kvtide.device import Block
 from kvtide.errors import ArenaFull, LayoutError
 from support.lazy_device import LazyDevice
+from support.values import NO_ROWS, ONES, name_of
 
 
 def places(blocks: Iterable[Block]) -> list[tuple[int, int]]:
@@ -120,7 +122,7 @@ def test_zero_blocks_are_valid() -> None:
     assert lease.released
 
 
-@pytest.mark.parametrize("limit_bytes", [-1, 0, 63])
+@pytest.mark.parametrize("limit_bytes", [0, 63])
 def test_a_limit_below_one_block_leases_none(limit_bytes: int) -> None:
     """It is full from the start, and takes nothing from the system."""
     arena, device = make_arena(limit_bytes=limit_bytes, block_bytes=64)
@@ -189,11 +191,27 @@ def test_a_lease_that_was_released_goes_silently(block_count: int) -> None:
     assert 0 == arena.used_bytes
 
 
-@pytest.mark.parametrize("block_bytes", [0, -1])
-def test_blocks_without_bytes_are_refused(block_bytes: int) -> None:
-    """A block holds at least one byte."""
-    with pytest.raises(LayoutError, match="at least 1"):
-        make_arena(64, block_bytes)
+@pytest.mark.parametrize("value", [None, "1MiB", 4096.7, *NO_ROWS], ids=name_of)
+def test_what_is_no_size_is_refused_when_the_arena_is_made(value: Any) -> None:
+    """Not at the first lease, when a request has nowhere else to go."""
+    with pytest.raises(LayoutError, match="host arena: block_bytes must be an integer from 1"):
+        make_arena(64, value)
+    with pytest.raises(LayoutError, match="host arena: limit_bytes must be an integer from 0"):
+        make_arena(value, 64)
+
+
+def test_blocks_without_bytes_are_refused() -> None:
+    """A block holds at least one byte; a limit of none is an arena that is always full."""
+    with pytest.raises(LayoutError, match="block_bytes must be an integer from 1, not 0"):
+        make_arena(64, 0)
+
+
+@pytest.mark.parametrize("value", ONES, ids=name_of)
+def test_sizes_are_integers_of_any_maker(value: Any) -> None:
+    """They are Python's from then on."""
+    arena, _ = make_arena(value, value)
+    assert (int, int) == (type(arena.limit_bytes), type(arena.block_bytes))
+    arena.lease(1).release()
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory")])

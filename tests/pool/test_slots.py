@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.errors import SlotError
 from kvtide.pool import PageAllocator
+from support.values import NO_ROWS, ONES, name_of
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -135,5 +139,49 @@ def test_a_generator_of_pages_is_read_once() -> None:
 
 def test_a_negative_page_count_is_refused() -> None:
     """The message names it."""
-    with pytest.raises(SlotError, match="page_count -1"):
+    with pytest.raises(SlotError, match="page_count must be an integer from 0, not -1"):
         PageAllocator(-1)
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_count_is_refused(value: Any) -> None:
+    """By the allocator's own error, and nothing is taken."""
+    allocator = PageAllocator(3)
+    with pytest.raises(SlotError, match="can't acquire"):
+        allocator.acquire(value)
+    with pytest.raises(SlotError, match="page_count"):
+        PageAllocator(value)
+    assert (3, 0) == (allocator.free_count, allocator.held_count)
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_page_is_not_taken_back(value: Any) -> None:
+    """1.0 and True are found in a set that has 1: the next holder would get 1.0 for a page."""
+    allocator = PageAllocator(3)
+    allocator.acquire(3)
+    for pages in ([value], [0, value]):
+        with pytest.raises(SlotError):
+            allocator.release(pages)
+    assert (0, 3) == (allocator.free_count, allocator.held_count)
+
+
+@pytest.mark.parametrize("pages", [None, 1, 1.5, torch.tensor(1)], ids=name_of)
+def test_what_are_no_pages_is_not_taken_back(pages: Any) -> None:
+    """One page is no list of pages."""
+    allocator = PageAllocator(3)
+    allocator.acquire(3)
+    with pytest.raises(SlotError, match="pages"):
+        allocator.release(pages)
+
+
+@pytest.mark.parametrize("value", ONES, ids=name_of)
+def test_pages_are_integers_of_any_maker(value: Any) -> None:
+    """What is handed out again is Python's."""
+    allocator = PageAllocator(value)
+    assert [0] == allocator.acquire(value)
+    other = PageAllocator(3)
+    other.acquire(3)
+    other.release([value])
+    pages = other.acquire(1)
+    assert [1] == pages
+    assert [int] == [type(page) for page in pages]

@@ -7,6 +7,7 @@ from typing import final
 
 from kvtide.device import Block, Device
 from kvtide.errors import ArenaFull, LayoutError
+from kvtide.integers import checked_integer
 
 # Memory is taken from the system in slabs of about this size, and kept: a copy in the steady
 # state then neither allocates nor faults in fresh pages.
@@ -22,12 +23,11 @@ class HostArena:
     """
 
     def __init__(self, device: Device, *, limit_bytes: int, block_bytes: int) -> None:
-        if block_bytes < 1:
-            raise LayoutError(f"host arena: blocks of {block_bytes} bytes; at least 1")
+        """Raises LayoutError for what is no size in bytes; `parse_size` makes one of a text."""
         self._device = device
-        self.limit_bytes = limit_bytes
-        self.block_bytes = block_bytes
-        self._block_limit = max(0, limit_bytes) // block_bytes
+        self.limit_bytes = _size(limit_bytes, "limit_bytes", 0)
+        self.block_bytes = _size(block_bytes, "block_bytes", 1)
+        self._block_limit = self.limit_bytes // self.block_bytes
         self._block_count = 0
         self._free: list[Block] = []
         self._peak_count = 0
@@ -119,3 +119,7 @@ class Lease:
             message = f"lease of {self.size_bytes} bytes was never released; discard its snapshot"
             self.release()  # before the warning, which may be turned into an error
             warnings.warn(message, ResourceWarning, stacklevel=2)
+
+
+def _size(value: object, name: str, least: int) -> int:
+    return checked_integer(value, f"host arena: {name}", least=least, error=LayoutError)

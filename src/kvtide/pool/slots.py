@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import final
 
 from kvtide.errors import SlotError
+from kvtide.integers import LARGEST, checked_integer, integer_of, shown
 
 
 @final
@@ -16,9 +17,8 @@ class PageAllocator:
     """
 
     def __init__(self, page_count: int) -> None:
-        if page_count < 0:
-            raise SlotError(f"page allocator: page_count {page_count} is negative")
-        self.page_count = page_count
+        """Raises SlotError for what is no count of pages."""
+        page_count = self.page_count = checked_integer(page_count, "page allocator: page_count")
         # Last in, first out: a page that was just released is likely still in cache.
         self._free = list(range(page_count - 1, -1, -1))
         self._held: set[int] = set()
@@ -36,10 +36,12 @@ class PageAllocator:
     def acquire(self, count: int) -> list[int] | None:
         """`count` distinct pages, or None and nothing taken when fewer are free.
 
-        Zero is a valid count. Raises SlotError for a negative one.
+        Zero is a valid count. Raises SlotError for what is no count, as a negative one.
         """
-        if count < 0:
-            raise SlotError(f"page allocator: can't acquire {count} pages")
+        number = integer_of(count)
+        if number is None or not 0 <= number <= LARGEST:
+            raise SlotError(f"page allocator: can't acquire {shown(count)} pages")
+        count = number
         if count > len(self._free):
             return None
         # Not `[-count:]`, which is the whole list when count is 0.
@@ -51,12 +53,20 @@ class PageAllocator:
 
     def release(self, pages: Iterable[int]) -> None:
         """Takes pages back; raises SlotError, and takes none, if one isn't held or comes twice."""
-        returned = list(pages)
+        try:
+            given = list(pages)
+        except TypeError as error:
+            raise SlotError(
+                f"page allocator: {shown(pages)} can't be the pages to release"
+            ) from error
+        returned: list[int] = []
         seen: set[int] = set()
-        for page in returned:
-            if page not in self._held or page in seen:
+        for one in given:
+            page = integer_of(one)  # 1.0 is found in a set that has 1, and would be handed out
+            if page is None or page not in self._held or page in seen:
                 what = "comes twice" if page in seen else "isn't held"
-                raise SlotError(f"page allocator: page {page} of {self.page_count} {what}")
+                raise SlotError(f"page allocator: page {shown(one)} of {self.page_count} {what}")
             seen.add(page)
+            returned.append(page)
         self._held.difference_update(seen)
         self._free.extend(reversed(returned))

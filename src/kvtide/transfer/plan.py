@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import integers_of
 from kvtide.layout import BufferRows, Geometry
 
 Slots = NDArray[np.int64]
@@ -106,19 +107,13 @@ def checked_slots(slots: Any, slot_count: int) -> Slots:
     blocks. Raises SlotError, naming the first bad id, for slots that aren't integers in one
     dimension, are negative, beyond the pool, or repeated.
     """
-    try:
-        given = np.asarray(slots.cpu().numpy() if hasattr(slots, "cpu") else slots)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise SlotError(f"slots must be integers [token]: {error}") from error
-    if given.size == 0 and given.ndim == 1:
-        return np.empty(0, np.int64)
-    if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise SlotError(f"slots must be integers [token], not {given.dtype} {list(given.shape)}")
-    ids = given.astype(np.int64)  # numbers too large for it become negative
+    ids = integers_of(slots, "slot")
+    if not ids.size:
+        return ids
     ordered = np.sort(ids)
     if ordered[0] < 0 or ordered[-1] >= slot_count:
         at = int(((ids < 0) | (ids >= slot_count)).argmax())
-        raise SlotError(f"slot {given[at]} at position {at} isn't in 0 … {slot_count - 1}")
+        raise SlotError(f"slot {ids[at]} at position {at} isn't in 0 … {slot_count - 1}")
     if (ordered[1:] == ordered[:-1]).any():
         order = np.argsort(ids, kind="stable")
         at = int(order[1:][np.diff(ids[order]) == 0].min())

@@ -1,0 +1,32 @@
+"""What callers give for an integer by mistake, and what they may give."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+ONES: list[Any] = [
+    1, np.int64(1), np.uint8(1), np.array(1), np.array(1, np.uint16), torch.tensor(1),
+    torch.tensor(1, dtype=torch.uint8), torch.tensor(1, dtype=torch.int32),
+]  # fmt: skip
+"""Each is the integer 1."""
+
+NO_INTEGERS: list[Any] = [
+    1.0, 2.5, float("nan"), float("inf"), "1", b"1", True, False, 1 + 0j, Fraction(1), Decimal(1),
+    [], [1], (1,), [1, 2], {1}, object(), np.float64(1), np.bool_(True), np.array([1]),
+    np.array(1.0), np.array(True), np.timedelta64(1), torch.tensor(2.7), torch.tensor([1]),
+    torch.tensor(True), torch.empty(0), torch.tensor(1, device="meta"),
+]  # fmt: skip
+"""None of them is exactly one integer, though Python or torch would make one of many."""
+
+NO_ROWS: list[Any] = [*NO_INTEGERS, -1, 2**63, -(2**63) - 1, 2**200]
+"""Nor are these an index or a count of anything."""
+
+
+def name_of(value: object) -> str:
+    """For a test's id."""
+    return f"{type(value).__name__}-{value!r}"[:40].replace("\n", " ")
