@@ -66,6 +66,7 @@ def taken_pages() -> PageAllocator:
 MAKERS: dict[type, list[Callable[[], Any]]] = {
     Pool: [lambda: Pool.create(small_geometry(), CPUDevice(lanes=1), page_count=2)],
     PageAllocator: [taken_pages],
+    EngineMap: [lambda: EngineMap("moved", [0])],
     NPUMHATokenToKVPool: [lambda: mha("cpu"), lambda: mha("cpu", use_fia=True)],
     NPUMLATokenToKVPool: [
         lambda: mla("cpu", index_head_dim=8),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import torch
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
 from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import shown
 from kvtide.layout import Layout, Mapped, OfRequest, Plane
 from kvtide.pool import Pool
 from kvtide.tide import Tide
 from support.lazy_device import LazyDevice
 from support.pools import POOL_KINDS, fill, image_of, make_pool, rows_of, small_geometry
+from support.values import NO_ROWS, ONES, name_of
 
 Planes = dict[str, list[torch.Tensor]]
 
@@ -72,7 +75,9 @@ def test_a_created_pool_is_zeroed() -> None:
 @pytest.mark.parametrize("page_count", [0, -1])
 def test_a_pool_below_one_page_is_refused(page_count: int) -> None:
     """The message names the count."""
-    with pytest.raises(LayoutError, match=f"{page_count} pages; at least 1"):
+    with pytest.raises(
+        LayoutError, match=f"page_count must be an integer from 1, not {page_count}"
+    ):
         Pool.create(small_geometry(), LazyDevice(), page_count=page_count)
 
 
@@ -238,3 +243,180 @@ def test_a_request_has_a_row_of_each_kind() -> None:
     assert [[7, 5], [2], [5]] == [group.ids.tolist() for group in rows]
     with pytest.raises(SlotError, match=r"each tail; name it: request={'tail': ROW}"):
         pool.rows_of(np.array([3, 1]), {"state": 2})
+
+
+# ---- what can't be meant ------------------------------------------------------------------------
+
+
+def owning_pool() -> Pool:
+    """Nine slots, with a request's row of two kinds beside them, through a map that is a list."""
+    planes = {"k": (9, 3), "state": (4, 5), "tail": (6, 2)}
+    return Pool.adopt(
+        MANY_ROWS.bind(dtype="float32", layer=1),
+        LazyDevice(),
+        {name: [torch.zeros(shape)] for name, shape in planes.items()},
+        maps={"moved": list(range(9))},
+        slot_count=9,
+    )
+
+
+@pytest.mark.parametrize("value", [None, *NO_ROWS], ids=name_of)
+def test_what_is_no_row_of_a_request_is_refused(value: Any) -> None:
+    """2.7 isn't row 2, True isn't row 1, and an empty list isn't nothing to save."""
+    pool = owning_pool()
+    with pytest.raises(SlotError, match="request: its row of 'tail' must be an integer") as raised:
+        pool.rows_of(np.array([3, 1]), {"state": 2, "tail": value})
+    assert shown(value) in str(raised.value)
+
+
+@pytest.mark.parametrize("value", ONES, ids=name_of)
+def test_a_row_of_a_request_is_an_integer_of_any_maker(value: Any) -> None:
+    """SGLang has a tensor without axes for one."""
+    rows = owning_pool().rows_of(np.array([3, 1]), {"state": value, "tail": 2})
+    assert [[3, 1], [1], [2]] == [group.ids.tolist() for group in rows]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["state"],
+        ["tail"],
+        [],
+        ["state", "tail", "other"],
+        ["state", "tail", "moved"],
+        ["request"],
+        ["state", 3],
+    ],
+    ids=str,
+)
+def test_a_request_has_a_row_of_each_kind_and_of_no_other(kinds: list[Any]) -> None:
+    """A name that no plane has would be lost, and one of a map's would stand in for the map."""
+    with pytest.raises(SlotError, match=r"name it|give one integer for each"):
+        owning_pool().rows_of(np.array([3, 1]), dict.fromkeys(kinds, 1))
+
+
+def test_a_layout_without_rows_of_requests_takes_none() -> None:
+    """Whoever names one believes that it is saved."""
+    pool = Pool.create(small_geometry(), LazyDevice(), page_count=2)
+    for request in (1, {"request": 1}, {"mamba": 1}, True, "1"):
+        with pytest.raises(SlotError, match="this layout has no rows of requests"):
+            pool.rows_of(np.array([3]), request)  # type: ignore[arg-type]
+    assert [[3]] == [group.ids.tolist() for group in pool.rows_of(np.array([3]), {})]
+
+
+WINDOWED = Layout("windowed", Plane("k", "layer page token 3", rows=(Mapped("moved", hole=0),)))
+
+
+def windowed_tide(device: CPUDevice, held: Any) -> Tide:
+    """Ten slots that a map leads to rows."""
+    pool = Pool.create(
+        WINDOWED.bind(dtype="uint8", layer=1), device, page_count=10,
+        maps={"moved": held}, mapped_rows={"moved": 10},
+    )  # fmt: skip
+    pool.buffers[0].random_()
+    return Tide(pool, HostArena(device, limit_bytes=4096, block_bytes=64))
+
+
+def raising(error: BaseException) -> Any:
+    """A map that fails."""
+
+    def fail(_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+BAD_MAPS: list[Any] = [
+    lambda ids: ids[1:], lambda ids: [*ids, 1], lambda ids: ids[:, None], lambda ids: 3,
+    lambda ids: ids.astype(float), lambda ids: np.full(ids.size, np.nan), lambda ids: None,
+    lambda ids: [None] * ids.size, lambda ids: ids > 0, lambda ids: [True] * ids.size,
+    lambda ids: ids.astype(str), lambda ids: np.full(ids.size, 2**64 - 1, np.uint64),
+    lambda ids: [2**200] * ids.size, lambda ids: torch.from_numpy(ids)[1:],
+    lambda ids: torch.from_numpy(ids).float(), lambda: None, raising(IndexError("of the map")),
+    raising(KeyError("of the map")), raising(RuntimeError("of the map")),
+    lambda ids: ids + 10, lambda ids: ids * 0 + 1, [*range(4)], np.arange(4), torch.arange(4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", BAD_MAPS)
+def test_a_map_without_a_row_for_each_slot_is_refused_by_name(device: CPUDevice, held: Any) -> None:
+    """Both ways, with nothing leased and no byte changed. NaN isn't "no row": 0 is here."""
+    tide, whole = windowed_tide(device, held), windowed_tide(device, lambda ids: ids)
+    before, snapshot = tide.pool.buffers[0].clone(), whole.offload([7, 5, 3])
+    for refused in (lambda: tide.offload([7, 5, 3]), lambda: tide.start_offload([7, 5, 3]),
+                    lambda: tide.restore(snapshot, [7, 5, 3])):  # fmt: skip
+        with pytest.raises((SlotError, LayoutError), match=r"moved|row"):
+            refused()
+    assert 0 == tide.arena.used_bytes
+    assert before.equal(tide.pool.buffers[0])
+    whole.discard(snapshot)
+
+
+def test_a_map_may_write_to_what_it_is_given(device: CPUDevice) -> None:
+    """It is the map's own copy: the planes after it get the slots as they are."""
+
+    def shift(ids: Any) -> Any:
+        ids -= 1
+        return ids
+
+    rows = windowed_tide(device, shift).pool.rows_of(slots := np.array([7, 5]))
+    assert ([6, 4], [7, 5]) == (rows[0].ids.tolist(), slots.tolist())
+
+
+@pytest.mark.parametrize(
+    "held",
+    [None, 3, "moved", {0: 1}, [0.5], [True], np.zeros((2, 2), int), np.zeros(3), np.zeros(3, bool),
+     torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor(3), torch.ones(3).bool()],
+    ids=name_of,
+)  # fmt: skip
+def test_what_is_no_map_is_refused_when_the_pool_is_made(device: CPUDevice, held: Any) -> None:
+    """Not under load."""
+    with pytest.raises(LayoutError, match=r"map 'moved' is .*must be integers"):
+        windowed_tide(device, held)
+
+
+def test_a_map_and_a_request_s_row_have_names_of_their_own() -> None:
+    """One would stand in for the other."""
+    layout = Layout(
+        "both", Plane("k", "layer request 3", rows=(OfRequest("moved"), Mapped("moved")))
+    )
+    geometry = layout.bind(dtype="uint8", layer=1)
+    with pytest.raises(LayoutError, match=r"\['moved'\] are maps and requests' rows"):
+        Pool.create(
+            geometry, LazyDevice(), page_count=1, request_count=1, maps={"moved": [0]},
+            mapped_rows={"moved": 1},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_count_makes_no_pool(value: Any) -> None:
+    """The error names which count."""
+    device, geometry = LazyDevice(), MANY_ROWS.bind(dtype="float32", layer=1)
+    good: dict[str, Any] = {"page_count": 2, "request_count": 2, "mapped_rows": {"moved": 2}}
+    for name, bad in (("page_count", value), ("request_count", value),
+                      ("mapped_rows", {"moved": value})):  # fmt: skip
+        with pytest.raises(LayoutError, match=f"'many_rows': {name}.* must be an integer from"):
+            Pool.create(geometry, device, maps={"moved": [0, 1]}, **{**good, name: bad})
+    planes = {
+        name: [torch.zeros(2, plane)] for name, plane in (("k", 3), ("state", 5), ("tail", 2))
+    }
+    with pytest.raises(LayoutError, match="slot_count must be an integer from 1"):
+        Pool.adopt(geometry, device, planes, maps={"moved": [0, 1]}, slot_count=value)
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_layer_has_no_plane(value: Any) -> None:
+    """True isn't layer 1."""
+    with pytest.raises(LayoutError, match="has no plane 'k', layer"):
+        Pool.create(small_geometry(), LazyDevice(), page_count=2).plane("k", value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, 3, [[1.0]], [None, None], [[1.0], [1.0]], np.zeros((12, 1, 6)), torch.tensor(1)],
+    ids=name_of,
+)
+def test_what_are_no_tensors_is_not_adopted(given: Any) -> None:
+    """The error names the plane."""
+    with pytest.raises(LayoutError, match="plane 'k'"):
+        Pool.adopt(small_geometry(), LazyDevice(), {**engine_tensors(), "k": given})

@@ -28,5 +28,6 @@ NO_ROWS: list[Any] = [*NO_INTEGERS, -1, 2**63, -(2**63) - 1, 2**200]
 
 
 def name_of(value: object) -> str:
-    """For a test's id."""
-    return f"{type(value).__name__}-{value!r}"[:40].replace("\n", " ")
+    """For a test's id: the same in each process."""
+    text = repr(value).partition(" at 0x")[0]
+    return f"{type(value).__name__}-{text}"[:40].replace("\n", " ")

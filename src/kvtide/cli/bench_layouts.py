@@ -121,7 +121,7 @@ def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -
     pages = np.random.default_rng(0).permutation(np.arange(1, pool.page_count))[:page_count]
     page_size = geometry.page_size
     slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
-    rows = [group.ids for group in pool.rows_of(slots, request=1)]
+    rows = [group.ids for group in pool.rows_of(slots, 1 if pool.request_kinds else None)]
     mover, block_bytes = Mover(pool), block_bytes_for(pool, _ARENA_BYTES)
     count, moved_bytes = mover.chunk_count(rows, block_bytes), mover.size_bytes(rows)
     arena = HostArena(device, limit_bytes=count * block_bytes, block_bytes=block_bytes)

@@ -12,6 +12,7 @@ from kvtide.layout.rules import (
     RequestRows,
     Rows,
     Rule,
+    request_kinds,
     rows_of,
 )
 from kvtide.layout.spec import Geometry, Layout, Plane, PlaneGeometry
@@ -32,5 +33,6 @@ __all__ = [
     "RequestRows",
     "Rows",
     "Rule",
+    "request_kinds",
     "rows_of",
 ]

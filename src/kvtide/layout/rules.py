@@ -8,9 +8,9 @@ whether a row at the target is the one that was saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +147,21 @@ class OfRequest:
             name = "request=ROW" if self.kind == "request" else f"request={{{self.kind!r}: ROW}}"
             raise SlotError(f"this layout has a row for each {self.kind}; name it: {name}")
         return Rows(maps[self.kind](rows.ids), np.zeros(1, np.int64))
+
+
+@runtime_checkable
+class ByRequest(Protocol):
+    """A rule that asks for a row of the request's own, of its kind."""
+
+    @property
+    def kind(self) -> str:
+        """What the row is called where the caller names it."""
+        ...
+
+
+def request_kinds(rules: Iterable[Rule]) -> frozenset[str]:
+    """Which rows of its own a request has by these rules."""
+    return frozenset(rule.kind for rule in rules if isinstance(rule, ByRequest))
 
 
 def rows_of(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:

@@ -8,6 +8,7 @@ import torch
 
 from kvtide.device import Device
 from kvtide.errors import LayoutError
+from kvtide.integers import shown
 from kvtide.layout import PlaneGeometry
 
 
@@ -16,6 +17,8 @@ def as_rows(
 ) -> torch.Tensor:
     """`tensor` as [row, *row_shape], a view; LayoutError where it can't be that."""
     dtype = getattr(torch, plane.dtype)
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"{where}: {shown(tensor)} isn't a tensor")
     if tensor.dtype != dtype:
         raise LayoutError(f"{where}: dtype {tensor.dtype}, declared {dtype}")
     if tensor.device.type != device.torch_device.type:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
 
 from kvtide.device import Device
-from kvtide.errors import LayoutError, SlotError
+from kvtide.errors import LayoutError
+from kvtide.integers import checked_integer, integer_of, shown
 from kvtide.layout import (
     BufferRows,
     EveryNth,
@@ -22,9 +23,11 @@ from kvtide.layout import (
     PlaneGeometry,
     RequestRows,
     Rows,
+    request_kinds,
     rows_of,
 )
 from kvtide.pool.adopt import as_rows, byte_rows, refuse_shared_memory
+from kvtide.pool.maps import EngineMap, Map, own_rows
 
 
 @final
@@ -53,7 +56,14 @@ class Pool:
         self.buffers = tuple(buffers)
         self.buffer_rows = tuple(buffer_rows)
         self._planes = {name: tuple(layers) for name, layers in planes.items()}
-        self._maps = dict(maps)
+        self.request_kinds = request_kinds(rule for one in geometry.planes for rule in one.rules)
+        """Which rows of its own a request has here: the kinds that `rows_of` asks for."""
+        self._maps = {name: EngineMap(name, held) for name, held in maps.items()}
+        shared = sorted(self.request_kinds & self._maps.keys())
+        if shared:
+            raise LayoutError(
+                f"pool {geometry.layout.name!r}: {shared} are maps and requests' rows"
+            )
         counts = [self._planes[plane.name][0].shape[0] for plane in geometry.planes]
         self._groups = [
             (plane.rules, min(counts[number] for number in members))
@@ -85,40 +95,23 @@ class Pool:
         A view, not a copy: writing to it writes to the pool. Raises LayoutError for a plane
         or a layer that isn't there; a negative one isn't.
         """
-        layers = self._planes.get(name, ())
-        if not 0 <= layer < len(layers):
+        layers, number = self._planes.get(name, ()), integer_of(layer)
+        if number is None or not 0 <= number < len(layers):
             counts = {plane: len(them) for plane, them in self._planes.items()}
-            raise LayoutError(f"pool has no plane {name!r}, layer {layer}; its layers are {counts}")
-        return layers[layer]
+            raise LayoutError(
+                f"pool has no plane {name!r}, layer {shown(layer)}; its layers are {counts}"
+            )
+        return layers[number]
 
     def rows_of(self, slots: Ids, request: RequestRows = None) -> list[Rows]:
         """What a request with these slots (checked, int64 [token]) owns, for each group of planes.
 
-        `request` is its own row, where the layout has planes of requests. Raises SlotError for
-        what can't be meant. Blocks where a map lies on a device.
+        `request` is its own row, where the layout has planes of requests, or its rows by their
+        kinds: one integer for each of `request_kinds`. Raises SlotError for what can't be meant.
+        Blocks where a map lies on a device.
         """
-        maps: dict[str, Any] = {name: self._lookup(name) for name in self._maps}
-        if request is not None:
-            own = request if isinstance(request, Mapping) else {OfRequest().kind: request}
-            maps.update({kind: _one_row(row) for kind, row in own.items()})
+        maps: dict[str, Map] = {**self._maps, **own_rows(request, self.request_kinds)}
         return [rows_of(rules, slots, maps, count) for rules, count in self._groups]
-
-    def _lookup(self, name: str) -> Any:
-        """The engine's map of that name as a function of ids."""
-        held = self._maps[name]
-
-        def look_up(ids: Ids) -> Ids:
-            if not callable(held) and ids.size and int(ids.max()) >= len(held):
-                raise SlotError(f"slot {ids.max()} isn't in the map {name!r} of {len(held)} slots")
-            if callable(held):
-                found = held(ids)
-            elif isinstance(held, torch.Tensor):
-                found = held[torch.from_numpy(ids).to(held.device)].cpu().numpy()
-            else:
-                found = np.asarray(held)[ids]
-            return np.array(found, np.int64)
-
-        return look_up
 
     @classmethod
     def create(
@@ -136,15 +129,20 @@ class Pool:
         `request_count` is how many requests have rows in planes of requests. `maps` are the
         maps of the layout's rules, one id a slot, and `mapped_rows` how many ids each leads to.
         """
-        if page_count < 1:
-            raise LayoutError(f"pool {geometry.layout.name!r}: {page_count} pages; at least 1")
+        name, sizes = geometry.layout.name, dict(mapped_rows or {})
+        page_count = _count(page_count, f"pool {name!r}: page_count", 1)
+        request_count = _count(request_count, f"pool {name!r}: request_count", 0)
+        sizes = {
+            key: _count(size, f"pool {name!r}: mapped_rows of {key!r}", 0)
+            for key, size in sizes.items()
+        }
         slot_count = page_count * geometry.page_size
         planes: dict[str, list[torch.Tensor]] = {}
         buffers: list[torch.Tensor] = []
         rows: list[BufferRows] = []
         groups = _group_numbers(geometry)
         for plane, group in zip(geometry.planes, groups, strict=True):
-            count = row_count(plane, slot_count, request_count, mapped_rows or {})
+            count = row_count(plane, slot_count, request_count, sizes)
             buffer = device.allocate(plane.layer_count * count * plane.row_bytes)
             typed = buffer.view(getattr(torch, plane.dtype))
             planes[plane.name] = list(typed.view(plane.layer_count, count, *plane.row_shape))
@@ -186,6 +184,8 @@ class Pool:
             layers.add(plane, group, planes[plane.name])
         if not shares_memory:
             refuse_shared_memory(layers.buffers, name)
+        if slot_count is not None:
+            slot_count = _count(slot_count, f"pool {name!r}: slot_count", 1)
         slots = layers.slot_count(slot_count)
         found = layers.typed, layers.buffers, layers.rows
         return cls(geometry, device, slots, *found, maps or {})
@@ -207,7 +207,10 @@ class _Layers:
     ) -> None:
         """Takes a plane's tensors."""
         where = f"plane {plane.name!r}"
-        tensors = list(given)
+        try:
+            tensors = list(given)
+        except TypeError as error:
+            raise LayoutError(f"{where}: {shown(given)} isn't a tensor for each layer") from error
         if len(tensors) != plane.layer_count:
             raise LayoutError(f"{where}: {len(tensors)} tensors for {plane.layer_count} layers")
         self.typed[plane.name] = []
@@ -237,9 +240,8 @@ class _Layers:
         return slots.pop()
 
 
-def _one_row(row: int) -> Callable[[Ids], Ids]:
-    """The map of all ids to a request's row."""
-    return lambda _: np.array([row], np.int64)
+def _count(value: object, what: str, least: int) -> int:
+    return checked_integer(value, what, least=least, error=LayoutError)
 
 
 def row_count(
