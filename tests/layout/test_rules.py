@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.errors import SlotError
+from kvtide.errors import LayoutError, SlotError
 from kvtide.layout import EveryNth, EveryToken, Mapped, OfRequest, Owned, Rows, Rule, rows_of
 from kvtide.snapshot import Seal, ranges_of
+from support.values import NO_ROWS, name_of
 
 Pairs = list[tuple[int, int]]
 """(row, the token that it stands for), in order."""
@@ -211,3 +212,26 @@ def test_tokens_come_back_from_their_ranges(tokens: list[int]) -> None:
 def test_regular_tokens_are_one_range(tokens: list[int], expected: tuple[range, ...]) -> None:
     """All tokens, a window, every n-th, a rank's share: one range each, however many they are."""
     assert expected == ranges_of(ids(tokens))
+
+
+@pytest.mark.parametrize("value", [*NO_ROWS, 0], ids=name_of)
+def test_a_rule_of_what_is_no_number_is_refused(value: Any) -> None:
+    """When it is declared: rows of no slots divide by zero later, and ranks of none own nothing."""
+    with pytest.raises(LayoutError, match="EveryNth: count must be an integer from 1"):
+        EveryNth(value)
+    with pytest.raises(LayoutError, match="Owned: world must be an integer from 1"):
+        Owned(0, value)
+
+
+@pytest.mark.parametrize("rank", [*NO_ROWS, 4], ids=name_of)
+def test_a_rank_that_is_not_there_is_refused(rank: Any) -> None:
+    """It would own nothing, silently."""
+    with pytest.raises(LayoutError, match="Owned: rank"):
+        Owned(rank, 4)
+
+
+@pytest.mark.parametrize("hole", [None, 0.5, "0", True, float("nan")], ids=name_of)
+def test_a_hole_that_is_no_number_is_refused(hole: Any) -> None:
+    """What leads to a hole is left out of a snapshot."""
+    with pytest.raises(LayoutError, match="Mapped: hole"):
+        Mapped("window", hole)

@@ -7,6 +7,7 @@ import pytest
 from kvtide.errors import LayoutError
 from kvtide.layout import GQA, Layout, Plane
 from support.pools import small_geometry
+from support.values import NO_ROWS, ONES, name_of
 
 SIZES = {"layer": 3, "token": 16, "head": 2, "head_dim": 64, "v_head_dim": 48}
 
@@ -130,3 +131,25 @@ def test_the_fingerprint_is_the_same_everywhere() -> None:
     shuffled = GQA.bind(v_head_dim=3, head_dim=6, head=1, token=64, layer=2, dtype="bfloat16")
     assert fingerprint == shuffled.fingerprint
     assert "c3d7e5695717840a4333d54439af73ae" == fingerprint.hex()
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+@pytest.mark.parametrize("name", ["token", "layer", "head", "first_layer", "rank"])
+def test_what_is_no_number_binds_nothing(name: str, value: Any) -> None:
+    """True is another fingerprint than 1, and a miss later. A list may be layers' numbers."""
+    if name in ("layer", "head") and isinstance(value, list | tuple):
+        value = [*value, 0.5]
+    sizes = {"token": 4, "layer": 2, "head": 1, "head_dim": 6, "v_head_dim": 3}
+    with pytest.raises(LayoutError, match=name):
+        GQA.bind(dtype="bfloat16", **{**sizes, name: value})
+
+
+@pytest.mark.parametrize("one", ONES, ids=name_of)
+def test_numbers_of_any_maker_bind_the_same(one: Any) -> None:
+    """The fingerprint is the same, or a snapshot of one process would miss in another."""
+    names = ("token", "layer", "head", "head_dim", "v_head_dim", "first_layer", "rank")
+    expected = GQA.bind(dtype="bfloat16", **dict.fromkeys(names, 1))
+    assert expected == GQA.bind(dtype="bfloat16", **dict.fromkeys(names, one))
+    assert (
+        expected.fingerprint == GQA.bind(dtype="bfloat16", **dict.fromkeys(names, one)).fingerprint
+    )

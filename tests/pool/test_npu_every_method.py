@@ -20,6 +20,7 @@ import kvtide.pool
 from kvtide.device import CPUDevice
 from kvtide.errors import LayoutError
 from kvtide.pool import PageAllocator, Pool
+from kvtide.pool.maps import EngineMap
 from kvtide.pool.npu import (
     CPUCopy,
     NPUMHATokenToKVPool,

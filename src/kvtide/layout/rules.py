@@ -15,7 +15,8 @@ from typing import Protocol, final, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.errors import SlotError
+from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import LARGEST, checked_integer
 
 Ids = NDArray[np.int64]
 Maps = Mapping[str, Callable[[Ids], Ids]]
@@ -78,6 +79,10 @@ class EveryNth:
 
     count: int
 
+    def __post_init__(self) -> None:
+        """Raises LayoutError for rows of less than a slot."""
+        _check(self, "count", 1)
+
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
         ids, count = rows.ids, self.count
@@ -107,6 +112,10 @@ class Mapped:
     name: str
     hole: int = -1
 
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a hole that is no integer."""
+        _check(self, "hole", -LARGEST)
+
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
         if self.name not in maps:
@@ -123,6 +132,13 @@ class Owned:
 
     rank: int
     world: int
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a rank that isn't one of `world`."""
+        _check(self, "world", 1)
+        _check(self, "rank", 0)
+        if self.rank >= self.world:
+            raise LayoutError(f"Owned: rank {self.rank} isn't in 0 … {self.world - 1}")
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
@@ -162,6 +178,13 @@ class ByRequest(Protocol):
 def request_kinds(rules: Iterable[Rule]) -> frozenset[str]:
     """Which rows of its own a request has by these rules."""
     return frozenset(rule.kind for rule in rules if isinstance(rule, ByRequest))
+
+
+def _check(rule: Rule, name: str, least: int) -> None:
+    """LayoutError unless that field is an integer from `least`; it is Python's from then on."""
+    what = f"{type(rule).__name__}: {name}"
+    number = checked_integer(getattr(rule, name), what, least=least, error=LayoutError)
+    object.__setattr__(rule, name, number)
 
 
 def rows_of(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:

@@ -10,6 +10,7 @@ from math import prod
 from typing import final
 
 from kvtide.errors import LayoutError
+from kvtide.integers import LARGEST, checked_integer, integer_of
 from kvtide.layout.rules import EveryNth, EveryToken, OfRequest, Rule
 
 DTYPE_BYTES = {
@@ -182,19 +183,24 @@ class Layout:
             raise LayoutError(
                 f"layout {self.name!r}: sizes needed for {sorted(axes)}, given for {sorted(given)}"
             )
-        counts = {axis: _count(size) for axis, size in {**sizes, "token": token}.items()}
-        low = {axis: size for axis, size in {**sizes, "token": token}.items() if not counts[axis]}
+        page_size = _exact(token)
+        exact = {axis: _exact(size) for axis, size in sizes.items()}
+        exact["token"] = page_size if isinstance(page_size, int) else 0
+        counts = {
+            axis: size if isinstance(size, int) else len(size) for axis, size in exact.items()
+        }
+        low = {axis: size for axis, size in {**sizes, "token": token}.items() if counts[axis] < 1}
         if low:
             raise LayoutError(f"layout {self.name!r}: sizes must be integers from 1, not {low}")
+        what = f"layout {self.name!r}"
+        first_layer = checked_integer(first_layer, f"{what}: first_layer", error=LayoutError)
+        rank = checked_integer(rank, f"{what}: rank", error=LayoutError)
         dtypes = {plane.name: self._dtype_of(plane, dtype) for plane in planes}
-        identity = tuple(
-            (axis, size if isinstance(size, int) else tuple(size))
-            for axis, size in sorted(sizes.items())
-        )
+        identity = tuple((axis, exact[axis]) for axis in sorted(sizes))
         return Geometry(
             self,
             tuple(_with_sizes(plane, counts, dtypes[plane.name]) for plane in planes),
-            token,
+            counts["token"],
             first_layer,
             rank,
             identity,
@@ -213,14 +219,16 @@ class Layout:
         return dtype
 
 
-def _count(size: Size) -> int:
-    """How long an axis is; 0 for what is no size."""
-    if type(size) is int:
-        return max(0, size)
+def _exact(size: object) -> int | tuple[int, ...]:
+    """A size in Python's integers; 0 or none for what is no size."""
+    number = integer_of(size)
+    if number is not None:
+        return number if number <= LARGEST else 0
     if not isinstance(size, list | tuple | range):
         return 0
-    are_numbers = all(type(one) is int and one >= 0 for one in size)
-    return len(size) if are_numbers and len(set(size)) == len(size) else 0
+    numbers = [integer_of(one) for one in size]
+    exact = tuple(one for one in numbers if one is not None and one >= 0)
+    return exact if len(exact) == len(numbers) == len(set(exact)) else ()
 
 
 def _with_sizes(plane: Plane, counts: Mapping[str, int], dtype: str) -> PlaneGeometry:
