@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
 from kvtide.errors import SnapshotDamaged, SnapshotMiss
-from kvtide.layout import Mapped, Owned
+from kvtide.layout import Layout, Mapped, Owned, Plane
 from kvtide.layout.gqa import GQA_HND
 from kvtide.layout.mla import MLA_NZ
 from kvtide.pool import Pool
@@ -32,6 +34,7 @@ from support.pools import (
 SOURCE = (9, 2, 3, 7, 6)
 TARGET = (12, 0, 19, 1, 5)
 TOKEN_BYTES = 36
+WINDOW_OF_SLOTS = Layout("window", Plane("k", "layer page token 3", rows=(Mapped("window", 0),)))
 CHUNK_TOKENS = 2
 
 
@@ -294,8 +297,10 @@ def test_tokens_that_share_a_row_stay_together(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_pages_that_had_left_a_window_are_not_asked_for(device: CPUDevice, world: int) -> None:
-    """The target may have a row for tokens that have none in the snapshot: it keeps its bytes."""
+def test_rows_that_a_snapshot_lacks_are_kept_where_that_is_meant(
+    device: CPUDevice, world: int
+) -> None:
+    """They have another request's bytes: a restore refuses them, unless its caller says so."""
     layout = GQA_HND.through("window", Mapped("window", hole=0), Owned(0, world))
     geometry = layout.bind(dtype="uint8", token=4, layer=1, head=1, head_dim=3, v_head_dim=1)
     window = np.arange(world * 4, world * 36)
@@ -309,7 +314,12 @@ def test_pages_that_had_left_a_window_are_not_asked_for(device: CPUDevice, world
     page = 4 * world
     window[page : 2 * page] = 0
     snapshot, before = tide.offload(range(3 * page)), keys.clone()
-    tide.restore(snapshot, range(3 * page, 6 * page))
+    target = range(3 * page, 6 * page)
+    for restore in (tide.restore, tide.start_restore):
+        with pytest.raises(SnapshotMiss, match=f"a row for token {page} of {3 * page}, the snap"):
+            restore(snapshot, target)
+        assert before.equal(keys)
+    tide.restore(snapshot, target, keep_extra_rows=True)
     expected = before.clone()
     expected[4], expected[6] = before[1], before[3]
     assert expected.equal(keys)
@@ -332,3 +342,38 @@ def test_an_error_of_a_signals_handler_is_not_the_jobs() -> None:
             ticket.wait()
     assert (False, []) == (ticket.settled, freed)
     assert ([7], []) == (ticket.wait(), freed)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
+def test_a_restore_without_an_error_wrote_every_row_of_its_target(
+    device: CPUDevice, held: list[bool], data: st.DataObject
+) -> None:
+    """Whichever tokens have left the window at either end: all rows are the snapshot's, or none."""
+    count = len(held)
+    other = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    keeps = data.draw(st.booleans())
+    window = np.array([0, *(at * one for at, one in enumerate([*held, *other], 1))])
+    pool = Pool.create(
+        WINDOW_OF_SLOTS.bind(dtype="uint8", layer=1), device, page_count=2 * count + 1,
+        maps={"window": window}, mapped_rows={"window": 2 * count + 1},
+    )  # fmt: skip
+    tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=8))
+    rows = pool.plane("k", 0)
+    rows.copy_(torch.arange(rows.numel(), dtype=torch.uint8).view(rows.shape))
+    snapshot, before = tide.offload(range(1, count + 1)), rows.clone()
+    lacks = any(one and not its for one, its in zip(held, other, strict=True))
+    extra = any(its and not one for one, its in zip(held, other, strict=True))
+    expected = before.clone()
+    try:
+        tide.restore(snapshot, range(count + 1, 2 * count + 1), keep_extra_rows=keeps)
+    except SnapshotMiss:
+        assert lacks or (extra and not keeps)
+    else:
+        assert not lacks
+        assert keeps or not extra
+        for at in (at for at in range(count) if held[at]):
+            expected[count + 1 + at] = before[1 + at]
+    finally:
+        tide.discard(snapshot)
+    assert expected.equal(rows)

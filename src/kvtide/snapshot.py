@@ -106,11 +106,13 @@ class Snapshot:
         if self.lease.released:
             raise SnapshotMiss(f"snapshot of {self.token_count} tokens was discarded already")
 
-    def rows_in(self, group: int, target: Rows) -> Ids:
+    def rows_in(self, group: int, target: Rows, *, keep_extra_rows: bool = False) -> Ids:
         """Those of `target`'s rows that this snapshot's rows of a group go to, in its order.
 
         Raises SnapshotMiss where a token that has a row here has none there, or where tokens that
-        share a row here are in two there: what they owned would be lost.
+        share a row here are in two there: what they owned would be lost. Also where a token that
+        has a row there has none here: that row would keep another request's bytes, which
+        `keep_extra_rows` says is meant.
         """
         tokens = self.seal.tokens_of(group)
         found = target.of_tokens(tokens)
@@ -129,6 +131,13 @@ class Snapshot:
                     f"the target begins a row at token {begun[0]}, the snapshot has that token in "
                     "a row with others; restore to slots that fill rows as those it is from did"
                 )
+        if found.size < target.tokens.size and not keep_extra_rows:
+            extra = target.tokens[~np.isin(target.tokens, tokens)][0]
+            raise SnapshotMiss(
+                f"the target has a row for token {extra} of {self.token_count}, the snapshot none: "
+                "it would keep another request's bytes; map that token to no row, or say that "
+                "this is meant by keep_extra_rows=True"
+            )
         return found
 
 

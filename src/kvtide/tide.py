@@ -113,39 +113,66 @@ class Tide:
             raise
 
     def restore(
-        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: RequestRows = None
+        self,
+        snapshot: Snapshot,
+        slots: Any,
+        *,
+        key: str = "",
+        request: RequestRows = None,
+        keep_extra_rows: bool = False,
     ) -> None:
         """Writes a snapshot's bytes to `slots` (integers [token], as many as its tokens).
 
         Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it
-        is of another geometry, key or length, or was discarded, or if a token that has a row in
-        the snapshot has none here; SnapshotDamaged if a byte has changed. After an error no byte
+        is of another geometry, key or length, or was discarded, or if a token has a row in the
+        snapshot and none here. A token that has a row here and none in the snapshot (a window
+        reaches farther back here) is a SnapshotMiss too, since its row would keep the bytes that
+        it has, another request's; `keep_extra_rows` says that this is meant, as nothing reads
+        them. Raises SnapshotDamaged if a byte has changed. After an error no byte
         of the pool has changed. After Ctrl-C, or whatever else a signal's handler raises, some may
         have, or all, and none changes any more.
         """
         try:
-            self._restore(snapshot, slots, key, request, at_once=True).wait()
+            ticket = self._restore(
+                snapshot, slots, key, request, at_once=True, keep_extra_rows=keep_extra_rows
+            )
+            ticket.wait()
         except BaseException as error:
             self._settle_after(error)
             raise
 
     def start_restore(
-        self, snapshot: Snapshot, slots: Any, *, key: str = "", request: RequestRows = None
+        self,
+        snapshot: Snapshot,
+        slots: Any,
+        *,
+        key: str = "",
+        request: RequestRows = None,
+        keep_extra_rows: bool = False,
     ) -> Ticket[None]:
         """Like `restore`, without waiting; the slots must not be read before it is done.
 
         What can be told at once is raised at once; damage is raised by the ticket.
         """
-        return self._restore(snapshot, slots, key, request, at_once=False)
+        return self._restore(
+            snapshot, slots, key, request, at_once=False, keep_extra_rows=keep_extra_rows
+        )
 
     def _restore(
-        self, snapshot: Snapshot, slots: Any, key: str, request: RequestRows, *, at_once: bool
+        self,
+        snapshot: Snapshot,
+        slots: Any,
+        key: str,
+        request: RequestRows,
+        *,
+        at_once: bool,
+        keep_extra_rows: bool,
     ) -> Ticket[None]:
         slot_ids = checked_slots(slots, self.pool.slot_count)
         fingerprint = self.pool.geometry.fingerprint
         snapshot.check(fingerprint=fingerprint, key=key, token_count=slot_ids.size)
         rows = [
-            snapshot.rows_in(number, group)
+            snapshot.rows_in(number, group, keep_extra_rows=keep_extra_rows)
             for number, group in enumerate(self.pool.rows_of(slot_ids, request))
         ]
 
