@@ -88,7 +88,7 @@ class Tide:
     def _offload(
         self, slots: Any, key: str, request: RequestRows, *, at_once: bool
     ) -> Ticket[Snapshot]:
-        slot_ids = checked_slots(slots, self.pool.slot_count)
+        slot_ids = checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
         chunk_bytes = self.arena.block_bytes
         groups = self.pool.rows_of(slot_ids, request)
         rows = [group.ids for group in groups]
@@ -168,7 +168,7 @@ class Tide:
         at_once: bool,
         keep_extra_rows: bool,
     ) -> Ticket[None]:
-        slot_ids = checked_slots(slots, self.pool.slot_count)
+        slot_ids = checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
         fingerprint = self.pool.geometry.fingerprint
         snapshot.check(fingerprint=fingerprint, key=key, token_count=slot_ids.size)
         rows = [
@@ -244,7 +244,13 @@ class Tide:
         return snapshot
 
     def resume(
-        self, snapshot: Snapshot, page_count: int, *, key: str = "", request: RequestRows = None
+        self,
+        snapshot: Snapshot,
+        page_count: int,
+        *,
+        key: str = "",
+        request: RequestRows = None,
+        keep_extra_rows: bool = False,
     ) -> list[int] | None:
         """Acquires `page_count` pages, restores a request into the first of them, discards it.
 
@@ -263,7 +269,7 @@ class Tide:
             return None
         try:
             slots = self.slots_of(pages)[: snapshot.token_count]
-            self.restore(snapshot, slots, key=key, request=request)
+            self.restore(snapshot, slots, key=key, request=request, keep_extra_rows=keep_extra_rows)
         except BaseException:
             # An interrupt may have ended the wait alone: what writes the pages must end first.
             self.close()

@@ -140,7 +140,7 @@ def test_what_was_read_is_the_readers() -> None:
     assert [] == differences(with_tokens(pool, before, [8, 9], before, [4, 5]), image_of(pool))
     copy.release()
     scramble(pool, 3)
-    pool.get_cpu_copy([1, 2])
+    pool.get_cpu_copy([12, 13])
     assert before["v", 0][[4, 5]].tobytes() == mine[1].view(torch.uint8).numpy().tobytes()
 
 

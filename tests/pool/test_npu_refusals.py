@@ -99,6 +99,21 @@ def test_slots_that_cannot_be_meant_are_not_copied(slots: Any) -> None:
     assert 0 == pool.host_used_bytes
 
 
+@pytest.mark.parametrize("slot", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slot_of_the_padding_is_no_tokens(kind: str, slot: int) -> None:
+    """A table of slots has 0 where a token has none: others' dummy output would be its KV."""
+    pool, before = saved(kind)
+    copy = pool.get_cpu_copy([8, 9])
+    used_bytes = pool.host_used_bytes
+    with pytest.raises(SlotError, match=f"slot {slot} at position 1 is padding.*begin at 4"):
+        pool.get_cpu_copy([8, slot])
+    refuses(pool, copy, [12, slot], SlotError, "is padding")
+    assert used_bytes == pool.host_used_bytes
+    assert [] == differences(before, image_of(pool))
+    copy.release()
+
+
 @pytest.mark.parametrize("kind", TILED)
 def test_tiles_take_pages_from_their_first_slot(kind: str) -> None:
     """The page is the row, so the middle of one can't move alone."""

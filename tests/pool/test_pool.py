@@ -411,6 +411,28 @@ def test_what_is_no_layer_has_no_plane(value: Any) -> None:
         Pool.create(small_geometry(), LazyDevice(), page_count=2).plane("k", value)
 
 
+def test_an_engines_padding_is_no_tokens(device: CPUDevice) -> None:
+    """An adopted pool says how many slots are; a pool of kvtide's own has none."""
+    pool = Pool.adopt(small_geometry(), device, engine_tensors(), padding_slots=4)
+    tide = Tide(pool, HostArena(device, limit_bytes=4096, block_bytes=256))
+    snapshot = tide.offload([11, 4])
+    for slots in ([11, 0], [3, 4]):
+        with pytest.raises(SlotError, match="is padding"):
+            tide.offload(slots)
+        with pytest.raises(SlotError, match="is padding"):
+            tide.restore(snapshot, slots)
+    assert snapshot.size_bytes == tide.arena.used_bytes
+    tide.discard(snapshot)
+    assert 0 == Pool.create(small_geometry(), device, page_count=1).padding_slots
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_padding_that_is_no_count_is_refused(value: Any) -> None:
+    """As other counts are."""
+    with pytest.raises(LayoutError, match="padding_slots must be an integer"):
+        Pool.adopt(small_geometry(), LazyDevice(), engine_tensors(), padding_slots=value)
+
+
 @pytest.mark.parametrize(
     "given",
     [None, 3, [[1.0]], [None, None], [[1.0], [1.0]], np.zeros((12, 1, 6)), torch.tensor(1)],

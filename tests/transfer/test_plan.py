@@ -338,6 +338,17 @@ def test_what_are_no_slots_is_refused(slots: Any) -> None:
         checked_slots(slots, 10)
 
 
+@given(st.lists(st.integers(0, 30), unique=True, max_size=9), st.integers(0, 9))
+def test_slots_of_the_padding_are_nobodys(slots: list[int], padding: int) -> None:
+    """The first one is named; where a pool has no padding, slot 0 is one like any other."""
+    bad = [slot for slot in slots if slot < padding]
+    if not bad:
+        assert slots == checked_slots(slots, 31, padding).tolist()
+        return
+    with pytest.raises(SlotError, match=f"slot {bad[0]} at position {slots.index(bad[0])} is padd"):
+        checked_slots(slots, 31, padding)
+
+
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_checked_slots_are_a_copy(make: Any) -> None:
     """What the caller writes into its array later can't change what moves."""

@@ -139,6 +139,7 @@ def check_refused_slots(subject: Subject) -> None:
     image = subject.fill(2)
     snapshot = way.save(trip.source.slots, trip.source.request)
     good, total = list(trip.source.slots), subject.pool.slot_count
+    padding = range(subject.pool.padding_slots)
     bad: list[Any] = [
         [*good[:-1], -1],
         [*good[:-1], total],
@@ -148,6 +149,7 @@ def check_refused_slots(subject: Subject) -> None:
         [good],
         [slot % 2 == 0 for slot in good],
         "slots",
+        *([*good[:-1], slot] for slot in {*padding[:1], *padding[-1:]}),
     ]
     for slots in bad:
         with refused(SlotError, f"to save {slots}"):
@@ -181,9 +183,17 @@ def check_failed_restores(subject: Subject) -> None:
     subject.set_maps(target.maps)
     before = subject.fill(40)
 
-    def refuse(error: type[KvtideError], why: str, slots: Sequence[int], key: str = "own") -> None:
+    def refuse(
+        error: type[KvtideError],
+        why: str,
+        slots: Sequence[int],
+        key: str = "own",
+        keep_extra_rows: bool = True,
+    ) -> None:
         with refused(error, why):
-            tide.restore(snapshot, slots, key=key, request=target.request)
+            tide.restore(
+                snapshot, slots, key=key, request=target.request, keep_extra_rows=keep_extra_rows
+            )
         same(before, subject.image(), f"{why}: refused, and yet the pool has changed")
 
     refuse(SnapshotMiss, "another key", target.slots, "other")
@@ -199,7 +209,10 @@ def check_failed_restores(subject: Subject) -> None:
     refuse(SnapshotMiss, "another geometry", target.slots)
     snapshot.seal = seal
     _check_other_window(subject, refuse, target)
-    tide.restore(snapshot, target.slots, key="own", request=target.request)
+    if _has_extra_rows(subject, trip):
+        why = "rows of tokens that the snapshot has none for"
+        refuse(SnapshotMiss, why, target.slots, keep_extra_rows=False)
+    tide.restore(snapshot, target.slots, key="own", request=target.request, keep_extra_rows=True)
     tide.discard(snapshot)
     before = subject.image()
     refuse(SnapshotMiss, "a discarded snapshot", target.slots)
@@ -216,6 +229,14 @@ def _check_other_window(
         subject.set_maps({name: np.full_like(kept, rule.hole)})
         refuse(SnapshotMiss, f"nothing in the window {name!r}", target.slots)
         subject.set_maps({name: kept})
+
+
+def _has_extra_rows(subject: Subject, trip: Trip) -> bool:
+    """Whether a token has a row at the target that had none at the source."""
+    return any(
+        rows_of_plane(plane, trip.target).keys() - rows_of_plane(plane, trip.source).keys()
+        for plane in subject.geometry.planes
+    )
 
 
 def check_fences(subject: Subject) -> None:
@@ -248,7 +269,7 @@ def check_fences(subject: Subject) -> None:
         subject.set_maps(trip.target.maps)
         index = np.array(trip.target.slots, np.int64)
         restoring = tide.start_restore(
-            snapshots[number], index, key="kit", request=trip.target.request
+            snapshots[number], index, key="kit", request=trip.target.request, keep_extra_rows=True
         )
         index[:] = 0
         subject.set_maps({name: np.full_like(ids, 1) for name, ids in trip.target.maps.items()})

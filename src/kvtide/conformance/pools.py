@@ -64,9 +64,8 @@ class PoolTests(ABC):
         read, write = partial(self.read_raw, pool), partial(self.write_raw, pool)
         subject = Subject(pool, read, write, partial(self.write_map, pool))
         least = 12 * units_of(pool.geometry).slots
-        assert pool.slot_count >= least, (
-            f"make_pool gives {pool.slot_count} slots; the tests need {least}"
-        )
+        count = pool.slot_count - pool.padding_slots
+        assert count >= least, f"make_pool gives {count} slots; the tests need {least}"
         return subject
 
     def _way(self, subject: Subject) -> Any:

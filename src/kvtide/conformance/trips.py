@@ -69,7 +69,7 @@ def counts_of(subject: Subject, chunk_rows: int) -> list[int]:
     """Token counts around the boundaries of chunks of so many rows: zero, one, n - 1, n, n + 1,
     a multiple and what surrounds it; where rows stand for several tokens also a part of one."""
     unit = _tokens_per_row(subject)
-    limit = subject.pool.slot_count
+    limit = subject.pool.slot_count - subject.pool.padding_slots
     wanted = {0, 1, unit - 1, unit + 1}
     for rows in (chunk_rows - 1, chunk_rows, chunk_rows + 1, 2 * chunk_rows, 2 * chunk_rows + 1):
         wanted |= {rows * unit}
@@ -91,11 +91,12 @@ def _tokens_per_row(subject: Subject) -> int:
 
 def _slots(subject: Subject, count: int, random: np.random.Generator, order: str) -> Ids:
     """Distinct slots, in whole runs where the layout asks for them."""
-    unit, total = units_of(subject.geometry).slots, subject.pool.slot_count
+    unit = units_of(subject.geometry).slots
     if unit == 1 and order == "pages":
         unit = subject.pool.page_size
-    run_count, needed = total // unit, -(-count // unit)
-    assert needed <= run_count, f"{count} tokens don't fit into {total} slots"
+    first_run = -(-subject.pool.padding_slots // unit)
+    run_count, needed = subject.pool.slot_count // unit - first_run, -(-count // unit)
+    assert needed <= run_count, f"{count} tokens don't fit into {run_count} runs of {unit} slots"
     if order in ("contiguous", "straddling"):
         first = int(random.integers(run_count - needed + 1))
         if order == "straddling":
@@ -105,7 +106,8 @@ def _slots(subject: Subject, count: int, random: np.random.Generator, order: str
         runs = np.arange(needed)[::-1] + int(random.integers(run_count - needed + 1))
     else:
         runs = random.permutation(run_count)[:needed]
-    slots: Ids = (runs[:, None] * unit + np.arange(unit)).reshape(-1)[:count].astype(np.int64)
+    firsts = (first_run + runs[:, None]) * unit
+    slots: Ids = (firsts + np.arange(unit)).reshape(-1)[:count].astype(np.int64)
     return slots
 
 

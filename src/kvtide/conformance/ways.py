@@ -35,8 +35,9 @@ class TideWay:
         return self._tides[0].offload(slots, key="kit", request=request)
 
     def load(self, saved: Snapshot, slots: Any, request: int | None) -> None:
-        """Writes it to other slots."""
-        self._tides[1].restore(saved, slots, key="kit", request=request)
+        """Writes it to other slots. What their rows have of tokens that weren't saved stays."""
+        tide = self._tides[1]
+        tide.restore(saved, slots, key="kit", request=request, keep_extra_rows=True)
 
     def drop(self, saved: Snapshot) -> None:
         """Gives its memory back."""

@@ -98,7 +98,8 @@ class NPUTokenToKVPool:
         held = [plane for plane in planes if not plane.is_empty]
         declared = {plane.name: plane for plane in geometry.planes}
         adopted = {plane.name: plane.rows(declared[plane.name].dtype) for plane in held}
-        self._pool = Pool.adopt(geometry, self._device, adopted)
+        # Page 0 is padding, and a table of slots has 0 where a token has none.
+        self._pool = Pool.adopt(geometry, self._device, adopted, padding_slots=self.page_size)
         limit = self._host_limit_bytes
         if limit is None:
             # All that the pool holds, four times over: pages of retracted requests are used again.
@@ -284,7 +285,8 @@ class NPUTokenToKVPool:
         """
         del mamba_indices, req_pool_index
         self._synchronize()
-        slots = checked_slots(_host_ids(indices), self._pool.slot_count)
+        pool = self._pool
+        slots = checked_slots(_host_ids(indices), pool.slot_count, pool.padding_slots)
         if isinstance(kv_cache_cpu, CPUCopy):
             self._tide.restore(kv_cache_cpu.snapshot, slots)
             return

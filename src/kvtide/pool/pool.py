@@ -48,11 +48,14 @@ class Pool:
         buffers: Sequence[torch.Tensor],
         buffer_rows: Sequence[BufferRows],
         maps: Mapping[str, Any],
+        padding_slots: int = 0,
     ) -> None:
         """For `create` and `adopt`, which see to it that the arguments fit together."""
         self.geometry = geometry
         self.device = device
         self.slot_count = slot_count
+        self.padding_slots = padding_slots
+        """The first slots, as many, are nobody's: moving one is an error."""
         self.buffers = tuple(buffers)
         self.buffer_rows = tuple(buffer_rows)
         self._planes = {name: tuple(layers) for name, layers in planes.items()}
@@ -160,6 +163,7 @@ class Pool:
         *,
         maps: Mapping[str, Any] | None = None,
         slot_count: int | None = None,
+        padding_slots: int = 0,
         shares_memory: bool = False,
     ) -> Pool:
         """A pool over an engine's tensors, which stay the engine's: nothing is copied.
@@ -168,10 +172,11 @@ class Pool:
         [row, *row], or [page, token, *row] where a token is a row; gaps between rows are left
         alone. `maps` are the engine's own, read at each call: one id a slot, or a function from
         ids to ids (int64). `slot_count` is needed where no
-        plane has a row for each slot. `shares_memory` is an engine's promise that of planes which
-        lie in the same bytes it gives each byte to one at a time. Raises LayoutError, naming the
-        tensor, for missing or extra planes, a wrong layer count, shape, dtype or device, gaps
-        within a row, no rows, or two tensors that share memory without that promise.
+        plane has a row for each slot. The first `padding_slots` of them are the engine's own, and
+        no token's: moving one is a SlotError. `shares_memory` is an engine's promise that of
+        planes which lie in the same bytes it gives each byte to one at a time. Raises LayoutError,
+        naming the tensor, for missing or extra planes, a wrong layer count, shape, dtype or
+        device, gaps within a row, no rows, or two tensors that share memory without that promise.
         """
         expected = {plane.name: plane for plane in geometry.planes}
         name = geometry.layout.name
@@ -187,8 +192,9 @@ class Pool:
         if slot_count is not None:
             slot_count = _count(slot_count, f"pool {name!r}: slot_count", 1)
         slots = layers.slot_count(slot_count)
+        padding_slots = _count(padding_slots, f"pool {name!r}: padding_slots", 0)
         found = layers.typed, layers.buffers, layers.rows
-        return cls(geometry, device, slots, *found, maps or {})
+        return cls(geometry, device, slots, *found, maps or {}, padding_slots)
 
 
 @final

@@ -100,12 +100,13 @@ class Moves:
     most_units: int
 
 
-def checked_slots(slots: Any, slot_count: int) -> Slots:
+def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Slots:
     """A copy of `slots` as int64 [token]: what happens to the caller's array later can't matter.
 
     Takes whatever numpy takes for integers, and tensors that lie on a device; for those it
     blocks. Raises SlotError, naming the first bad id, for slots that aren't integers in one
-    dimension, are negative, beyond the pool, or repeated.
+    dimension, are negative, beyond the pool, repeated, or among the first `padding_slots`, which
+    are nobody's: an engine's table has 0 where a token has no slot.
     """
     ids = integers_of(slots, "slot")
     if not ids.size:
@@ -114,6 +115,12 @@ def checked_slots(slots: Any, slot_count: int) -> Slots:
     if ordered[0] < 0 or ordered[-1] >= slot_count:
         at = int(((ids < 0) | (ids >= slot_count)).argmax())
         raise SlotError(f"slot {ids[at]} at position {at} isn't in 0 … {slot_count - 1}")
+    if ordered[0] < padding_slots:
+        at = int((ids < padding_slots).argmax())
+        raise SlotError(
+            f"slot {ids[at]} at position {at} is padding, so that token has none: the slots that "
+            f"this pool hands out begin at {padding_slots}"
+        )
     if (ordered[1:] == ordered[:-1]).any():
         order = np.argsort(ids, kind="stable")
         at = int(order[1:][np.diff(ids[order]) == 0].min())

@@ -37,7 +37,8 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """A pool's parts. `slot_count` is one more than the highest slot that SGLang hands out.
+    """A pool's parts. `slot_count` is one more than the highest slot that SGLang hands out; the
+    lowest is the first of page 1, as page 0 is padding.
 
     `maps` are those of the rules, as `Pool.adopt` takes them. `first_layer` is that of the
     pipeline stage, `rank` the rank among those that divide this request's KV. `shares_memory` says
@@ -98,6 +99,7 @@ class Description:
             tensors,
             maps=self.maps,
             slot_count=slots,
+            padding_slots=self.page_size,
             shares_memory=self.shares_memory,
         )
 
