@@ -12,6 +12,7 @@ from kvtide.errors import LayoutError, SlotError
 from kvtide.pool.npu import NPUPagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from support.npu_pools import differences, image_of, mha, scramble, with_tokens
 from support.simulated import SCHEDULES, simulated
+from support.values import NO_ROWS, name_of
 
 
 def make(size: int = 64, page_size: int = 4, device: str = "cpu", **changes: Any) -> Any:
@@ -153,7 +154,7 @@ def test_sizes_that_cannot_be_meant_are_refused() -> None:
         decode(make(), [0], [5])
     with pytest.raises(LayoutError, match="pages of 8 tokens, the pool's are of 4"):
         make(page_size=8, kvcache=mha("cpu"))
-    with pytest.raises(LayoutError, match="pages of 0"):
+    with pytest.raises(LayoutError, match="page_size must be an integer from 1, not 0"):
         make(page_size=0)
 
 
@@ -246,3 +247,46 @@ def test_a_retracted_request_resumes_elsewhere(where: str) -> None:
         expected = with_tokens(pool, before, new.tolist(), before, source)
         assert [] == differences(expected, image_of(pool))
         pool.close()
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_size_takes_no_slots(value: Any) -> None:
+    """Neither at the start nor later."""
+    allocator = make(page_size=1)
+    with pytest.raises(SlotError):
+        allocator.alloc(value)
+    with pytest.raises(LayoutError, match="allocator: size"):
+        make(size=value)
+    with pytest.raises(LayoutError, match="allocator: page"):
+        make(page_size=value)
+    one, none = torch.tensor([1]), torch.tensor([0])
+    for tokens, pages in ((value, 1), (1, value)):
+        with pytest.raises(SlotError):
+            allocator.alloc_extend(none, none, one, one, torch.tensor([-1]), tokens, pages)
+    assert 64 == allocator.available_size()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 4, 4.0, "4", [4.5], [True], [None], torch.tensor([4.0]), torch.tensor([True]), {4}],
+    ids=name_of,
+)
+def test_what_are_no_slots_or_lengths_is_refused(value: Any) -> None:
+    """4.5 is no slot of page 1, and True no length: who holds what stays."""
+    allocator = make()
+    slots = allocator.alloc(4)
+    assert [4, 5, 6, 7] == slots.tolist()
+    with pytest.raises(SlotError):
+        allocator.free(value)
+    one, last = torch.tensor([5]), torch.tensor([7])
+    for lengths in ((value, one), (one, value)):
+        with pytest.raises(SlotError):
+            allocator.alloc_extend(one, lengths[0], one, lengths[1], last, 0)
+    with pytest.raises(SlotError):
+        allocator.alloc_decode(one, value, last)
+    with pytest.raises(SlotError):
+        allocator.alloc_decode(one, one, value)
+    with pytest.raises(SlotError, match=r"2 .* 1"):
+        allocator.alloc_extend(one, torch.tensor([5, 5]), one, one, last, 0)
+    assert 60 == allocator.available_size()
+    allocator.free(slots)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kvtide.errors import SlotError, SnapshotDamaged, SnapshotMiss
+from kvtide.errors import LayoutError, SlotError, SnapshotDamaged, SnapshotMiss
 from support.npu_pools import (
     KINDS,
     LIMIT_BYTES,
     TILED,
+    AnyLayer,
     differences,
     image_of,
     mha,
@@ -21,6 +24,7 @@ from support.npu_pools import (
     small_device,
     with_tokens,
 )
+from support.values import NO_ROWS, name_of
 
 # ---- refusals --------------------------------------------------------------------------------
 
@@ -156,3 +160,74 @@ def test_damage_is_found_before_a_byte_is_read_or_written(kind: str) -> None:
     with pytest.raises(SnapshotDamaged, match="nothing was read"):
         [copy[layer][chunk] for layer in range(3) for chunk in range(2)]
     device.close()
+
+
+# ---- what can't be meant ---------------------------------------------------------------------
+
+
+def test_rows_that_a_pool_has_not_are_said_to_be_left_out_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang gives them to every pool, and saves the state that they name beside."""
+    said: list[str] = []
+    log = logging.getLogger("kvtide.pool.npu_planes")
+    monkeypatch.setattr(log, "warning", lambda text, name: said.append(text % name))
+    pool = mha("cpu")
+    first = pool.get_cpu_copy([4], mamba_indices=torch.tensor(1))
+    pool.load_cpu_copy(first, [5], mamba_indices=torch.tensor(1), req_pool_index=3)
+    pool.get_cpu_copy([4], mamba_indices=torch.tensor(1), req_pool_index=3)
+    assert ["mamba_indices", "req_pool_index"] == [text.split(": ")[1].split()[0] for text in said]
+    assert all("has no rows of requests" in text for text in said)
+    first.release()
+
+
+SIZES = ("size", "page_size", "layer_num", "start_layer", "end_layer", "host_limit_bytes")
+WIDTHS = {
+    "mha": ("head_num", "head_dim", "v_head_dim", "swa_head_num", "swa_head_dim", "swa_v_head_dim"),
+    "mla_index": ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"),
+    "mla_nz": ("kv_lora_rank", "qk_rope_head_dim"),
+    "packed": ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "kv_cache_dim"),
+}
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_what_is_no_size_makes_no_pool(kind: str, value: Any) -> None:
+    """By kvtide's own error, whichever size it is."""
+    for name in (*SIZES, *WIDTHS[kind]):
+        with pytest.raises(LayoutError):
+            KINDS[kind]("cpu", **{name: value})
+    if kind == "mla_index":
+        for layers in ([value], [5, value]):
+            with pytest.raises(LayoutError, match="indexer_layer_ids"):
+                KINDS[kind]("cpu", indexer_layer_ids=layers)
+
+
+@pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
+def test_what_is_no_layer_has_no_buffer(value: Any) -> None:
+    """5.0 isn't layer 5."""
+    pool = KINDS["mla_index"]("cpu", start_layer=0, indexer_layer_ids=(0, 1))
+    for name in ("key", "value", "kv", "index_k"):
+        with pytest.raises(LayoutError, match="layer"):
+            getattr(pool, f"get_{name}_buffer")(value)
+    with pytest.raises(LayoutError, match="cpu_offloading_chunk_size"):
+        pool.cpu_offloading_chunk_size = value
+
+
+@pytest.mark.parametrize(
+    "loc",
+    [None, 4, "4", [4, 5], torch.tensor([4.0, 5.5]), torch.tensor([True, False]), np.array([4, 5])],
+    ids=name_of,
+)
+def test_what_are_no_slots_is_not_written_to(loc: Any) -> None:
+    """4.5 isn't slot 4, and a mask isn't slots 0 and 1. Whether a slot is there isn't looked at."""
+    pool, before = saved("mla_index")
+    good, keys = torch.tensor([4, 5]), torch.ones(2, 1, 48, dtype=torch.bfloat16)
+    with pytest.raises(SlotError, match="integers"):
+        pool.set_kv_buffer(AnyLayer(5), loc, keys)
+    with pytest.raises(SlotError, match="integers"):
+        pool.set_index_k_buffer(5, loc, torch.ones(2, 8, dtype=torch.bfloat16))
+    for pair in ((loc, good), (good, loc)):
+        with pytest.raises(SlotError, match="integers"):
+            pool.move_kv_cache(*pair)
+    assert [] == differences(before, image_of(pool))

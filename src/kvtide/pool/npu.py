@@ -21,7 +21,7 @@ from kvtide.pool.npu_allocator import NPUPagedTokenToKVPoolAllocator, TokenToKVP
 from kvtide.pool.npu_base import NPUTokenToKVPool
 from kvtide.pool.npu_copy import CPUCopy
 from kvtide.pool.npu_mla import NPUMLATokenToKVPool
-from kvtide.pool.npu_planes import PlaneBuffer, dtype_name, refuse
+from kvtide.pool.npu_planes import PlaneBuffer, dtype_name, refuse, size_of
 
 __all__ = [
     "CPUCopy",
@@ -87,22 +87,27 @@ class NPUMHATokenToKVPool(NPUTokenToKVPool):
             host_limit_bytes=host_limit_bytes,
         )
         self.allocation_label = allocation_label
-        self.head_num = head_num if swa_head_num is None else swa_head_num
-        self.head_dim = head_dim if swa_head_dim is None else swa_head_dim
-        widths = (swa_v_head_dim, v_head_dim, head_dim)
-        self.v_head_dim = next(width for width in widths if width is not None)
+        sizes = {
+            "head_num": head_num, "head_dim": head_dim, "v_head_dim": v_head_dim,
+            "swa_head_num": swa_head_num, "swa_head_dim": swa_head_dim,
+            "swa_v_head_dim": swa_v_head_dim,
+        }  # fmt: skip
+        own = {name: size_of(name, size) for name, size in sizes.items() if size is not None}
+        self.head_num = own.get("swa_head_num", own["head_num"])
+        self.head_dim = own.get("swa_head_dim", own["head_dim"])
+        self.v_head_dim = own.get("swa_v_head_dim", own.get("v_head_dim", own["head_dim"]))
         geometry = GQA.bind(
             dtype=dtype_name(dtype),
-            token=page_size,
+            token=self.page_size,
             first_layer=self.start_layer,
-            layer=layer_num,
+            layer=self.layer_num,
             head=self.head_num,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
         )
-        layers = range(self.start_layer, self.start_layer + layer_num)
-        keys = self._zeros(layer_num, self.head_num, self.head_dim)
-        values = self._zeros(layer_num, self.head_num, self.v_head_dim)
+        layers = range(self.start_layer, self.start_layer + self.layer_num)
+        keys = self._zeros(self.layer_num, self.head_num, self.head_dim)
+        values = self._zeros(self.layer_num, self.head_num, self.v_head_dim)
         self._hold(geometry, [PlaneBuffer("k", keys, layers), PlaneBuffer("v", values, layers)])
         self.k_buffer, self.v_buffer = keys, values
         if use_fia:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from kvtide.device.accelerator import find_accelerator
 from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import checked_integer, integer_of, integers_of, shown
+from kvtide.pool.npu_planes import slots_on
 from kvtide.pool.slots import PageAllocator
 
 _PADDING_PAGE = 0
@@ -37,11 +39,13 @@ class NPUPagedTokenToKVPoolAllocator:
         need_sort: bool,
     ) -> None:
         """Raises LayoutError for pages of another size than those of the pool, `kvcache`."""
+        self.size = checked_integer(size, "allocator: size", error=LayoutError)
+        self.page_size = checked_integer(
+            page_size, "allocator: page_size", least=1, error=LayoutError
+        )
         own = getattr(kvcache, "page_size", page_size)
-        if page_size < 1 or own != page_size:
+        if own != self.page_size:
             raise LayoutError(f"allocator: pages of {page_size} tokens, the pool's are of {own}")
-        self.size = size
-        self.page_size = page_size
         self.dtype = dtype
         self.device = device
         self.need_sort = need_sort
@@ -69,9 +73,10 @@ class NPUPagedTokenToKVPoolAllocator:
 
         Raises SlotError for a size that isn't of whole pages.
         """
-        if need_size % self.page_size:
-            raise SlotError(f"{need_size} slots aren't whole pages of {self.page_size}")
-        pages = self._acquire(need_size // self.page_size)
+        size = integer_of(need_size)
+        if size is None or size < 0 or size % self.page_size:
+            raise SlotError(f"{shown(need_size)} slots aren't whole pages of {self.page_size}")
+        pages = self._acquire(size // self.page_size)
         if pages is None:
             return None
         firsts = torch.tensor(pages, dtype=torch.int64).reshape(-1, 1) * self.page_size
@@ -95,16 +100,21 @@ class NPUPagedTokenToKVPoolAllocator:
         contradict each other or the last two arguments.
         """
         del prefix_lens, seq_lens
-        prefixes, totals = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
+        prefixes, totals = _lengths(prefix_lens_cpu), _lengths(seq_lens_cpu)
+        if len(prefixes) != len(totals):
+            raise SlotError(f"{len(prefixes)} lengths to extend to {len(totals)} lengths")
         spans = [range(*span) for span in zip(prefixes, totals, strict=True)]
         wrong = [span for span in spans if not 0 <= span.start <= span.stop]
-        if wrong or sum(map(len, spans)) != extend_num_tokens:
+        if wrong or sum(map(len, spans)) != integer_of(extend_num_tokens):
             raise SlotError(
-                f"lengths {prefixes} to {totals} aren't {extend_num_tokens} tokens to extend by"
+                f"lengths {prefixes} to {totals} aren't {shown(extend_num_tokens)} tokens to "
+                "extend by"
             )
         needed = sum(self._pages_of(span.stop) - self._pages_of(span.start) for span in spans)
-        if num_new_pages not in (None, needed):
-            raise SlotError(f"{needed} new pages are needed, num_new_pages is {num_new_pages}")
+        if num_new_pages is not None and integer_of(num_new_pages) != needed:
+            raise SlotError(
+                f"{needed} new pages are needed, num_new_pages is {shown(num_new_pages)}"
+            )
         return self._grown(spans, last_loc, needed)
 
     def alloc_decode(
@@ -116,7 +126,7 @@ class NPUPagedTokenToKVPoolAllocator:
         too few pages are free. Raises SlotError for a request of no tokens.
         """
         del seq_lens
-        totals = seq_lens_cpu.tolist()
+        totals = _lengths(seq_lens_cpu)
         if min(totals, default=1) < 1:
             raise SlotError(f"lengths {totals}: a request that decodes has a token at least")
         spans = [range(total - 1, total) for total in totals]
@@ -128,7 +138,8 @@ class NPUPagedTokenToKVPoolAllocator:
 
         Raises SlotError, and takes none, for a page that isn't held, and for the padding.
         """
-        slots = free_index.reshape(-1).cpu().numpy()
+        is_tensor = isinstance(free_index, torch.Tensor)
+        slots = integers_of(free_index.reshape(-1) if is_tensor else free_index, "slot")
         pages = np.unique(slots // self.page_size).tolist()
         if _PADDING_PAGE in pages:
             raise SlotError(f"page {_PADDING_PAGE} is padding: its slots aren't anybody's to free")
@@ -171,8 +182,9 @@ class NPUPagedTokenToKVPoolAllocator:
         Where `last_loc` lies is known to the device alone: tokens in that page are counted from
         it there.
         """
-        if len(last_loc) != len(spans):
-            raise SlotError(f"{len(last_loc)} last slots for {len(spans)} requests")
+        last = slots_on(self._torch_device, last_loc)
+        if len(last) != len(spans):
+            raise SlotError(f"{len(last)} last slots for {len(spans)} requests")
         pages = self._acquire(needed)
         if pages is None:
             return None
@@ -185,7 +197,6 @@ class NPUPagedTokenToKVPoolAllocator:
         both = torch.from_numpy(np.concatenate(parts, axis=1)).to(self._torch_device)
         slots, is_old = both[0], both[1]
         index = torch.from_numpy(owners).to(self._torch_device)
-        last = last_loc.to(device=self._torch_device, dtype=torch.int64)
         return (slots + is_old * last.index_select(0, index)).to(torch.int32)
 
     def _grown_one(self, span: range, pages: list[int]) -> NDArray[np.int64]:
@@ -197,6 +208,12 @@ class NPUPagedTokenToKVPoolAllocator:
         fresh = np.array([*pages, 0])[np.maximum(tokens // size - first, 0)]
         slots = np.where(is_old, tokens - span.start + 1, fresh * size + tokens % size)
         return np.stack([slots, is_old.astype(np.int64)])
+
+
+def _lengths(given: Any) -> list[int]:
+    """Of requests, in tokens."""
+    found: list[int] = integers_of(given, "length", "request").tolist()
+    return found
 
 
 class TokenToKVPoolAllocator(NPUPagedTokenToKVPoolAllocator):

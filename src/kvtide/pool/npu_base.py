@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,20 @@ import torch
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import integer_of, shown
 from kvtide.layout import Geometry
 from kvtide.pool.npu_copy import CopyPart, CPUCopy, planes_of_lists
-from kvtide.pool.npu_planes import KEPT_AS_BYTES, BufferInfos, PlaneBuffer, infos_of, refuse
+from kvtide.pool.npu_planes import (
+    KEPT_AS_BYTES,
+    BufferInfos,
+    Layer,
+    PlaneBuffer,
+    infos_of,
+    refuse,
+    size_of,
+    slots_on,
+    tell_unused,
+)
 from kvtide.pool.pool import Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
@@ -30,15 +41,6 @@ from kvtide.transfer import Mover, checked_slots
 
 _DEFAULT_CHUNK_SIZE = 8192
 _LEAST_HOST_BYTES = 64 << 20
-
-
-class Layer(Protocol):
-    """What these pools need of an attention layer."""
-
-    @property
-    def layer_id(self) -> int:
-        """Its number in the whole model."""
-        ...
 
 
 class NPUTokenToKVPool:
@@ -67,24 +69,31 @@ class NPUTokenToKVPool:
     ) -> None:
         """For the pools, which call `_hold` when their buffers are there."""
         refuse("enable_memory_saver", enable_memory_saver, False, "its tensors move in memory")
-        if page_size < 1 or size < page_size:
+        self.size, self.page_size = size_of("size", size), size_of("page_size", page_size)
+        if self.size < self.page_size:
             raise LayoutError(f"NPU pool: size {size} doesn't hold a page of {page_size} tokens")
+        self._set_stage(layer_num, start_layer, end_layer)
+        if host_limit_bytes is not None:
+            host_limit_bytes = size_of("host_limit_bytes", host_limit_bytes, 0)
         self._owns_device = isinstance(device, str | torch.device)
         self._device = _opened(device)
-        self.size, self.page_size = size, page_size
         self.dtype = dtype
         self.store_dtype = torch.uint8 if dtype in KEPT_AS_BYTES else dtype
         self.device = self._device.name
-        self.layer_num, self.start_layer = layer_num, start_layer or 0
-        last = self.start_layer + layer_num - 1
-        self.end_layer = last if end_layer is None else end_layer
-        if self.start_layer < 0 or self.end_layer < last:
+        self._chunk_size = _DEFAULT_CHUNK_SIZE
+        self._host_limit_bytes = host_limit_bytes
+        self._said: set[str] = set()
+
+    def _set_stage(self, layer_num: int, start_layer: int | None, end_layer: int | None) -> None:
+        self.layer_num = size_of("layer_num", layer_num)
+        self.start_layer = 0 if start_layer is None else size_of("start_layer", start_layer, 0)
+        last = self.start_layer + self.layer_num - 1
+        self.end_layer = last if end_layer is None else size_of("end_layer", end_layer, 0)
+        if self.end_layer < last:
             raise LayoutError(
                 f"NPU pool: {layer_num} layers don't fit between start_layer {self.start_layer} "
                 f"and end_layer {self.end_layer}"
             )
-        self._chunk_size = _DEFAULT_CHUNK_SIZE
-        self._host_limit_bytes = host_limit_bytes
 
     def _zeros(self, layer_count: int, *row: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[layer, page, token, *row] on the device."""
@@ -240,9 +249,7 @@ class NPUTokenToKVPool:
 
     @cpu_offloading_chunk_size.setter
     def cpu_offloading_chunk_size(self, token_count: int) -> None:
-        if type(token_count) is not int or token_count < 1:
-            raise LayoutError(f"cpu_offloading_chunk_size {token_count!r} isn't an integer from 1")
-        self._chunk_size = token_count
+        self._chunk_size = size_of("cpu_offloading_chunk_size", token_count)
 
     @property
     def host_used_bytes(self) -> int:
@@ -259,11 +266,12 @@ class NPUTokenToKVPool:
         Blocks until the bytes are there; the slots may then be reused. Raises SlotError for slots
         that can't be meant, in NZ order also for pages that aren't begun at their first slot,
         and ArenaFull when the host limit leaves no room: nothing was taken then. These pools
-        have no recurrent state and no rows of requests, so the last two arguments name nothing.
+        have no recurrent state and no rows of requests, so the last two arguments name nothing:
+        the log says so once.
         """
-        del mamba_indices, req_pool_index
+        tell_unused(self._said, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
         self._synchronize()
-        snapshot = self._tide.offload(_host_ids(indices))
+        snapshot = self._tide.offload(indices)
         return CPUCopy(snapshot, self._sections, self._parts, self._chunk_size)
 
     def load_cpu_copy(
@@ -283,10 +291,10 @@ class NPUTokenToKVPool:
         that have changed since. In NZ order pages move whole: what follows the last token in its
         page is overwritten too, from lists with zeros.
         """
-        del mamba_indices, req_pool_index
+        tell_unused(self._said, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
         self._synchronize()
         pool = self._pool
-        slots = checked_slots(_host_ids(indices), pool.slot_count, pool.padding_slots)
+        slots = checked_slots(indices, pool.slot_count, pool.padding_slots)
         if isinstance(kv_cache_cpu, CPUCopy):
             self._tide.restore(kv_cache_cpu.snapshot, slots)
             return
@@ -348,24 +356,27 @@ class NPUTokenToKVPool:
                 f"{list(plane.row_shape)}"
             )
 
-    def _on_device(self, loc: torch.Tensor) -> torch.Tensor:
-        return loc.reshape(-1).to(device=self._device.torch_device, dtype=torch.int64)
+    def _on_device(self, loc: Any) -> torch.Tensor:
+        return slots_on(self._device.torch_device, loc)
 
     def _local(self, layer_id: int) -> int:
         """A layer's number in this stage; LayoutError for one of another stage."""
-        number = layer_id - self.start_layer
-        if not 0 <= number < self.layer_num:
-            last = self.start_layer + self.layer_num - 1
-            raise LayoutError(f"layer {layer_id} isn't in this stage's {self.start_layer} … {last}")
-        return number
+        first, number = self.start_layer, integer_of(layer_id)
+        last = first + self.layer_num - 1
+        if number is None or not first <= number <= last:
+            raise LayoutError(f"layer {shown(layer_id)} isn't in this stage's {first} … {last}")
+        return number - first
 
     def _place(self, name: str, layer_id: int) -> tuple[PlaneBuffer, int]:
         """A plane that only some layers have, and the layer's place in it."""
+        number = integer_of(layer_id)
         for plane in self._planes:
-            if plane.name == name and layer_id in plane.layers:
-                return plane, list(plane.layers).index(layer_id)
+            if plane.name == name and number is not None and number in plane.layers:
+                return plane, list(plane.layers).index(number)
         layers = [layer for plane in self._planes if plane.name == name for layer in plane.layers]
-        raise LayoutError(f"layer {layer_id} has no {name!r} here; the layers that do: {layers}")
+        raise LayoutError(
+            f"layer {shown(layer_id)} has no {name!r} here; the layers that do: {layers}"
+        )
 
     def _typed(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer if self.store_dtype == self.dtype else buffer.view(self.dtype)
@@ -378,8 +389,3 @@ class NPUTokenToKVPool:
 
 def _opened(device: str | torch.device | Device) -> Device:
     return open_device(str(device)) if isinstance(device, str | torch.device) else device
-
-
-def _host_ids(indices: Any) -> Any:
-    """Slots where numpy can read them; waits for a device that has them."""
-    return indices.detach().cpu() if isinstance(indices, torch.Tensor) else indices

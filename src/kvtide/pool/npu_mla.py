@@ -8,12 +8,13 @@ from typing import Any, final
 import torch
 
 from kvtide.device import Device
-from kvtide.errors import LayoutError
+from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import integers_of, shown
 from kvtide.layout import Geometry
 from kvtide.layout.mla import MLA_NZ, MLA_PACKED, MLA_SPLIT
 from kvtide.pool.npu_base import NPUTokenToKVPool
 from kvtide.pool.npu_copy import TILE_COLUMNS
-from kvtide.pool.npu_planes import PlaneBuffer, dtype_name, refuse
+from kvtide.pool.npu_planes import PlaneBuffer, dtype_name, refuse, size_of
 
 _SCALE_COLUMNS = 128
 _LARGEST_FP8 = 448.0  # of e4m3fn
@@ -80,7 +81,10 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
                     "ranks' tokens have too need a context-parallel pool"
                 )
         self.is_draft_worker = is_draft_worker
-        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.kv_lora_rank = size_of("kv_lora_rank", kv_lora_rank)
+        self.qk_rope_head_dim = size_of("qk_rope_head_dim", qk_rope_head_dim)
+        if index_head_dim is not None:
+            index_head_dim = size_of("index_head_dim", index_head_dim)
         self.index_head_dim = index_head_dim
         self.indexer_layer_ids = self._index_layers(indexer_layer_ids)
         self.dsa_kv_cache_store_fp8 = self._is_packed(kv_cache_dim)
@@ -106,7 +110,11 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
         stage = range(self.start_layer, self.start_layer + self.layer_num)
         if self.index_head_dim is None:
             return ()
-        layers = tuple(stage) if given is None else tuple(given)
+        try:
+            ids = stage if given is None else integers_of(given, "layer", "layer").tolist()
+        except SlotError as error:
+            raise LayoutError(f"NPU pool: indexer_layer_ids {shown(given)}: {error}") from error
+        layers = tuple(ids)
         if len(set(layers)) < len(layers) or not set(layers) <= set(stage):
             raise LayoutError(
                 f"NPU pool: indexer_layer_ids {list(layers)} must be distinct layers of "
@@ -117,6 +125,8 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
     def _is_packed(self, kv_cache_dim: int | None) -> bool:
         """Whether tokens are packed records; LayoutError for a width that nothing has."""
         whole = self.kv_lora_rank + self.qk_rope_head_dim
+        if kv_cache_dim is not None:
+            kv_cache_dim = size_of("kv_cache_dim", kv_cache_dim)
         if kv_cache_dim in (None, self.kv_lora_rank, whole):
             return False
         is_fp8 = self.dtype == torch.float8_e4m3fn and self.index_head_dim is not None

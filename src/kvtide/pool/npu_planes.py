@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import final
+from typing import Any, Protocol, final
 
 import torch
 
-from kvtide.errors import LayoutError
+from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import checked_integer, shown
 from kvtide.pool.npu_copy import TILE_COLUMNS
+
+logger = logging.getLogger(__name__)
 
 # SGLang keeps these as bytes, and in lists on the host they are bytes.
 KEPT_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 BufferInfos = tuple[list[int], list[int], list[int]]
 """Of each buffer: its address, its length and the length of a page, in bytes."""
+
+
+class Layer(Protocol):
+    """What these pools need of an attention layer."""
+
+    @property
+    def layer_id(self) -> int:
+        """Its number in the whole model."""
+        ...
 
 
 @final
@@ -89,6 +102,32 @@ def infos_of(planes: Sequence[PlaneBuffer]) -> BufferInfos:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+def slots_on(device: torch.device, loc: Any) -> torch.Tensor:
+    """Slots, a tensor of integers, as int64 [token] on the device. Raises SlotError for anything
+    else, of which a cast would make slots; whether they are there is known to the device alone."""
+    dtype = loc.dtype if isinstance(loc, torch.Tensor) else torch.bool
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise SlotError(f"slots to write must be a tensor of integers [token], not {shown(loc)}")
+    found: torch.Tensor = loc.reshape(-1).to(device=device, dtype=torch.int64)
+    return found
+
+
+def tell_unused(said: set[str], **rows: object) -> None:
+    """Says once of each that it names nothing in these pools. SGLang gives them to every pool."""
+    for name, given in rows.items():
+        if given is not None and name not in said:
+            said.add(name)
+            logger.warning(
+                "NPU pool: %s names nothing here, since the pool has no rows of requests: its CPU "
+                "copies are of tokens alone", name,
+            )  # fmt: skip
+
+
+def size_of(name: str, value: object, least: int = 1) -> int:
+    """A size that a pool is made with; LayoutError for what is none."""
+    return checked_integer(value, f"NPU pool: {name}", least=least, error=LayoutError)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
