@@ -185,7 +185,7 @@ def _fused_hybrid() -> Built:
 def _fused_windows() -> Built:
     """A draft of a layer with full attention and one with a window, each in a target's entries."""
     bundle = cases_unified.window_bundle(fused_draft=_placed(full=(1, 2), swa=(1, 2)))
-    built = cases_unified.windows(bundle, gone=16)
+    built = cases_unified.windows(bundle, gone=16, window=37 - 16)
     draft = UnifiedDraftSWAKVPool(
         unified_buffer=bundle.unified_memory_pool,
         host_allocator=built.allocator,

@@ -157,8 +157,8 @@ def hybrid(page_size: int = PAGE, rank: int = 0, **options: Any) -> Built:
     return Built(pool, allocator, probes, sources, targets, requests, poisoned(raw))
 
 
-def windows(bundle: Any, gone: int = 0) -> Built:
-    """Built of a window_bundle, `gone` of whose tokens have left the window."""
+def windows(bundle: Any, gone: int = 0, window: int | None = None) -> Built:
+    """Built of a window_bundle, `gone` of whose tokens have left the window of so many."""
     pool, allocator = bundle.token_to_kv_pool, bundle.token_to_kv_pool_allocator
     raw = bundle.unified_memory_pool._raw
     scatter(allocator)
@@ -177,7 +177,7 @@ def windows(bundle: Any, gone: int = 0) -> Built:
             allocator.free_swa_segment(slots[:gone], start_pos=0)
         randomise(raw)
 
-    return Built(pool, allocator, probes, prepare=prepare)
+    return Built(pool, allocator, probes, prepare=prepare, window_tokens=window)
 
 
 def _tail() -> Built:
@@ -203,7 +203,7 @@ def _tail() -> Built:
 
 def _all() -> Built:
     bundle = all_bundle()
-    built, requests = windows(bundle, gone=PAGE), bundle.req_to_token_pool
+    built, requests = windows(bundle, gone=PAGE, window=37 - PAGE), bundle.req_to_token_pool
     raw = bundle.unified_memory_pool._raw
     state = state_by_table(requests.mamba_pool, built.allocator.mamba_allocator, raw)
     built.probes, built.request_pool = [*built.probes, *state], requests
@@ -239,7 +239,7 @@ CASES = [
     Case("unified SWA, page 1", lambda: windows(window_bundle(1)), "exact", 13, 1),
     Case(
         "unified SWA, two pages out of the window",
-        lambda: windows(window_bundle(), gone=32),
+        lambda: windows(window_bundle(), gone=32, window=29),
         "exact",
         61,
     ),

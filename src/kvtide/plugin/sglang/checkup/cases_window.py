@@ -93,8 +93,11 @@ def _buffers(pool: Any) -> list[tuple[str, list[torch.Tensor]]]:
     return [("k", pool.k_buffer), ("v", pool.v_buffer)]
 
 
-def windowed(page_size: int, gone: int = 0, **options: Any) -> Built:
-    """A pool, `gone` of whose tokens have left the window when they are saved."""
+def windowed(page_size: int, gone: int = 0, window: int | None = None, **options: Any) -> Built:
+    """A pool, `gone` of whose tokens have left the window, of so many, when they are saved.
+
+    A request that comes back has rows for all of its tokens, as SGLang's simplest way gives them.
+    """
     pool = window_pool(page_size, **options)
     allocator = allocator_of(pool, page_size)
     allocate = allocator.alloc if page_size == 1 else lambda count: extend(allocator, count)
@@ -104,6 +107,7 @@ def windowed(page_size: int, gone: int = 0, **options: Any) -> Built:
         window_probes(pool, gone),
         allocate=allocate,
         prepare=lambda slots: allocator.free_swa_segment(slots[:gone], start_pos=0),
+        window_tokens=window,
     )
 
 
@@ -138,7 +142,7 @@ def _latent(page_size: int = 16, **options: Any) -> Built:
         "full_kv_pool_kwargs": wide,
         "swa_kv_pool_kwargs": {**wide, "kv_lora_rank": 32},
     }
-    return windowed(page_size, page_size, **{**pools, **options})
+    return windowed(page_size, page_size, 37 - page_size, **{**pools, **options})
 
 
 def _sparse() -> Built:
@@ -148,6 +152,7 @@ def _sparse() -> Built:
         full_kv_pool_class=memory_pool.DSATokenToKVPool,
         full_kv_pool_kwargs={**LATENT, "kv_cache_dim": 80, "index_head_dim": 128, "page_size": 64},
     )
+    built.window_tokens = 100 - 64
     built.probes = [*built.probes, *index_probes(built.pool.full_kv_pool)]
     return built
 
@@ -181,6 +186,7 @@ def _on_npu(fia: bool) -> Built:
             probes,
             allocate=lambda count: extend(allocator, count),
             prepare=lambda slots: allocator.free_swa_segment(slots[:gone], start_pos=0),
+            window_tokens=37 - gone,
             undo=stack.pop_all().close,
         )
 
@@ -195,7 +201,7 @@ def _windows_alone() -> Built:
 
 def _with_state() -> Built:
     """Windows and state: the KV pool's copy lacks the state, which the request pool has."""
-    built = windowed(16, gone=16)
+    built = windowed(16, gone=16, window=37 - 16)
     requests = memory_pool.HybridReqToTokenPool(
         size=4,
         mamba_size=6,
@@ -216,8 +222,10 @@ def _with_state() -> Built:
 CASES = [
     Case("SWA, page 1", lambda: windowed(1), "exact", 13, 1),
     Case("SWA, page 16, partial last page", lambda: windowed(16), "exact"),
-    Case("SWA, page 1, 8 of 20 tokens out of the window", lambda: windowed(1, 8), "exact", 20, 1),
-    Case("SWA, page 16, two pages out of the window", lambda: windowed(16, 32), "exact", 61),
+    Case(
+        "SWA, page 1, 8 of 20 tokens out of the window", lambda: windowed(1, 8, 12), "exact", 20, 1
+    ),
+    Case("SWA, page 16, two pages out of the window", lambda: windowed(16, 32, 29), "exact", 61),
     Case("SWA, fewer rows at the target", lambda: with_tail(windowed(16, 16)), "exact", 61),
     Case("SWA of latents", _latent, "exact"),
     Case(
