@@ -72,6 +72,19 @@ def test_more_rows_than_the_target_has_are_lost_only_if_the_window_is_known() ->
     assert outcome.detail.startswith("SnapshotMiss: snapshot has a row for token 16")
 
 
+def test_rows_for_what_had_left_the_window_are_left_alone_only_if_it_is_known() -> None:
+    """Else they would be taken for the request's, with what somebody else left in them."""
+
+    def build() -> Any:
+        built = cases_window.windowed(16, 32)
+        assert built.window_tokens is None
+        return built
+
+    outcome = round_trip(Case("", build, "exact", 61), KvtideWay())
+    assert "crash" == outcome.verdict
+    assert outcome.detail.startswith("SnapshotMiss: the target has a row for token 0 of 61")
+
+
 def test_a_slot_without_a_row_is_an_error_where_each_must_have_one() -> None:
     """A window's slots may lack one."""
     allocator = cases_unified.hybrid_bundle().token_to_kv_pool_allocator
@@ -96,7 +109,7 @@ def test_a_draft_must_have_all_of_the_targets_slots() -> None:
 def test_a_draft_that_is_refused_refuses_its_target_with_it() -> None:
     """All or nothing."""
     target, allocator = cases_attention.mha()
-    with pytest.raises(Refused, match=r"^pool class object isn't known"):
+    with pytest.raises(Refused, match=r"^pool class builtins.object isn't known"):
         describe_with_draft(Subject(target, allocator), [object()])
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvtide.plugin.sglang.checkup.trips import Built, KvtideWay, Outcome, round_
 from kvtide.plugin.sglang.parts import Description, Part
 
 BESIDE_STATE = next(case for case in cases_state.CASES if case.name == "MHA beside state")
+QSA = next(case for case in cases_state.CASES if case.name.startswith("QSA: "))
 RING = next(case for case in cases_state.CASES if "of the request's" in case.name)
 
 
@@ -44,6 +46,24 @@ def test_damage_to_a_row_that_goes_with_another_request_is_found() -> None:
     """A ring that has one row for each row in req_to_token."""
     outcome = round_trip(RING, Careless("replayssm_k", "request", 2))
     assert Outcome("wrong", "ring_k of others") == outcome
+
+
+@pytest.mark.parametrize("descends", [(True, False), (False, True)])
+def test_shared_keys_are_compared_in_the_order_of_their_tokens(descends: tuple[bool, bool]) -> None:
+    """The source's pages may come in another order than the target's."""
+
+    def build() -> Built:
+        built, order = QSA.build(), [*descends]
+
+        def allocate(count: int) -> torch.Tensor:
+            pages = built.allocator.alloc(count).view(-1, QSA.page_size)
+            slots: torch.Tensor = pages.sort(0, descending=order.pop(0)).values.flatten()
+            return slots
+
+        built.allocate = allocate
+        return built
+
+    assert Outcome("exact") == round_trip(replace(QSA, build=build), KvtideWay())
 
 
 def description(*tensors: torch.Tensor) -> Description:

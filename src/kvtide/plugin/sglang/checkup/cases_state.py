@@ -195,8 +195,12 @@ def _qsa(dtype: torch.dtype = torch.bfloat16) -> Built:
 
 
 def _groups(name: str, buffer: torch.Tensor, ratio: int) -> Probe:
-    """A probe of [slot // ratio, …]."""
-    return Probe(name, lambda slots, _: buffer[torch.unique(slots // ratio)].clone(), [buffer])
+    """A probe of [slot // ratio, …], in the order of the tokens wherever their pages lie."""
+
+    def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
+        return buffer[torch.unique_consecutive(slots // ratio)].clone()
+
+    return Probe(name, read, [buffer])
 
 
 def _ring(name: str, buffer: torch.Tensor, ratio: int) -> Probe:
@@ -267,7 +271,7 @@ def _two_rings() -> Built:
 
 
 REFUSED = [
-    Refusal("state of an unknown class", _of_an_unknown_class, "doesn't know OtherMambaPool"),
+    Refusal("state of an unknown class", _of_an_unknown_class, "doesn't know .*OtherMambaPool"),
     Refusal("unknown rows with the state", lambda: _mha(state_pool(_Stranger())), "_Stranger"),
     Refusal("two ReplaySSM rings in one", _two_rings, "use one of them"),
 ]
