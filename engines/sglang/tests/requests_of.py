@@ -30,7 +30,7 @@ class ReqKvInfo:
 
     def __init__(self, row: int, mamba: int | None) -> None:
         self.req_pool_idx = row
-        self.mamba_pool_idx = None if mamba is None else torch.tensor([mamba])
+        self.mamba_pool_idx = None if mamba is None else torch.tensor(mamba)
         self.retraction_backup: Any = None
 
 

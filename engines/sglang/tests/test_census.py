@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.plugin.sglang.census import ABSTRACT, WITHIN, PoolClass, census
 from kvtide.plugin.sglang.describe import describers
+from kvtide.plugin.sglang.homes import HOMES
 from kvtide.plugin.sglang.source import Source
 
 
@@ -36,7 +37,7 @@ def test_what_is_not_moved_says_why(found: list[PoolClass]) -> None:
 
 
 POOLS = {
-    "memory_pool.py": """
+    "mem_cache/memory_pool.py": """
 class KVCache: ...
 class MHATokenToKVPool(KVCache): ...
 class Allocator(BaseTokenToKVPoolAllocator):
@@ -52,12 +53,32 @@ class AfterThat(NextPool): ...
 class StateOfItsOwn:
     def get_cpu_copy(self): ...
 """,
+    "vendor.py": """
+class MHATokenToKVPool(memory_pool.MHATokenToKVPool):
+    one_buffer_more = None
+""",
 }
 
 
 def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
     """Whether it derives from a pool, at one remove or two, or makes copies by itself."""
     for name, text in POOLS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    unknown = [one.name for one in census(Source(tmp_path)) if one.verdict == "unknown"]
-    assert ["AfterThat", "NextPool", "StateOfItsOwn"] == unknown
+    unknown = [(one.name, one.file) for one in census(Source(tmp_path)) if one.verdict == "unknown"]
+    assert [
+        ("AfterThat", "later.py"),
+        ("MHATokenToKVPool", "vendor.py"),
+        ("NextPool", "later.py"),
+        ("StateOfItsOwn", "later.py"),
+    ] == unknown
+
+
+def test_each_class_is_at_home_where_this_sglang_has_it() -> None:
+    """And its name is there once: else it would be one of two."""
+    source = Source.of_installed()
+    files = {name: [one.file for one in source.named(name)] for names in HOMES.values()
+             for name in names}  # fmt: skip
+    expected = {name: [f"{module.replace('.', '/')}.py"] for module, names in HOMES.items()
+                for name in names}  # fmt: skip
+    assert expected == files

@@ -133,7 +133,7 @@ def test_another_cache_beside_the_pool_is_refused_by_name() -> None:
     pool, allocator = mha(page_size=1)
     requests = request_pool()
     requests.attach_aux_cache(object())
-    with pytest.raises(Refused, match="MHATokenToKVPool: kvtide doesn't know object"):
+    with pytest.raises(Refused, match=r"MHATokenToKVPool: kvtide doesn't know builtins.object"):
         describe(Subject(pool, allocator, requests))
 
 

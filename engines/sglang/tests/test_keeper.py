@@ -138,6 +138,48 @@ def test_slots_that_cannot_be_meant_are_an_error(place: Place, keeper: Keeper) -
     assert Counter(slots=1) == keeper.counters.refused_saves
 
 
+def test_a_token_without_a_slot_is_not_saved(place: Place, keeper: Keeper) -> None:
+    """SGLang's table has 0 there, the padding's slot, in which others' dummy output lies."""
+    req = place.admit("a", 20)
+    backup = keeper.save(req)
+    table = place.request_pool.req_to_token[req.kv.req_pool_idx]
+    table[7] = 0
+    before = [buffer.clone() for buffer in (*place.pool.k_buffer, *place.pool.v_buffer)]
+    with pytest.raises(SlotError, match="slot 0 at position 7 is padding"):
+        keeper.save(req)
+    with pytest.raises(SlotError, match="slot 0 at position 7 is padding"):
+        keeper.restore(req, backup)
+    assert Counter(slots=1) == keeper.counters.refused_saves == keeper.counters.failed_restores
+    assert same(before, [*place.pool.k_buffer, *place.pool.v_buffer])
+
+
+def test_a_recurrent_state_that_nothing_holds_is_not_dropped(place: Place, keeper: Keeper) -> None:
+    """A request would come back without it, and answer as if nothing were."""
+    req = place.admit("a", 20)
+    backup = keeper.save(req)
+    req.kv.mamba_pool_idx = torch.tensor(3)
+    with pytest.raises(SlotError, match=r"recurrent state, in row .*3.* none beside MHATokenToKVP"):
+        keeper.save(req)
+    with pytest.raises(SlotError, match="recurrent state"):
+        keeper.restore(req, backup)
+    assert Counter(slots=1) == keeper.counters.refused_saves == keeper.counters.failed_restores
+
+
+@pytest.mark.parametrize("mamba", [0, -1, 99, 1.5, "1"])
+def test_a_row_of_state_that_cannot_be_meant_is_refused(mamba: Any) -> None:
+    """Row 0 is padding, and row -1 would be the last."""
+    built = next(case for case in STATE_CASES if case.name == "MHA beside state, page 1").build()
+    request_pool = ReqToTokenPool()
+    keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS)
+    req = Req("a", 14, 1)
+    request_pool.place(req, built.allocator.alloc(13))
+    req.kv.mamba_pool_idx = torch.tensor(mamba) if isinstance(mamba, int) else mamba
+    with pytest.raises(SlotError):
+        keeper.save(req)
+    assert 0 == keeper.arena.used_bytes
+    keeper.close()
+
+
 def test_a_failing_device_is_an_error_like_others(
     place: Place, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,7 +286,9 @@ def test_an_unknown_cache_beside_the_pool_is_refused_by_name(place: Place) -> No
         Keeper.of(place.allocator, request_pool, [], SETTINGS).close()
         request_pool._aux_cache = object()
         for draft_pools in ([], [place.pool]):
-            with pytest.raises(Refused, match="MHATokenToKVPool: kvtide doesn't know object"):
+            with pytest.raises(
+                Refused, match=r"MHATokenToKVPool: kvtide doesn't know builtins.object"
+            ):
                 Keeper.of(place.allocator, request_pool, draft_pools, SETTINGS)
 
 
@@ -329,7 +373,7 @@ def test_recurrent_state_goes_by_its_own_row() -> None:
         for buffer in probe.buffers:
             buffer.fill_(777.0)
     req.kv.req_pool_idx = built.targets["request"]
-    req.kv.mamba_pool_idx = torch.tensor([built.targets["mamba"]])
+    req.kv.mamba_pool_idx = torch.tensor(built.targets["mamba"])
     request_pool.req_to_token[req.kv.req_pool_idx, :32] = others.int()
     keeper.restore(req, backup)
     assert same(expected, [probe.read(others, built.targets) for probe in built.probes])

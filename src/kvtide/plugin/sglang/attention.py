@@ -9,7 +9,7 @@ from kvtide.layout import EveryToken, Rule
 from kvtide.plugin.sglang import attention_quantized, kv_cache
 from kvtide.plugin.sglang.attention_quantized import scales
 from kvtide.plugin.sglang.describe import Describer, NeverMoved, Subject
-from kvtide.plugin.sglang.kv_cache import described, pages, refuse_shares, share_of_context
+from kvtide.plugin.sglang.kv_cache import described, evenly, pages, refuse_shares, share_of_context
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.rules import Striped
@@ -54,7 +54,7 @@ def describe_mha(subject: Subject) -> Description:
         raise Refused(
             f"{type(subject.pool).__name__}: kvtide doesn't know how the layout {layout!r} lies"
         )
-    whole = described(subject, *parts, *quantized)
+    whole = described(subject, *evenly(subject.pool, *parts, *quantized))
     return replace(whole, slot_count=whole.slot_count * world, rank=rank)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvtide.plugin.sglang import kv_cache
 from kvtide.plugin.sglang.describe import Describer, Subject
-from kvtide.plugin.sglang.kv_cache import described, pages, refuse_shares
+from kvtide.plugin.sglang.kv_cache import described, evenly, pages, refuse_shares
 from kvtide.plugin.sglang.parts import Description, Part
 from kvtide.plugin.sglang.reader import Reader, Table
 
@@ -46,7 +46,7 @@ def scales(subject: Subject) -> list[Part]:
 def describe_fp4(subject: Subject) -> Description:
     """Packed keys and values and their scales, of every token."""
     refuse_shares(subject)
-    return described(subject, *_payload(subject), *scales(subject))
+    return described(subject, *evenly(subject.pool, *_payload(subject), *scales(subject)))
 
 
 def describe_mxfp8(subject: Subject) -> Description:
@@ -60,7 +60,7 @@ def describe_mxfp8(subject: Subject) -> Description:
     refuse_shares(subject)
     size = of["page_size"]
     interleaved = [pages(subject, name, of[held], size) for name, held in _SCALES.items()]
-    return described(subject, *_payload(subject), *interleaved)
+    return described(subject, *evenly(subject.pool, *_payload(subject), *interleaved))
 
 
 def describe_m3_pages(subject: Subject) -> Description:

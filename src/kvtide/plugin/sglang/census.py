@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from kvtide.plugin.sglang.describe import NeverMoved, describers
+from kvtide.plugin.sglang.homes import is_at_home
 from kvtide.plugin.sglang.source import Source, SourceClass
 from kvtide.plugin.sglang.state import STATE_POOLS
 
@@ -81,6 +82,8 @@ def _pools(source: Source) -> list[SourceClass]:
 
 def _verdict(found: SourceClass) -> PoolClass:
     name, file = found.name, found.file
+    if not is_at_home(name, file):
+        return PoolClass(name, file, "unknown")
     describer = describers().get(name)
     if isinstance(describer, NeverMoved):
         return PoolClass(name, file, "refused", describer.reason)

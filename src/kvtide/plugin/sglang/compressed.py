@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvtide.layout import EveryToken, OfRequest
+from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.rules import EntriesOfRequest
@@ -40,13 +41,13 @@ def with_compressed_keys(request_pool: Any, description: Description) -> Descrip
     attached = getattr(request_pool, "_aux_cache", None)
     if attached is None:
         return description
-    kind, whose = type(attached).__name__, description.name
+    kind, whose = name_of(attached), description.name
     if kind != "MiniCPMCompressedCache":
         raise Refused(
             f"{whose}: kvtide doesn't know {kind}, which is attached to the request pool and keeps "
             "more of a request"
         )
-    table_of = type(request_pool).__name__
+    table_of = name_of(request_pool)
     if table_of not in REQUEST_POOLS:
         raise Refused(
             f"{whose}: with {table_of} a request that comes back has no slots for the keys in "

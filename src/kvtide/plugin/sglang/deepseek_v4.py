@@ -21,6 +21,8 @@ import torch
 
 from kvtide.layout import EveryNth, Mapped, OfRequest, Rule
 from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.sglang.homes import name_of
+from kvtide.plugin.sglang.kv_cache import evenly
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.rules import LastTokens, PagesOfRequest
@@ -52,6 +54,13 @@ READS: Table = {
     "DSV4ReqToTokenTablesMixin": ("req_to_c128_sidecar",),
 }
 
+WITHIN = (
+    *("DeepSeekV4SingleKVPool", "DeepSeekV4UniformFP8KVPool", "DeepSeekV4IndexerPool"),
+    *("DeepSeekV4UnifiedKVPool", "CompressStatePool", "NPUDeepSeekV4SingleKVPool"),
+    *("NPUDeepSeekV4IndexerPool", "NPUCompressStatePool"),
+)
+"""The classes of the pools that these consist of."""
+
 WINDOW = "full_to_swa"
 SIDECAR = "c128_sidecar"
 OWN = (OfRequest(),)
@@ -79,7 +88,7 @@ def describe_v4_npu(subject: Subject) -> Description:
     Its pages are handed out by an allocator of their own, and a table says whose they are.
     """
     of = Reader(subject.pool, READS)
-    swa = Reader(of["swa_kv_pool"], READS)["kv_buffer"]
+    swa = _inner(of, of["swa_kv_pool"])["kv_buffer"]
     if any(tensor.dim() != 4 for tensor in swa):
         raise Refused(
             f"{_name(of)}: its main cache isn't [page, slot, 1, width], which is the only form "
@@ -91,18 +100,19 @@ def describe_v4_npu(subject: Subject) -> Description:
     parts = [Part("swa", _flat(swa), in_window[:-1]), *_states(of, OWN if packs else in_window)]
     kv_pools, index_pools = of["kv_pools"], of["index_pools"]
     for ratio in sorted(set(kv_pools) - {128}):
-        tensors = Reader(kv_pools[ratio], READS)["kv_buffer"]
+        tensors = _inner(of, kv_pools[ratio])["kv_buffer"]
         parts.append(Part(f"c{ratio}", _flat(tensors), (EveryNth(ratio),)))
     for ratio in sorted(index_pools):
         # Beside these it has the GPU's packed buffer, which nothing on an NPU writes or reads.
-        index = Reader(index_pools[ratio], READS)
+        index = _inner(of, index_pools[ratio])
         keys, scales = _flat(index["index_k_buffer"]), _flat(index["index_scale_buffer"])
-        parts.append(Part(f"c{ratio}_index", keys, (EveryNth(ratio),)))
-        parts.append(Part(f"c{ratio}_index_scale", scales, (EveryNth(ratio),)))
+        names, rules = (f"c{ratio}_index", f"c{ratio}_index_scale"), (EveryNth(ratio),)
+        both = zip(names, (keys, scales), strict=True)
+        parts += evenly(of.owner, *(Part(name, tensors, rules) for name, tensors in both))
     maps: dict[str, Any] = {}
     if 128 in kv_pools:
         table = Reader(subject.request_pool, READS)["req_to_c128_sidecar"]
-        tensors = Reader(kv_pools[128], READS)["kv_buffer"]
+        tensors = _inner(of, kv_pools[128])["kv_buffer"]
         rule = PagesOfRequest(SIDECAR, table.shape[1], 128, of["c128_page_size"])
         parts.append(Part("c128", [one.flatten(1) for one in tensors], (rule,)))
         maps[SIDECAR] = table.view(-1)
@@ -154,7 +164,7 @@ def _window(of: Reader, in_window: tuple[Rule, ...]) -> list[Part]:
             Part("swa", _rings(state, pages, slots), OWN),
             Part("swa_tags", [layer.view(slots, -1) for layer in tags], OWN),
         ]
-    swa = Reader(of["swa_kv_pool"], READS)
+    swa = _inner(of, of["swa_kv_pool"])
     if of["swa_req_ring_size"] is not None:
         pages = of["swa_req_ring_size"] // swa["page_size"]
         return [Part("swa", _rings(swa["kv_buffer"], pages, of["num_req_slots"]), OWN)]
@@ -167,25 +177,26 @@ def _compressed(of: Reader) -> Iterator[Part]:
     """The compressed caches, by page."""
     for ratio, pool in of["kv_pools"].items():
         if pool is not None:
-            inner = Reader(pool, READS)
+            inner = _inner(of, pool)
             yield Part(f"c{ratio}", inner["kv_buffer"], (EveryNth(ratio * inner["page_size"]),))
 
 
 def _index(of: Reader) -> Iterator[Part]:
     """The indexer's keys, by page: with their scales, or on ROCm in fp4 the scales apart."""
     for ratio, pool in of["index_pools"].items():
-        index = Reader(pool, READS)
+        index = _inner(of, pool)
         rules = (EveryNth(ratio * index["page_size"]),)
         if index["uses_aiter_fp4_layout"]:
-            yield Part(f"c{ratio}_index", index["index_k_payload_buffer"], rules)
-            yield Part(f"c{ratio}_index_scale", index["index_k_scale_buffer"], rules)
+            keys = Part(f"c{ratio}_index", index["index_k_payload_buffer"], rules)
+            scales = Part(f"c{ratio}_index_scale", index["index_k_scale_buffer"], rules)
+            yield from evenly(of.owner, keys, scales)
         else:
             yield Part(f"c{ratio}_index", index["index_k_with_scale_buffer"], rules)
 
 
 def _unified(of: Reader) -> Iterator[Part]:
     """ROCm's buffers, in fp8 with the rotated half in buffers of its own."""
-    unified, ratios = Reader(of["unified_kv_pool"], READS), of["compression_ratios"]
+    unified, ratios = _inner(of, of["unified_kv_pool"]), of["compression_ratios"]
     halves = {"": unified["kv_buffer"]}
     if unified["fp8"]:
         halves["_rope"] = unified["kv_buffer_rope"]
@@ -208,7 +219,7 @@ def _states(of: Reader, c4_rules: tuple[Rule, ...]) -> Iterator[Part]:
         found: dict[int, list[torch.Tensor]] = {}
         for pool in pools:
             if pool is not None:
-                state = Reader(pool, READS)
+                state = _inner(of, pool)
                 _refuse_pending(of, state)
                 found.setdefault(state["ratio"], []).append(_rings_of_state(state))
         for ratio, tensors in found.items():
@@ -223,6 +234,13 @@ def _rings_of_state(state: Reader) -> torch.Tensor:
     return rows[: count * ring].view(count, -1)
 
 
+def _inner(of: Reader, pool: Any) -> Reader:
+    """A pool within, of which kvtide knows all that it holds."""
+    if name_of(pool) not in WITHIN:
+        raise Refused(f"{_name(of)}: kvtide doesn't know {name_of(pool)}, which is a part of it")
+    return Reader(pool, READS)
+
+
 def _refuse_pending(of: Reader, state: Reader) -> None:
     if state["online"] and state["online_mtp_max_draft_tokens"]:
         raise Refused(
@@ -234,7 +252,7 @@ def _refuse_pending(of: Reader, state: Reader) -> None:
 
 
 def _refuse_partly_on_host(of: Reader) -> None:
-    if any(type(pool).__name__ == "HiSparseC4DevicePool" for pool in of["kv_pools"].values()):
+    if any(name_of(pool) == "HiSparseC4DevicePool" for pool in of["kv_pools"].values()):
         raise Refused(
             f"{_name(of)}: HiSparse keeps a request's C4 entries in host memory, and in its "
             "HiSparseC4DevicePool only those in use; what the device holds isn't all of them"

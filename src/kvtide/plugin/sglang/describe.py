@@ -1,7 +1,8 @@
 """describe: from a pool of SGLang's to its parts.
 
-A pool is known by its exact class. One that derives from a known class may hold state that the
-known one doesn't, so it is refused by name until it is described itself.
+A pool is known by its exact class, which is its module and its name. One that derives from a known
+class may hold state that the known one doesn't, so it is refused by name until it is described
+itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from kvtide.plugin.sglang.compressed import with_compressed_keys
+from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.parts import Description, Refused
 
 Describer = Callable[["Subject"], Description]
@@ -77,7 +79,7 @@ def describe(subject: Subject) -> Description:
 
 
 def _describe_pool(subject: Subject) -> Description:
-    name = type(subject.pool).__name__
+    name = name_of(subject.pool)
     describer = describers().get(name)
     if describer is None:
         raise Refused(f"pool class {name} isn't known to kvtide; SGLang's own copy is used")

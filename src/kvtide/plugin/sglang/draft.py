@@ -14,6 +14,7 @@ import torch
 
 from kvtide.layout import Mapped, Rule
 from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.state import STATE_POOLS, with_state
 
@@ -43,7 +44,7 @@ def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Descrip
 
 
 def _describe_draft(subject: Subject, pool: Any, target: Description) -> Description:
-    name = type(pool).__name__
+    name = name_of(pool)
     if name in STATE_POOLS:
         return with_state(replace(target, name=name, parts=(), maps={}), pool, subject)
     draft = subject.part(pool)

@@ -37,6 +37,7 @@ from kvtide.errors import (
 from kvtide.layout import OfRequest
 from kvtide.plugin.sglang.describe import Subject, describe
 from kvtide.plugin.sglang.host import Measure, gather_alone, limit_bytes_of, measure_with
+from kvtide.plugin.sglang.own_rows import rows_of_request
 from kvtide.plugin.sglang.parts import Description, Refused
 from kvtide.plugin.sglang.reader import Table
 from kvtide.plugin.sglang.rules import LastTokens
@@ -52,7 +53,7 @@ READS: Table = {
     "ReqToTokenPool": ("req_to_token",),
     "DecodeReqToTokenPool": ("req_to_token",),
     "Req": ("rid", "kv", "seqlen"),
-    "ReqKvInfo": ("req_pool_idx", "mamba_pool_idx?"),
+    "ReqKvInfo": ("req_pool_idx",),
 }
 """Read by name: a request pool of another class will do as well, if it has the table."""
 
@@ -157,7 +158,7 @@ class Keeper:
         self._request_pool = request_pool
         self._agree = agree
         self._is_ahead = is_ahead
-        self._kinds = description.request_kinds
+        self._kinds = tide.pool.request_kinds
         self._window = _window_of(description)
         self._changed: Callable[[Keeper], None] = lambda keeper: None
 
@@ -348,10 +349,8 @@ class Keeper:
         return table[req.kv.req_pool_idx, first:token_count].cpu()
 
     def _rows(self, req: Any) -> Mapping[str, int]:
-        """The request's own rows, of the kinds that the description asks for."""
-        held = {"request": req.kv.req_pool_idx, "mamba": req.kv.mamba_pool_idx}
-        rows = {kind: held.get(kind) for kind in self._kinds}
-        return {kind: int(row) for kind, row in rows.items() if row is not None}
+        """The request's own rows, of the kinds that the pool has."""
+        return rows_of_request(req, self.description, self._kinds)
 
     def _synchronise(self) -> None:
         """Waits for all that this process gave the device to do, on whatever stream."""

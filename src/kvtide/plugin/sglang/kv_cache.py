@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,20 @@ def described(subject: Subject, *parts: Part) -> Description:
         of["size"] + of["page_size"],
         first_layer=of["start_layer"] or 0,
     )
+
+
+def evenly(pool: Any, *parts: Part) -> tuple[Part, ...]:
+    """The parts of a pool that have a tensor for each of the same layers.
+
+    Raises Refused where one has more than another: what a layer lacks wouldn't come back.
+    """
+    counts = {part.name: len(part.tensors) for part in parts}
+    if len(set(counts.values())) > 1:
+        raise Refused(
+            f"{type(pool).__name__}: each of its layers must have a tensor of each kind, and the "
+            f"tensors are {counts}"
+        )
+    return parts
 
 
 def pages(subject: Subject, name: str, tensors: Sequence[torch.Tensor], tokens: int) -> Part:

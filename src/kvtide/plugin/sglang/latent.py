@@ -10,7 +10,7 @@ import torch
 from kvtide.layout import EveryNth, EveryToken, OfRequest
 from kvtide.plugin.sglang import kv_cache
 from kvtide.plugin.sglang.describe import Describer, NeverMoved, Subject
-from kvtide.plugin.sglang.kv_cache import described, share_of_context
+from kvtide.plugin.sglang.kv_cache import described, evenly, share_of_context
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.rules import Striped
@@ -55,7 +55,8 @@ def describe_mla_fp4(subject: Subject) -> Description:
             "MLATokenToKVPoolFP4: ranks that share a context (dcp-size > 1) write its scales "
             "where SGLang has no rows for them; use another KV dtype, or no DCP"
         )
-    return replace(latent, parts=(*latent.parts, Part("scale", of["kv_scale_buffer"])))
+    scale = Part("scale", of["kv_scale_buffer"])
+    return replace(latent, parts=evenly(subject.pool, *latent.parts, scale))
 
 
 def describe_dsa(subject: Subject) -> Description:
@@ -70,8 +71,9 @@ def describe_dsa(subject: Subject) -> Description:
     parts = [*latent.parts, Part("index_k", keys, (EveryNth(of["page_size"]),))]
     if of["_compress_tail_k"] is not None:
         own = (OfRequest("request"),)
-        parts.append(Part("tail_k", _with_rows(of["_compress_tail_k"]), own))
-        parts.append(Part("tail_score", _with_rows(of["_compress_tail_score"]), own))
+        tails = {"tail_k": of["_compress_tail_k"], "tail_score": of["_compress_tail_score"]}
+        both = [Part(name, _with_rows(tensors), own) for name, tensors in tails.items()]
+        parts += evenly(subject.pool, *both)
     return replace(latent, parts=tuple(parts))
 
 

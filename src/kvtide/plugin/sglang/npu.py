@@ -11,7 +11,7 @@ from kvtide.layout import EveryNth, EveryToken, Rule
 from kvtide.plugin.sglang import kv_cache
 from kvtide.plugin.sglang.attention import describe_minimax
 from kvtide.plugin.sglang.describe import Describer, Subject
-from kvtide.plugin.sglang.kv_cache import described, refuse_shares
+from kvtide.plugin.sglang.kv_cache import described, evenly, refuse_shares
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.rules import Striped
@@ -36,9 +36,8 @@ def describe_mha(subject: Subject) -> Description:
     """
     refuse_shares(subject)
     of = Reader(subject.pool, READS)
-    return described(
-        subject, Part("k", _by_slot(of["k_buffer"])), Part("v", _by_slot(of["v_buffer"]))
-    )
+    both = Part("k", _by_slot(of["k_buffer"])), Part("v", _by_slot(of["v_buffer"]))
+    return described(subject, *evenly(subject.pool, *both))
 
 
 def describe_k_only(subject: Subject) -> Description:
@@ -77,7 +76,7 @@ def describe_mla(subject: Subject) -> Description:
     padded = of["size"] // page_size + of["kv_page_padding"]
     turns = 1 if of["is_draft_worker"] else world
     return replace(
-        described(subject, *latent, *index),
+        described(subject, *evenly(subject.pool, *latent), *evenly(subject.pool, *index)),
         slot_count=padded * page_size * turns,
         rank=of["dcp_rank"],
     )

@@ -11,9 +11,8 @@ import torch
 
 from kvtide.device import Device
 from kvtide.errors import KvtideError, LayoutError
-from kvtide.layout import EveryNth, EveryToken, Layout, OfRequest, Plane, Rule
+from kvtide.layout import EveryNth, EveryToken, Layout, OfRequest, Plane, Rule, request_kinds
 from kvtide.layout.spec import DTYPE_BYTES
-from kvtide.plugin.sglang.rules import EntriesOfRequest, PagesOfRequest
 from kvtide.pool import Pool
 
 
@@ -63,10 +62,8 @@ class Description:
 
     @property
     def request_kinds(self) -> frozenset[str]:
-        """Which rows of its own a request has: the keys of a restore's `request`."""
-        rules = {rule for part in self.parts for rule in part.rules}
-        of_request = OfRequest | PagesOfRequest | EntriesOfRequest
-        return frozenset(rule.kind for rule in rules if isinstance(rule, of_request))
+        """Which rows of its own a request has, those too of which this rank has no bytes."""
+        return request_kinds(rule for part in self.parts for rule in part.rules)
 
     def adopt(self, device: Device) -> Pool:
         """A kvtide pool over the tensors. Raises LayoutError where they can't be copied exactly.

@@ -15,6 +15,7 @@ import torch
 
 from kvtide.layout import EveryNth, Mapped, OfRequest, Rule
 from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.virtual import PageTable
@@ -114,7 +115,7 @@ def with_state(description: Description, pool: Any, subject: Subject) -> Descrip
 
     Under unified memory a request has a virtual slot, which a table leads to a row.
     """
-    name = type(pool).__name__
+    name = name_of(pool)
     if name not in STATE_POOLS:
         raise Refused(f"{description.name}: kvtide doesn't know {name}, which has its state")
     if name == "MambaPool":
@@ -132,10 +133,10 @@ def with_state(description: Description, pool: Any, subject: Subject) -> Descrip
 def _slot_allocator(subject: Subject) -> Any:
     """Who knows in which row a request's virtual slot lies."""
     for owner in (subject.allocator, subject.request_pool):
-        kind = type(owner).__name__
+        kind = name_of(owner)
         if kind in READS and "mamba_allocator" in READS[kind]:
             found = Reader(owner, READS)["mamba_allocator"]
-            if type(found).__name__ == "UnifiedMambaSlotAllocator":
+            if name_of(found) == "UnifiedMambaSlotAllocator":
                 return Reader(found, READS)["_multi_ended_allocator"]
             return found
     raise Refused(
@@ -152,7 +153,7 @@ def _state_parts(pool: Any, whose: str, *more: Rule) -> tuple[Part, ...]:
     parts.append(Part("temporal", _layers(cache["temporal"]), own))
     parts += _replay_parts(of, cache, whose, own)
     parts += [_sibling_part(sibling, whose, own) for sibling in of["_slot_siblings"]]
-    return tuple(part for part in parts if part.tensors and part.tensors[0].numel())
+    return tuple(parts)
 
 
 def _replay_parts(of: Reader, cache: Reader, whose: str, own: tuple[Rule, ...]) -> list[Part]:
@@ -185,7 +186,7 @@ def _replay_parts(of: Reader, cache: Reader, whose: str, own: tuple[Rule, ...]) 
 
 def _sibling_part(sibling: Any, whose: str, own: tuple[Rule, ...]) -> Part:
     """State that goes with a MambaPool's rows: [layer, row, …], or [row, token] for n-grams."""
-    name = type(sibling).__name__
+    name = name_of(sibling)
     if name == "ShortConvPool":
         return Part("short_conv", _layers(Reader(sibling, READS)["conv_state"]), own)
     if name == "NGramPool":

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtide.layout import Mapped, Rule
 from kvtide.plugin.sglang.describe import Describer, Subject
-from kvtide.plugin.sglang.kv_cache import described
+from kvtide.plugin.sglang.kv_cache import described, evenly
 from kvtide.plugin.sglang.parts import Description, Part, Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.rules import Striped
@@ -41,7 +41,8 @@ def describe_rows(subject: Subject) -> Description:
     of = Reader(subject.pool, READS)
     if "MLATokenToKVPool" in [base.__name__ for base in type(subject.pool).__mro__]:
         return described(subject, Part("latent", of["kv_buffer"]))
-    return described(subject, Part("k", of["k_buffer"]), Part("v", of["v_buffer"]))
+    both = Part("k", of["k_buffer"]), Part("v", of["v_buffer"])
+    return described(subject, *evenly(subject.pool, *both))
 
 
 def describe_unified_hybrid(subject: Subject) -> Description:

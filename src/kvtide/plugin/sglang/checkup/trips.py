@@ -163,7 +163,7 @@ class KvtideWay(Way):
         assert 0 == self.tide.arena.used_bytes
 
     def _request(self, rows: Mapping[str, int]) -> Mapping[str, int]:
-        return {kind: rows[kind] for kind in self.description.request_kinds}
+        return {kind: rows[kind] for kind in self.tide.pool.request_kinds}
 
     def close(self) -> None:
         """See Way."""

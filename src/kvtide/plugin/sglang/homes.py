@@ -1,0 +1,78 @@
+"""Where SGLang defines the classes that kvtide knows: a class is known by its module and its name.
+
+Another package may derive a pool from SGLang's, give it the same name, and keep more in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PACKAGE = "sglang.srt"
+
+HOMES: Mapping[str, tuple[str, ...]] = {
+    "mem_cache.memory_pool": (
+        *("MHATokenToKVPool", "MHATokenToKVPoolFP4", "MHATokenToKVPoolMXFP8"),
+        *("MHATokenToKOnlyPool", "MiniMaxSparseKVPool", "NoOpMHATokenToKVPool"),
+        *("PageMajorMHATokenToKVPool", "MLATokenToKVPool", "MLATokenToKVPoolFP4"),
+        *("DSATokenToKVPool", "HybridLinearKVPool", "MambaPool", "KVCache"),
+        *("ReqToTokenPool", "HybridReqToTokenPool"),
+    ),
+    "mem_cache.minimax_m3_nvfp4_pool": (
+        *("MiniMaxM3Nvfp4MainKVPool", "MiniMaxM3Nvfp4IndexKPool", "MiniMaxM3Nvfp4KVPool"),
+    ),
+    "mem_cache.page_interleave_pool": (
+        *("PageInterleaveMHATokenToKVPool", "PageInterleaveMLATokenToKVPool"),
+        "PageInterleaveDSATokenToKVPool",
+    ),
+    "mem_cache.hisparse_memory_pool": ("HiSparseMHAMainPool", "HiSparseDSATokenToKVPool"),
+    "mem_cache.dsa_cache_layer_split": ("LayerSplitDSATokenToKVPool",),
+    "mem_cache.swa_memory_pool": ("SWAKVPool",),
+    "mem_cache.base_swa_memory_pool": ("BaseSWAKVPool",),
+    "mem_cache.qsa_kv_pool": ("QSATokenToKVPool",),
+    "mem_cache.ple_state_pool": ("ShortConvPool", "NGramPool", "SlotIndexedState"),
+    "mem_cache.unified_memory_pool": (
+        *("UnifiedMHATokenToKVPool", "UnifiedMLATokenToKVPool", "UnifiedHybridLinearKVPool"),
+        *("UnifiedSWAKVPool", "UnifiedMambaPool", "UnifiedMambaSlotAllocator"),
+        "UnifiedHybridReqToTokenPool",
+    ),
+    "mem_cache.unified_draft_pool": (
+        *("UnifiedDraftKVPool", "UnifiedDraftSWAKVPool", "UnifiedDraftMambaPool"),
+    ),
+    "mem_cache.allocator.unified_mamba": ("UnifiedMambaTokenToKVPoolAllocator",),
+    "mem_cache.allocator.unified_hybrid_swa": ("UnifiedMambaSWATokenToKVPoolAllocator",),
+    "mem_cache.deepseek_v4_memory_pool": (
+        *("DeepSeekV4TokenToKVPool", "DeepSeekV4SingleKVPool", "DeepSeekV4UniformFP8KVPool"),
+        *("DeepSeekV4IndexerPool", "DeepSeekV4UnifiedKVPool", "HiSparseC4DevicePool"),
+    ),
+    "mem_cache.deepseek_v4_compress_state": ("CompressStatePool",),
+    "hardware_backend.npu.memory_pool_npu": (
+        *("NPUMHATokenToKVPool", "NPUMHATokenToKOnlyPool", "NPUMiniMaxSparseKVPool"),
+        "NPUMLATokenToKVPool",
+    ),
+    "hardware_backend.npu.dsv4.dsv4_memory_pool": (
+        *("DSV4NPUTokenToKVPool", "NPUDeepSeekV4SingleKVPool", "NPUDeepSeekV4IndexerPool"),
+        "NPUCompressStatePool",
+    ),
+    "hardware_backend.mlx.model_runner_stub": ("_DummyKVCache",),
+    "layers.attention.minicpm.cache": ("MiniCPMCompressedCache",),
+}
+"""The names of classes by their modules below `sglang.srt`; each name is there once."""
+
+_HOME_OF = {name: f"{PACKAGE}.{module}" for module, names in HOMES.items() for name in names}
+
+
+def name_of(thing: object) -> str:
+    """The class of a thing of SGLang's by its name alone, if it is one of those above.
+
+    Of any other class that is the full name, so that it is none of SGLang's, whatever it is called.
+    """
+    kind = type(thing)
+    if _HOME_OF.get(kind.__qualname__) == kind.__module__:
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_at_home(name: str, file: str) -> bool:
+    """Whether a class that SGLang has in `file` (below `sglang/srt`) is the one of that name."""
+    module = file.removesuffix(".py").replace("/", ".")
+    return name in HOMES.get(module, ())
