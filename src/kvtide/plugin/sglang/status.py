@@ -52,7 +52,7 @@ def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
 
 
 def _covered(keeper: Keeper) -> str:
-    names = [part.name for part in keeper.description.parts]
+    names = [plane.name for plane in keeper.tide.pool.geometry.planes]
     return (
         f"covers {keeper.description.name} ({', '.join(names)}), {keeper.token_bytes} bytes a "
         f"token, arena up to {format_size(keeper.arena.limit_bytes)} on this rank, for "
