@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import checked_integer, integer_of, integers_of, shown
+from support.simulated import simulated
 from support.values import NO_INTEGERS, NO_ROWS, ONES, name_of
 
 
@@ -31,6 +32,15 @@ def test_the_error_names_what_was_given(value: Any) -> None:
     with pytest.raises(LayoutError, match="bytes must be an integer from 0, not ") as raised:
         checked_integer(value, "bytes", error=LayoutError)
     assert shown(value) in str(raised.value)
+
+
+def test_a_tensor_on_a_device_is_no_integer_until_somebody_waits_for_it() -> None:
+    """To read it would block, and give what is there before the device has come to it."""
+    with simulated("lazy") as name:
+        on_device = torch.tensor(1).to(name)
+        assert integer_of(on_device) is None
+        with pytest.raises(SlotError, match=r"must be an integer from 0, not torch.int64"):
+            checked_integer(on_device, "row")
 
 
 def test_the_least_is_the_callers() -> None:

@@ -65,8 +65,9 @@ class Tide:
         """Copies what `slots` (integers [token]) own to host memory, and seals it.
 
         `request` is the request's own row, an integer, where the layout has such planes, or its
-        rows by their kinds, one for each. Blocks until that is done; the slots may then be reused. Raises SlotError for
-        slots that can't be meant, ArenaFull when the arena has no room: nothing was taken then.
+        rows by their kinds, one for each. Blocks until that is done; the slots may then be reused.
+        Raises SlotError for slots or rows that can't be meant, ArenaFull when the arena has no
+        room: nothing was taken then.
         """
         ticket: Ticket[Snapshot] | None = None
         try:
