@@ -269,7 +269,7 @@ def lease_freed_early(patch: pytest.MonkeyPatch) -> None:
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
     """The caller's own array is kept."""
-    patch.setattr(tide_module, "checked_slots", lambda slots, count: np.asarray(slots))
+    patch.setattr(tide_module, "checked_slots", lambda slots, *_: np.asarray(slots))
 
 
 def index_uploaded_later(patch: pytest.MonkeyPatch) -> None:

@@ -286,15 +286,15 @@ def key_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def slots_not_checked(patch: pytest.MonkeyPatch) -> None:
     """Slots are taken as they come: -1 is the last row, and a row may be written twice."""
-    patch.setattr(tide_module, "checked_slots", lambda slots, count: np.array(slots, np.int64))
+    patch.setattr(tide_module, "checked_slots", lambda slots, *_: np.array(slots, np.int64))
 
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
     """The caller's array is kept, and what it says later is moved."""
     kept = plan_module.checked_slots
 
-    def checked(slots: Any, count: int) -> Any:
-        kept(slots, count)
+    def checked(slots: Any, *counts: int) -> Any:
+        kept(slots, *counts)
         return np.asarray(slots) if len(slots) else np.empty(0, np.int64)
 
     patch.setattr(tide_module, "checked_slots", checked)
