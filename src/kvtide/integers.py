@@ -78,10 +78,11 @@ def _array_of(values: Any) -> NDArray[Any]:
     # numpy would take a bool among integers for one of them.
     is_plain = {*map(type, values)} <= _PLAIN
     numbers = values if is_plain else [integer_of(one) for one in values]
-    wrong = [at for at, one in enumerate(numbers) if one is None or abs(one) > LARGEST]
-    if wrong:
-        raise ValueError(f"{shown(values[wrong[0]])} at position {wrong[0]} is none")
-    return np.array(numbers, np.int64)
+    try:
+        return np.array(numbers, np.int64)
+    except (TypeError, OverflowError) as error:
+        at = next(at for at, one in enumerate(numbers) if one is None or abs(one) > LARGEST)
+        raise ValueError(f"{shown(values[at])} at position {at} is none") from error
 
 
 def shown(value: object) -> str:
