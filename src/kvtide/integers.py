@@ -65,9 +65,8 @@ def integers_of(values: Any, what: str, axis: str = "token") -> Ids:
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise SlotError(f"{what}s must be integers [{axis}], not {shown(values)}")
     numbers = found.astype(np.int64)
-    too_large = (numbers < 0) & (found > 0)
-    if too_large.any():
-        at = int(too_large.argmax())
+    if found.dtype == np.uint64 and (numbers < 0).any():
+        at = int((numbers < 0).argmax())
         raise SlotError(f"{what} {found[at]} at position {at} is larger than {LARGEST}")
     return numbers
 
