@@ -9,7 +9,8 @@ exception: it is refused, and listed as such.
 
 The exit code is 1 where something accepted isn't exact. What the libraries underneath do may be
 chosen by the environment before they load, as another make of processor would: MKL_CBWR,
-ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY.
+ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY. With --mkl-as-it-likes MKL isn't told to repeat its
+results.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from typing import Any
 import torch
 
 import kvtide
-import kvtide.serve  # before torch: it has MKL repeat its results
 from kvtide.device import open_device
 from kvtide.serve.adapter import random_llama
 from kvtide.serve.engine import Engine, EngineOptions, check_exact
 from kvtide.serve.models import OpenModel, open_model
+from kvtide.serve.repeatable import MKL_MODE, is_mkl_repeatable
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.selfcheck import RowCheck
 from kvtide.serve.supported import geometry_of
@@ -42,9 +43,9 @@ _SETTINGS = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "OMP_WAIT_
 # (heads, key heads, head_dim, layers, width of the feed-forward): among them the shapes that were
 # once accepted wrongly, and widths that no vector length divides.
 SHAPES = [
-    (9, 3, 64, 2, 1536),
-    (3, 3, 64, 2, 512),
     (5, 1, 64, 2, 856),
+    (9, 3, 64, 2, 512),
+    (3, 3, 64, 2, 512),
     (9, 3, 128, 1, 1000),
     (9, 3, 64, 4, 1536),
     (4, 2, 16, 4, 128),
@@ -81,6 +82,8 @@ class Finding:
 def main() -> int:
     """Reads the options, tries each model, prints; 1 where what was accepted isn't exact."""
     options = _options()
+    if options.mkl_as_it_likes:
+        os.environ.pop(MKL_MODE, None)  # MKL looks at its first product, which is still to come
     numbers = random.Random(options.seed)
     findings = []
     for shape in _shapes(options.models, numbers):
@@ -227,6 +230,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", default=dtypes, choices=dtypes)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--mkl-as-it-likes", action="store_true", help="not to repeat its results")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -240,6 +244,7 @@ def _machine() -> dict[str, Any]:
         "processor": names[0] if names else platform.processor(),
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "mkl_repeatable": is_mkl_repeatable(),
         "environment": {name: os.environ.get(name) for name in _SETTINGS},
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,27 +29,35 @@ PROCESSORS = {
         "ATEN_CPU_CAPABILITY": "default",
         "MKL_CBWR": "COMPATIBLE",
     },
-    "MKL as it likes": {"MKL_CBWR": "OFF"},
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_what_is_accepted_is_exact(name: str) -> None:
-    """Models of unlike shapes, in both dtypes, with one thread and two, in three engines."""
-    settings = PROCESSORS[name]
-    kept = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
-    options = ["--models", "3", "--requests", "8", "--dtype", "float32", "bfloat16"]
+def report_on(settings: dict[str, str], *options: str) -> Any:
+    """What comes of two models, in both dtypes, with one thread and two, in three engines each."""
+    kept = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     done = subprocess.run(
-        [sys.executable, BENCH, *options, "--threads", "1", "2", "--json"],
+        [sys.executable, BENCH, "--models", "2", "--requests", "6", "--json", *options],
         env=kept | {"PYTHONPATH": os.pathsep.join(sys.path)} | settings,
         capture_output=True,
         text=True,
         check=False,
     )
+    assert 0 == done.returncode, done.stderr + done.stdout
     report = json.loads(done.stdout)
-    assert settings.items() <= report["machine"]["environment"].items()
     models = report["models"]
-    assert 12 == len(models)
-    assert [] == [one for one in models if one["differing"] or one["exact_rows"] is None]
+    assert 8 == len(models)
     assert all(one["compared"] > 100 and one["retractions"] for one in models)
-    assert 0 == done.returncode, done.stderr
+    assert [] == [one for one in models if one["differing"] or one["exact_rows"] is None]
+    return report
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_what_is_accepted_is_exact(name: str) -> None:
+    """Whatever the libraries choose their kernels for."""
+    found = report_on(PROCESSORS[name])["machine"]["environment"]
+    assert PROCESSORS[name].items() <= found.items()
+
+
+def test_what_is_accepted_is_exact_where_mkl_was_not_told() -> None:
+    """Torch computed first, so attention may depend on its thread: then that costs speed alone."""
+    assert report_on({}, "--mkl-as-it-likes")["machine"]["mkl_repeatable"] is not True

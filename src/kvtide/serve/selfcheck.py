@@ -6,8 +6,8 @@ Little of that is promised, so it is measured, at each start, on this machine, w
 force:
 
 1. A pass of the model is watched for its operations (`kvtide.serve.operations`). Each of them is
-   tried at every row count up to ``max_rows``, at several places, with numbers that show how it was
-   computed (`kvtide.serve.probes`). That sorts the counts into sets that agree.
+   tried at every row count up to ``max_rows``, and at every place, with numbers that show how it
+   was computed (`kvtide.serve.probes`). That sorts the counts into sets that agree.
 2. So is attention, with the model's own heads and widths, for contexts of several lengths and up to
    ``max_rows`` requests at once. Where it depends on them, each request has a call of its own.
 3. The set that costs least is then tried with whole passes of the model over a small pool: some of
@@ -75,20 +75,18 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 64) -> 
     start = time.perf_counter()
     trial = _Trial(model, device, max_rows)
     small, large = trial.probes()
-    sets, causes = _agreeing_sets(small, max_rows)
-    share, attention_cause = _may_share(trial.attention_probes())
-    causes += attention_cause
+    sets, of_rows = _agreeing_sets(small, max_rows)
+    of_attention = _split_by_company(trial.attention_probes())
     tried: list[str] = []
     for rows in _candidates(sets):
-        rules = ExactRules(rows, share)
+        rules = ExactRules(rows, share_attention=not of_attention)
         if all(_agree(probe, rows) for probe in large) and trial.passes_agree(rules):
-            detail = f"passes of {rows} rows agree bit for bit" + _cost_of(rules, causes)
+            detail = f"passes of {rows} rows agree bit for bit"
+            detail += _explain_speed(rules, of_rows, of_attention)
             return RowCheck(rules, detail, time.perf_counter() - start)
         tried.append(str(rows))
-    detail = (
-        f"no row count up to {max_rows} is safe here (tried {'; '.join(tried) or 'none'})"
-        + _because(causes)
-    )
+    whole = f"no row count up to {max_rows} is safe here (tried {'; '.join(tried) or 'none'})"
+    detail = f"{whole}; {_remedy()}"
     return RowCheck(None, detail, time.perf_counter() - start)
 
 
@@ -126,14 +124,12 @@ def _kinds_of(probe: Probe, counts: Sequence[int]) -> dict[int, int | None]:
     return found
 
 
-def _may_share(
-    probes: Sequence[tuple[AttentionProbe, Sequence[int]]],
-) -> tuple[bool, list[str]]:
-    """Whether requests may share calls of attention; if not, which probe says so."""
+def _split_by_company(probes: Sequence[tuple[AttentionProbe, Sequence[int]]]) -> list[str]:
+    """The first probe, by name, whose requests get other bits in company than alone."""
     for probe, counts in probes:
         if set(_kinds_of(probe, [1, *counts]).values()) != {0}:
-            return False, [probe.name]
-    return True, []
+            return [probe.name]
+    return []
 
 
 def _agree(probe: Probe, rows: RowCounts) -> bool:
@@ -159,29 +155,26 @@ def _cost(rows: RowCounts) -> float:
     return total
 
 
-def _cost_of(rules: ExactRules, causes: Sequence[str]) -> str:
-    """What people should know of the speed; nothing where exact mode costs next to none."""
+def _explain_speed(rules: ExactRules, of_rows: Sequence[str], of_attention: Sequence[str]) -> str:
+    """What exact mode costs here, why, and what to do; nothing where that is next to nothing."""
     rows = rules.rows
-    slow = [
-        (rows.most < 16, f"passes of no more than {rows.most} rows"),
-        (rows.padded(1) > 8, f"passes padded to {rows.padded(1)} rows"),
-        (not rules.share_attention, "a call of the attention for each request"),
-    ]
-    ways = [text for is_so, text in slow if is_so]
-    if not ways:
-        return ""
-    return f"; that is slow: {' and '.join(ways)}" + _because(causes)
+    ways = []
+    if rows.most < 16 or rows.padded(1) > 8:
+        why = f", since other numbers of rows change {' and '.join(of_rows)}" if of_rows else ""
+        ways.append(f"passes of {rows} rows only{why}")
+    if not rules.share_attention:
+        changed = " and ".join(of_attention)
+        ways.append(f"a call of the attention for each request, since company changes {changed}")
+    return f"; that is slow: {'; '.join(ways)}; {_remedy()}" if ways else ""
 
 
-def _because(causes: Sequence[str]) -> str:
-    """Why, as far as the probes tell, and what to do."""
-    why = f", since {', '.join(causes)} depends on what else is computed" if causes else ""
+def _remedy() -> str:
     if is_mkl_repeatable() is False:
-        return why + (
-            "; torch computed before kvtide.serve was imported, so MKL may not repeat its results: "
+        return (
+            "torch computed before kvtide.serve was imported, so MKL doesn't repeat its results: "
             "import it first, or set MKL_CBWR=AUTO"
         )
-    return why + "; --threads 1 may help, and --fast does without exactness"
+    return "--threads 1 may help, and --fast does without exactness"
 
 
 def _spread(counts: Sequence[int], most: int) -> list[int]:
