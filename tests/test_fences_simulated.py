@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ import torch
 
 from kvtide import tide as tide_module
 from kvtide.arena import HostArena, Lease
-from kvtide.device import AcceleratorDevice
+from kvtide.device import AcceleratorDevice, Block
 from kvtide.device import accelerator as accelerator_module
-from kvtide.errors import KvtideError
+from kvtide.errors import ArenaFull, KvtideError
 from kvtide.pool import PageAllocator, Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.transfer import mover as mover_module
+from kvtide.transfer import pieces as pieces_module
 from support.pools import chunk_bytes, image_of, same_image, scramble, small_geometry, with_rows
 from support.simulated import SCHEDULES, lazy_accelerator, simulated
 
@@ -176,6 +176,36 @@ def keeps_snapshots_apart(device: AcceleratorDevice) -> bool:
     return same_image(expected, image_of(tide.pool))
 
 
+def keeps_host_memory_from_another_device(device: AcceleratorDevice) -> bool:
+    """Between a restore's check and its writes another device may offload to the same arena."""
+    tide, other_device = make_tide(device), AcceleratorDevice("npu:1")
+    pool = Pool.create(small_geometry(), other_device, page_count=5)
+    scramble(pool, 2)
+    other, given = Tide(pool, tide.arena), list[Snapshot]()
+    before, submit = image_of(tide.pool), device.submit
+    snapshot, rest = tide.offload(SOURCE), tide.arena.lease(5)
+
+    def submit_and_meddle(plan: Any, **options: Any) -> Any:
+        def meddling() -> Iterable[Any]:
+            for number, phase in enumerate(plan()):
+                if number == 1:
+                    snapshot.lease.release()
+                    with suppress(ArenaFull):
+                        given.append(other.offload(range(9)))
+                yield phase
+
+        return submit(meddling, **options)
+
+    device.submit = submit_and_meddle  # type: ignore[method-assign]
+    tide.start_restore(snapshot, TARGET).wait()
+    rest.release()
+    given.append(other.offload(range(9)))
+    for one in given:
+        other.discard(one)
+    other_device.close()
+    return same_image(with_rows(before, TARGET, before, SOURCE), image_of(tide.pool))
+
+
 SCENARIOS: list[Callable[[AcceleratorDevice], bool]] = [
     saves_what_was_just_written,
     saves_before_the_slots_are_anothers,
@@ -184,6 +214,7 @@ SCENARIOS: list[Callable[[AcceleratorDevice], bool]] = [
     keeps_host_memory_until_it_was_written,
     takes_slots_at_the_call,
     keeps_snapshots_apart,
+    keeps_host_memory_from_another_device,
 ]
 
 
@@ -240,31 +271,35 @@ def pages_freed_early(patch: pytest.MonkeyPatch) -> None:
 
 def copy_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     """The mover issues its copies, but not where the device looks for them."""
-    gather = mover_module._Piece.gather
+    gather = pieces_module.Piece.gather
 
     def gather_elsewhere(chunk: Any, staging: torch.Tensor | None) -> None:
         with torch.Stream(device="npu"):
             gather(chunk, staging)
 
-    patch.setattr(mover_module._Piece, "gather", gather_elsewhere)
+    patch.setattr(pieces_module.Piece, "gather", gather_elsewhere)
 
 
 def blocks_leased_twice(patch: pytest.MonkeyPatch) -> None:
     """The arena hands out blocks without a note of who holds them."""
-    lease = HostArena.lease
+    move = HostArena._move_to
 
-    def lease_again(arena: HostArena, count: int) -> Lease:
-        taken = lease(arena, count)
-        arena._free.extend(reversed(taken.blocks))
-        return Lease(arena, list(taken.blocks))
+    def move_and_keep(arena: HostArena, blocks: list[Block], count: int) -> None:
+        move(arena, blocks, count)
+        arena._free.extend(reversed(blocks))
 
-    patch.setattr(HostArena, "lease", lease_again)
-    patch.setattr(Lease, "release", lambda lease: setattr(lease, "_blocks", None))
+    patch.setattr(HostArena, "_move_to", move_and_keep)
+    patch.setattr(Lease, "release", lambda lease: lease._blocks.clear())
 
 
 def lease_freed_early(patch: pytest.MonkeyPatch) -> None:
     """`discard` gives the arena its blocks back without a look at who reads them."""
     patch.setattr(Tide, "discard", lambda tide, snapshot: snapshot.lease.release())
+
+
+def lease_without_users(patch: pytest.MonkeyPatch) -> None:
+    """A lease doesn't know which moves use its blocks."""
+    patch.setattr(Lease, "in_use", False)
 
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
@@ -295,6 +330,7 @@ BROKEN: list[tuple[Callable[[AcceleratorDevice], bool], Break]] = [
     (keeps_host_memory_until_it_was_read, lease_freed_early),
     (keeps_host_memory_until_it_was_read, no_synchronise),
     (keeps_host_memory_until_it_was_written, no_synchronise),
+    (keeps_host_memory_from_another_device, lease_without_users),
     (takes_slots_at_the_call, slots_by_reference),
     (takes_slots_at_the_call, index_uploaded_later),
 ]

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -7,17 +11,24 @@ import pytest
 import torch
 
 from kvtide.device import CPUDevice
-from kvtide.errors import ArenaFull, SnapshotDamaged
+from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged
 from kvtide.snapshot import Ticket
 from kvtide.tide import Tide
+from kvtide.transfer.pieces import Piece
+from support.broken_devices import BreakingDevice, FakeDevice, GatedDevice, LateDevice
 from support.lazy_device import LazyDevice, LazyJob
 from support.pools import (
+    fill,
     image_of,
+    make_pool,
     poison,
     same_image,
+    small_geometry,
     with_rows,
 )
 from support.tides import BLOCK_BYTES, damage, make_tide
+
+PATIENCE_S = 60.0
 
 
 def test_an_offload_takes_its_slots_at_the_call() -> None:
@@ -220,3 +231,175 @@ def test_an_interrupted_restore_returns_when_nothing_writes(
         tide.restore(snapshot, range(6, 12))
     assert 0 == device.queued_count
     tide.discard(snapshot)
+
+
+# ---- what a move under way uses is its own ---------------------------------------------------
+
+
+def other_tide(tide: Tide) -> Tide:
+    """Another device's, on the same arena."""
+    case = make_pool("created", small_geometry(), LazyDevice(), 5)
+    fill(case, 2)
+    return Tide(case.pool, tide.arena)
+
+
+@pytest.mark.filterwarnings("ignore:lease of:ResourceWarning")
+@pytest.mark.parametrize("how", ["released", "snapshot dropped", "ticket dropped", "all dropped"])
+def test_a_restore_under_way_keeps_what_it_reads(how: str) -> None:
+    """Between its check and its writes nobody else gets its blocks: else these would be other
+    bytes, without an error."""
+    device = GatedDevice()
+    tide = make_tide(device, block_count=2)
+    pool, arena, other = tide.pool, tide.arena, other_tide(tide)
+    before = image_of(pool)
+    snapshot = tide.offload(range(8))
+    device.gate.clear()
+    device.is_there.clear()
+    held: list[Any] = [tide, snapshot, tide.start_restore(snapshot, range(8, 16))]
+    if how == "released":
+        snapshot.lease.release()
+        assert (True, (), 0) == (
+            snapshot.lease.released,
+            snapshot.lease.blocks,
+            snapshot.size_bytes,
+        )
+    held[:] = {"snapshot dropped": held[::2], "ticket dropped": held[:1]}.get(how, held)
+    held[:] = [] if how == "all dropped" else held
+    del tide, snapshot
+    gc.collect()  # a tide and a ticket that nobody asked hold each other
+    assert device.is_there.wait(PATIENCE_S)
+    with pytest.raises(ArenaFull, match="288 of 288 in use"):
+        other.offload(range(8))
+    device.gate.set()
+    device.close()
+    held.clear()
+    gc.collect()
+    assert same_image(with_rows(before, range(8, 16), before, range(8)), image_of(pool))
+    assert 0 == arena.used_bytes
+    other.discard(other.offload(range(8)))
+
+
+@pytest.mark.filterwarnings("ignore:lease of:ResourceWarning")
+@pytest.mark.parametrize("how", ["released", "dropped"])
+def test_an_offload_under_way_keeps_what_it_writes(how: str) -> None:
+    """Though nobody will fetch its snapshot: what it still writes would be in another one."""
+    device = GatedDevice()
+    tide = make_tide(device, block_count=2)
+    arena, other = tide.arena, other_tide(tide)
+    device.gate.clear()
+    held: list[Any] = [tide, tide.start_offload(range(8))]
+    if how == "released":
+        next(lease for ref in arena._leased if (lease := ref())).release()
+    else:
+        held.clear()
+    del tide
+    gc.collect()
+    assert device.is_there.wait(PATIENCE_S)
+    with pytest.raises(ArenaFull):
+        other.offload(range(8))
+    device.gate.set()
+    device.close()
+    held.clear()
+    gc.collect()
+    assert 0 == arena.used_bytes
+    other.discard(other.offload(range(8)))
+
+
+# ---- a restore that breaks off while it writes -------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_restore_that_breaks_off_says_that_its_slots_are_lost(at: int, is_started: bool) -> None:
+    """No other error of a restore's leaves other bytes; the snapshot is whole, each time."""
+    device = BreakingDevice(at)
+    tide = make_tide(device)
+    before = image_of(tide.pool)
+    snapshot = tide.offload(range(8))
+    move: Callable[[], Any] = lambda: tide.restore(snapshot, range(8, 16))  # noqa: E731
+    if is_started:
+        move = tide.start_restore(snapshot, range(8, 16)).wait
+    for _ in range(2):
+        with pytest.raises(SlotsLost, match=r"OSError: the link is down.*recompute") as caught:
+            move()
+        assert isinstance(caught.value.__cause__, OSError)
+    others = [*range(8), *range(16, 20)]
+    after = image_of(tide.pool)
+    assert all(np.array_equal(rows[others], after[part][others]) for part, rows in before.items())
+    device.breaks_at = None
+    tide.restore(snapshot, range(8, 16))
+    assert same_image(with_rows(before, range(8, 16), before, range(8)), image_of(tide.pool))
+    tide.discard(snapshot)
+    device.close()
+
+
+def test_what_fails_before_the_writes_is_no_loss() -> None:
+    """The device's own error, as it is: no byte has changed."""
+    device = FakeDevice()
+    tide = make_tide(device)
+    snapshot = tide.offload(range(8))
+    before = image_of(tide.pool)
+    tide.pool.device = LateDevice()
+    with pytest.raises(OSError, match="the link is down"):
+        tide.restore(snapshot, range(8, 16))
+    assert same_image(before, image_of(tide.pool))
+    tide.pool.device.close()
+    tide.discard(snapshot)
+    device.close()
+
+
+# ---- what is left of a move that ended badly ---------------------------------------------------
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that does nothing else."""
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@dataclass(eq=False)
+class Local:
+    """Something in the caller's frame."""
+
+    held: Any = None
+
+
+def fail_in_a_frame(move: Callable[[Any], Any]) -> weakref.ref[Local]:
+    """Has a move fail here; gives what tells whether this frame is still there."""
+    local = Local()
+    try:
+        local.held = move(local)
+        local.held.wait()  # a ticket
+    except (KvtideError, KeyboardInterrupt):
+        return weakref.ref(local)
+    raise AssertionError("the move must fail")
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("how", ["restore", "start_restore", "interrupt", "lost", "miss"])
+def test_a_move_that_ended_badly_keeps_nothing_of_its_caller(
+    monkeypatch: pytest.MonkeyPatch, lanes: int, how: str
+) -> None:
+    """Neither until the next job nor until the collector comes."""
+    device = BreakingDevice(1) if how == "lost" else CPUDevice(lanes=lanes)
+    tide = make_tide(device)
+    snapshot = tide.offload(range(8), key="k")
+    if how in ("restore", "start_restore"):
+        damage(snapshot)
+    if how == "miss":
+        snapshot.seal = replace(snapshot.seal, checksums=(1,))
+    if how == "interrupt":
+        monkeypatch.setattr(Piece, "checksum", raising(KeyboardInterrupt()))
+    restore = tide.restore if how in ("restore", "interrupt") else tide.start_restore
+    gc.collect()
+    gc.disable()
+    try:
+        frame = fail_in_a_frame(lambda _: restore(snapshot, range(8, 16), key="k"))
+        assert frame() is None
+    finally:
+        gc.enable()
+    tide.discard(snapshot)
+    device.close()

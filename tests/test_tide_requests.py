@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.device import CPUDevice, Device
-from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotDamaged, SnapshotMiss
+from kvtide.errors import (
+    ArenaFull,
+    LayoutError,
+    SlotError,
+    SlotsLost,
+    SnapshotDamaged,
+    SnapshotMiss,
+)
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
+from support.broken_devices import BreakingDevice
 from support.lazy_device import LazyDevice
 from support.pools import (
     Image,
@@ -115,6 +123,29 @@ def test_a_damaged_snapshot_releases_the_pages(device: CPUDevice) -> None:
     assert same_image(before, image_of(tide.pool))
     tide.discard(snapshot)
     assert (5, 0, 0) == books(tide)
+
+
+def test_slots_lost_in_a_resume_are_released() -> None:
+    """Nobody gets pages with neither the old bytes nor the new; the snapshot is whole."""
+    device = BreakingDevice()
+    tide = make_tide(device)
+    before = image_of(tide.pool)
+    pages = acquire(tide, 2)
+    snapshot = tide.retract(pages, 7)
+    device.breaks_at = 1
+    for _ in range(2):
+        with pytest.raises(SlotsLost):
+            tide.resume(snapshot, 2)
+        assert (5, 0, 2 * BLOCK_BYTES) == books(tide)
+    device.breaks_at = None
+    resumed = tide.resume(snapshot, 2)
+    assert resumed is not None
+    after, slots = image_of(tide.pool), tide.slots_of(resumed)[:7]
+    assert all(
+        np.array_equal(rows[tide.slots_of(pages)[:7]], after[part][slots])
+        for part, rows in before.items()
+    )
+    device.close()
 
 
 def test_a_miss_releases_the_pages(device: CPUDevice) -> None:

@@ -22,7 +22,7 @@ LONGEST_MODULE = 400
 # The way of a request's KV, downwards: a part imports only what stands before it.
 ORDER = (
     ("errors",),
-    ("integers",),
+    ("integers", "atomic"),
     ("sizes",),
     ("layout",),
     ("device",),

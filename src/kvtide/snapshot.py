@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtide.arena import Lease
 from kvtide.device import Job
-from kvtide.errors import SnapshotMiss
+from kvtide.errors import SnapshotMiss, to_keep, to_raise
 from kvtide.layout import Ids, Rows
 
 T = TypeVar("T")
@@ -114,6 +114,8 @@ class Snapshot:
         has a row there has none here: that row would keep another request's bytes, which
         `keep_extra_rows` says is meant.
         """
+        if self.seal.tokens[group] == ranges_of(target.tokens):
+            return target.ids  # token for token, as mostly
         tokens = self.seal.tokens_of(group)
         found = target.of_tokens(tokens)
         if found is None:
@@ -154,11 +156,14 @@ class Ticket(Generic[T]):
         *,
         succeed: Callable[[list[int]], T],
         fail: Callable[[], None] = lambda: None,
+        forget: Callable[[Ticket[T]], None] = lambda _: None,
     ) -> None:
-        """For Tide: `succeed` makes the result of the job's, `fail` gives back what it held."""
+        """For Tide: `succeed` makes the result of the job's, `fail` gives back what it held, and
+        `forget` is told once the outcome is known. They are repeatable."""
         self._job = job
         self._succeed = succeed
         self._fail = fail
+        self._forget = forget
         self._result: list[T] = []
         self._error: BaseException | None = None
 
@@ -179,17 +184,28 @@ class Ticket(Generic[T]):
             return
         try:
             checksums = self._job.wait()
-        except Exception as error:
-            if not self._job.done():
+        except BaseException as error:
+            if not self._raises_again(type(error)):
                 raise  # a signal handler's: it ended the wait alone
-            self._error = error
             self._fail()
+            self._error = to_keep(error)
         else:
             self._result.append(self._succeed(checksums))
+        self._forget(self)
+        del self._succeed, self._fail, self._forget  # and what they hold
+
+    def _raises_again(self, kind: type[BaseException]) -> bool:
+        """Whether an error is the job's own, which comes each time it is asked."""
+        try:
+            if self._job.done():
+                self._job.wait()
+        except kind:
+            return True
+        return False
 
     def wait(self) -> T:
         """Blocks until the move has ended; gives its result or raises its error, each time."""
         self.settle()
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return self._result[0]

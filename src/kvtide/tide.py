@@ -11,14 +11,14 @@ retract                                 resume
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import numpy as np
 
-from kvtide.arena import HostArena
-from kvtide.device import Step
+from kvtide.arena import HostArena, Lease
+from kvtide.atomic import take_out
+from kvtide.device import Job, Step
 from kvtide.errors import KvtideError, LayoutError, SlotError
 from kvtide.integers import checked_integer, integer_of, integers_of, shown
 from kvtide.layout import RequestRows
@@ -67,51 +67,59 @@ class Tide:
         `request` is the request's own row, an integer, where the layout has such planes, or its
         rows by their kinds, one for each. Blocks until that is done; the slots may then be reused.
         Raises SlotError for slots or rows that can't be meant, ArenaFull when the arena has no
-        room: nothing was taken then.
+        room. After an error, or Ctrl-C, nothing is kept of it.
         """
-        ticket: Ticket[Snapshot] | None = None
+        lease = Lease(self.arena)
         try:
-            ticket = self._offload(slots, key, request, at_once=True)
-            return ticket.wait()
+            return self._offload(lease, slots, key, request, at_once=True).wait()
         except BaseException as error:
-            self._settle_after(error)
-            if ticket is not None:
-                with suppress(Exception):
-                    self.discard(ticket.wait())  # nobody else will fetch it
+            self._give_up(lease, error)
             raise
 
     def start_offload(
         self, slots: Any, *, key: str = "", request: RequestRows = None
     ) -> Ticket[Snapshot]:
         """Like `offload`, without waiting; the slots must not be written before it is done."""
-        return self._offload(slots, key, request, at_once=False)
+        lease = Lease(self.arena)
+        try:
+            return self._offload(lease, slots, key, request, at_once=False)
+        except BaseException as error:
+            self._give_up(lease, error)
+            raise
 
     def _offload(
-        self, slots: Any, key: str, request: RequestRows, *, at_once: bool
+        self, lease: Lease, slots: Any, key: str, request: RequestRows, *, at_once: bool
     ) -> Ticket[Snapshot]:
+        """Into a lease of no blocks: the caller gives it back after an error, wherever that is."""
         slot_ids = checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
         chunk_bytes = self.arena.block_bytes
-        groups = self.pool.rows_of(slot_ids, request)
+        token_count, groups = slot_ids.size, self.pool.rows_of(slot_ids, request)
         rows = [group.ids for group in groups]
-        lease = self.arena.lease(self._mover.chunk_count(rows, chunk_bytes))
+        tokens = tuple(ranges_of(group.tokens) for group in groups)
+        lasts = tuple(ranges_of(group.lasts) for group in groups)
+        del groups, slot_ids  # which may be as large as what moves
+        lease.extend(self._mover.chunk_count(rows, chunk_bytes))
 
         def succeed(checksums: list[int]) -> Snapshot:
             self.stats.offloads += 1
             self.stats.offloaded_bytes += self._mover.size_bytes(rows)
             fingerprint = self.pool.geometry.fingerprint
-            tokens = tuple(ranges_of(group.tokens) for group in groups)
-            lasts = tuple(ranges_of(group.lasts) for group in groups)
             sums = tuple(checksums)
-            seal = Seal(fingerprint, key, slot_ids.size, tokens, chunk_bytes, sums, lasts)
+            seal = Seal(fingerprint, key, token_count, tokens, chunk_bytes, sums, lasts)
             return Snapshot(seal, lease)
 
+        job = self._mover.gather(
+            rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once, owner=lease
+        )
+        lease.use(job)
+        return self._track(Ticket(job, succeed=succeed, fail=lease.release, forget=self._forget))
+
+    def _give_up(self, lease: Lease, error: BaseException) -> None:
+        """Gives back what an offload that ended with `error` had; repeatable."""
         try:
-            job = self._mover.gather(rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once)
-            return self._track(Ticket(job, succeed=succeed, fail=lease.release))
-        except BaseException as error:
             self._settle_after(error)
-            lease.release()
-            raise
+        finally:
+            lease.release()  # as soon as nothing moves, if that isn't now
 
     def restore(
         self,
@@ -129,15 +137,15 @@ class Tide:
         snapshot and none here. A token that has a row here and none in the snapshot (a window
         reaches farther back here) is a SnapshotMiss too, since its row would keep the bytes that
         it has, another request's; `keep_extra_rows` says that this is meant, as nothing reads
-        them. Raises SnapshotDamaged if a byte has changed. After an error no byte
-        of the pool has changed. After Ctrl-C, or whatever else a signal's handler raises, some may
-        have, or all, and none changes any more.
+        them. Raises SnapshotDamaged if a byte has changed, SlotsLost if the device fails while it
+        writes. After SlotsLost the slots may hold neither the old bytes nor the new, and after
+        Ctrl-C, or whatever else a signal's handler raises: release them, nothing writes there any
+        more. After any other error no byte of the pool has changed.
         """
         try:
-            ticket = self._restore(
+            self._restore(
                 snapshot, slots, key, request, at_once=True, keep_extra_rows=keep_extra_rows
-            )
-            ticket.wait()
+            ).wait()
         except BaseException as error:
             self._settle_after(error)
             raise
@@ -153,11 +161,16 @@ class Tide:
     ) -> Ticket[None]:
         """Like `restore`, without waiting; the slots must not be read before it is done.
 
-        What can be told at once is raised at once; damage is raised by the ticket.
+        What can be told at once is raised at once; damage, and slots that are lost, by the ticket.
+        Until it is done nobody else gets the snapshot's memory, whatever becomes of the snapshot.
         """
-        return self._restore(
-            snapshot, slots, key, request, at_once=False, keep_extra_rows=keep_extra_rows
-        )
+        try:
+            return self._restore(
+                snapshot, slots, key, request, at_once=False, keep_extra_rows=keep_extra_rows
+            )
+        except BaseException as error:
+            self._settle_after(error)
+            raise
 
     def _restore(
         self,
@@ -181,35 +194,45 @@ class Tide:
             self.stats.restores += 1
             self.stats.restored_bytes += self._mover.size_bytes(rows)
 
-        try:
-            job = self._mover.scatter(
-                snapshot.lease.blocks,
-                rows,
-                chunk_bytes=snapshot.seal.chunk_bytes,
-                checksums=snapshot.seal.checksums,
-                at_once=at_once,
-            )
-            ticket = self._track(Ticket(job, succeed=succeed))
-            snapshot.readers = [reader for reader in snapshot.readers if not reader.done()]
-            snapshot.readers.append(ticket)
-        except BaseException as error:
-            self._settle_after(error)
-            raise
-        return ticket
+        def forget(ticket: Ticket[None]) -> None:
+            self._forget(ticket)
+            take_out(snapshot.readers, ticket)
+
+        job = self._mover.scatter(
+            snapshot.lease.blocks,
+            rows,
+            chunk_bytes=snapshot.seal.chunk_bytes,
+            checksums=snapshot.seal.checksums,
+            at_once=at_once,
+            owner=snapshot.lease,
+        )
+        snapshot.lease.use(job)
+        ticket = Ticket(job, succeed=succeed, forget=forget)
+        snapshot.readers.append(ticket)
+        return self._track(ticket)
 
     def _settle_after(self, error: BaseException) -> None:
         """Waits until nothing moves, where an error may have ended the wait alone, as Ctrl-C does.
 
         A job ends after all that were queued before it; those of nobody's ticket are among them.
+        Another Ctrl-C doesn't end this: the first one is raised in any case.
         """
-        if not isinstance(error, KvtideError):
-            with suppress(Exception):  # of a device that takes no more jobs
-                self.pool.device.submit(list[Sequence[Step[None]]]).wait()
+        last: Job[list[None]] | None = None
+        while not isinstance(error, KvtideError) and not (last is not None and last.done()):
+            try:
+                if last is None:
+                    last = self.pool.device.submit(list[Sequence[Step[None]]])
+                last.wait()
+            except Exception:
+                if last is None:
+                    return  # the device takes no more jobs
+            except BaseException:
+                continue
 
     def discard(self, snapshot: Snapshot) -> None:
         """Gives a snapshot's host memory back; waits for restores of it under way. Repeatable."""
-        while snapshot.readers:
-            snapshot.readers.pop().settle()
+        for reader in tuple(snapshot.readers):
+            reader.settle()
         snapshot.lease.release()
 
     # ---- requests: the page allocator holds their slots -------------------------------
@@ -226,23 +249,28 @@ class Tide:
 
         `request` is its own row, where the layout has such planes; who holds that row is the
         caller's affair. Raises ArenaFull when the arena has no room, SlotError for more tokens
-        than the pages hold or a page that isn't held. After an error the request keeps its pages,
-        and nothing is kept of it in the arena.
+        than the pages hold or a page that isn't held. After an error, or Ctrl-C, the request keeps
+        its pages, and nothing is kept of it in the arena.
         """
-        books, slots = self._books, self.slots_of(pages)
+        books = self._books
+        held = books.check_held(pages)
+        slots = self.slots_of(held)
         count = integer_of(token_count)
         if count is None or not 0 <= count <= slots.size:
             raise SlotError(
-                f"{shown(token_count)} tokens to retract, but {len(pages)} pages of "
+                f"{shown(token_count)} tokens to retract, but {len(held)} pages of "
                 f"{self.pool.page_size} hold 0 to {slots.size}"
             )
-        snapshot = self.offload(slots[:count], key=key, request=request)
+        lease = Lease(self.arena)
         try:
-            books.release(pages)
-        except SlotError:
-            self.discard(snapshot)
+            slots = slots[:count]
+            snapshot = self._offload(lease, slots, key, request, at_once=True).wait()
+            books.release(held)
+            return snapshot
+        except BaseException as error:
+            books.hold_again(held)
+            self._give_up(lease, error)
             raise
-        return snapshot
 
     def resume(
         self,
@@ -257,7 +285,7 @@ class Tide:
 
         None, and nothing changed, when fewer pages are free. Raises as `restore` does, and
         SlotError for fewer pages than the snapshot's tokens need; the pages are free again
-        then, and the snapshot is still the caller's to discard.
+        then, after Ctrl-C too, and the snapshot is still the caller's to discard.
         """
         page_count = checked_integer(page_count, "page_count")
         if page_count * self.pool.page_size < snapshot.token_count:
@@ -265,19 +293,22 @@ class Tide:
                 f"{page_count} pages of {self.pool.page_size} tokens can't hold a snapshot of "
                 f"{snapshot.token_count}"
             )
-        pages = self._books.acquire(page_count)
-        if pages is None:
-            return None
+        books, pages = self._books, list[int]()
+        block_count: int | None = None
         try:
+            if not books.acquire_to(pages, page_count):
+                return None
             slots = self.slots_of(pages)[: snapshot.token_count]
             self.restore(snapshot, slots, key=key, request=request, keep_extra_rows=keep_extra_rows)
-        except BaseException:
-            # An interrupt may have ended the wait alone: what writes the pages must end first.
-            self.close()
-            self._books.release(pages)
+            block_count = len(snapshot.lease.blocks)
+            self.discard(snapshot)
+            return pages
+        except BaseException as error:
+            self._settle_after(error)  # what writes the pages must end first
+            books.release(pages)
+            if block_count is not None:
+                snapshot.lease.hold_again(block_count)
             raise
-        self.discard(snapshot)
-        return pages
 
     def slots_of(self, pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The slots of `pages` in order, int64 [len(pages) * page_size].
@@ -294,14 +325,18 @@ class Tide:
 
     def close(self) -> None:
         """Waits for all moves under way. The pool, arena and device stay the caller's."""
-        while self._pending:
-            self._pending[-1].settle()
-            self._pending.pop()
+        for ticket in self._pending[::-1]:
+            ticket.settle()
+        self._pending.clear()
 
     def _track(self, ticket: Ticket[T]) -> Ticket[T]:
         self._pending = [other for other in self._pending if not other.done()]
         self._pending.append(ticket)
         return ticket
+
+    def _forget(self, ticket: Ticket[Any]) -> None:
+        """A ticket whose outcome is known, and what it holds, are the caller's alone."""
+        take_out(self._pending, ticket)
 
     @property
     def _books(self) -> PageAllocator:

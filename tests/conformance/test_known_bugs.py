@@ -33,7 +33,7 @@ from kvtide.layout import GQA, BufferRows, EveryNth, Layout, OfRequest, Plane, r
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import PageAllocator, Pool
 from kvtide.tide import Tide
-from kvtide.transfer import mover
+from kvtide.transfer import pieces
 from kvtide.transfer.plan import alike, plan_moves
 from support.lazy_device import LazyDevice
 from support.pools import fill, image_of, make_pool, poison, same_image, small_geometry, with_rows
@@ -342,13 +342,13 @@ def test_k34_what_is_being_written_is_read_whole_or_not_at_all(
     """A slow writer: its entry isn't there for anybody until its last byte is."""
     tide = make_tide(device)
     before = image_of(tide.pool)
-    go_on, checksum = threading.Event(), mover._Piece.checksum
+    go_on, checksum = threading.Event(), pieces.Piece.checksum
 
-    def slow(piece: mover._Piece) -> int:
+    def slow(piece: pieces.Piece) -> int:
         assert go_on.wait(60)
         return checksum(piece)
 
-    monkeypatch.setattr(mover._Piece, "checksum", slow)
+    monkeypatch.setattr(pieces.Piece, "checksum", slow)
     ticket = tide.start_offload(range(8))
     assert not ticket.done()
     assert 0 == tide.stats.offloads

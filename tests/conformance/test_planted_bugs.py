@@ -208,9 +208,10 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
         chunk_bytes: int,
         checksums: Sequence[int],
         at_once: bool = False,
+        owner: object = None,
     ) -> Any:
         def phases() -> Any:
-            pieces = self._pieces(rows, blocks, chunk_bytes)
+            pieces = self._pieces(self._parts(rows, blocks, chunk_bytes)[0])
             for piece, sealed in zip(pieces, checksums, strict=True):
                 yield [Step(mover_module._checking(piece, sealed))]
                 yield [Step(mover_module._nothing, piece.scatter)]

@@ -165,6 +165,28 @@ def test_an_error_of_an_item_is_raised_at_each_wait(
     assert [5] == submit(device, [lambda: 5]).wait(), "the queue goes on"
 
 
+class PickyError(Exception):
+    """Can't be copied: it is made of two things, and keeps one."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+@pytest.mark.parametrize("error", [OSError("of the item"), PickyError("of the item", "no copy")])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_error_says_where_it_was_though_its_frames_are_let_go(
+    device: CPUDevice, error: Exception, at_once: bool
+) -> None:
+    """In a note: what was there is the item's, and those who wait are others."""
+    job = submit(device, [raising(error)], at_once=at_once)
+    for _ in range(2):
+        with pytest.raises(type(error), match="of the item") as caught:
+            job.wait()
+        (note,) = caught.value.__notes__
+        assert "test_cpu.py" in note
+        assert "of the item" in note
+
+
 def test_an_interrupt_ends_the_wait_and_not_the_move(device: CPUDevice) -> None:
     """Real signals, while many jobs are waited for: none is lost, none runs twice."""
     ran: list[int] = []

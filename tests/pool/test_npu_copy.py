@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kvtide.errors import ArenaFull, LayoutError
+from kvtide.errors import ArenaFull, LayoutError, SlotsLost
 from kvtide.pool.npu import CPUCopy, NPUTokenToKVPool
+from support.broken_devices import BreakingDevice
 from support.npu_pools import (
     CHUNK,
     INDEX_LAYERS,
@@ -16,6 +18,7 @@ from support.npu_pools import (
     LAYER_COUNT,
     LIMIT_BYTES,
     PAGE_SIZE,
+    SLOT_COUNT,
     TILED,
     Image,
     differences,
@@ -173,6 +176,30 @@ def test_a_full_host_refuses_and_takes_nothing() -> None:
     assert [] == differences(expected, image_of(pool))
     copy.release()
     pool.get_cpu_copy([4])
+    device.close()
+
+
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_a_load_that_breaks_off_says_that_its_slots_are_lost(as_lists: bool) -> None:
+    """No other slot has changed, no host memory is kept, and the copy is whole: it can be loaded
+    again."""
+    device = BreakingDevice()
+    device.chunk_bytes = 700
+    pool, before = saved("mha", device, host_limit_bytes=LIMIT_BYTES)
+    source, target = list(range(4, 24)), list(range(30, 50))
+    copy = pool.get_cpu_copy(source)
+    given = lists_of(copy) if as_lists else copy
+    used_bytes, device.breaks_at = pool.host_used_bytes, 1
+    with pytest.raises(SlotsLost, match=r"OSError: the link is down.*neither"):
+        pool.load_cpu_copy(given, target)
+    assert used_bytes == pool.host_used_bytes
+    after = image_of(pool)
+    others = [slot for slot in range(SLOT_COUNT) if slot not in target]
+    assert all(np.array_equal(rows[others], after[part][others]) for part, rows in before.items())
+    device.breaks_at = None
+    pool.load_cpu_copy(given, target)
+    assert [] == differences(with_tokens(pool, before, target, before, source), image_of(pool))
+    copy.release()
     device.close()
 
 

@@ -128,6 +128,9 @@ def load(owner: Any) -> None:
 ONE, TWO = torch.tensor([1]), torch.tensor([2])
 CALLS: dict[str, Call] = {
     "acquire": lambda pages: pages.acquire(2),
+    "acquire_to": lambda pages: pages.acquire_to([], 2),
+    "check_held": lambda pages: pages.check_held([0]),
+    "hold_again": lambda pages: pages.hold_again([0]),
     "release": lambda owner: owner.release([0]) if isinstance(owner, PageAllocator)
     else owner.release(),
     "plane": lambda pool: pool.plane("k", 0),

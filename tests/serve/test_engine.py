@@ -211,14 +211,14 @@ def test_damaged_snapshot_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None
     expected = expected_answers(5, "float32", 4, 16)
     requests = make_requests(5)
     engine = build(300, page_size=4, chunk_tokens=16)
-    offload = engine.tide.offload
+    retract = engine.tide.retract
 
-    def offload_and_flip(slots: object, **options: Any) -> Snapshot:
-        snapshot = offload(slots, **options)
+    def retract_and_flip(pages: list[int], token_count: int, **options: Any) -> Snapshot:
+        snapshot = retract(pages, token_count, **options)
         snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
         return snapshot
 
-    monkeypatch.setattr(engine.tide, "offload", offload_and_flip)
+    monkeypatch.setattr(engine.tide, "retract", retract_and_flip)
     run_with_a_retraction(engine, requests)
     assert engine.scheduler.stats.damaged == 1
     assert engine.stats.recomputed_tokens > 0

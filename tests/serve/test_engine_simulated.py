@@ -10,6 +10,7 @@ import pytest
 import simnpu
 import torch
 
+from kvtide.arena import Lease
 from kvtide.errors import KvtideError
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import OpenModel, open_model
@@ -96,6 +97,7 @@ def restore_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A request goes on before its KV is back."""
     patch.setattr(Tide, "restore", Tide.start_restore)
     patch.setattr(Tide, "discard", lambda tide, snapshot: snapshot.lease.release())
+    patch.setattr(Lease, "in_use", False)
     patch.setattr(Tide, "close", lambda tide: None)
 
 

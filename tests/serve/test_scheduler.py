@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvtide.arena import HostArena
 from kvtide.device import open_device
 from kvtide.layout import GQA
@@ -9,6 +11,7 @@ from kvtide.pool import PageAllocator, Pool
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.tide import Tide
+from support.broken_devices import BreakingDevice
 
 PAGE_SIZE = 4
 
@@ -95,6 +98,28 @@ def test_retract_moves_the_pages_and_resume_gets_others() -> None:
     assert len(request.pages) == 2
     assert not set(request.pages) & set(taken)
     assert request.snapshot is None
+
+
+def test_slots_lost_in_a_restore_are_never_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request gives them back and computes from its first token; the others go on."""
+    device = BreakingDevice()
+    monkeypatch.setattr("test_scheduler.open_device", lambda name: device)
+    scheduler, pages = make_scheduler(8, chunk_tokens=64)
+    old, new = make_request("a", 7), make_request("b", 7, 20)
+    for request in (old, new):
+        scheduler.add(request)
+    run_step(scheduler)
+    scheduler.retract(new)
+    assert scheduler._tide.arena.used_bytes
+    device.breaks_at = 0
+    assert [("a", 1), ("b", 7)] == run_step(scheduler)
+    assert (1, 0) == (scheduler.stats.lost, scheduler.stats.damaged)
+    assert (None, 7) == (new.snapshot, scheduler.stats.recomputed_tokens)
+    assert 0 == scheduler._tide.arena.used_bytes
+    for request in (old, new):
+        scheduler.remove(request)
+    assert 8 == pages.free_count
+    device.close()
 
 
 def test_request_without_kv_leaves_nothing_to_save() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -75,6 +76,51 @@ class FlippingDevice(FakeDevice):
             return result
 
         return replace(step, issue=issue) if self._early else replace(step, finish=finish)
+
+
+class BreakingDevice(FakeDevice):
+    """While `breaks_at` is a number, its restores fail at that step of their writes."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        super().__init__()
+        self.breaks_at = breaks_at
+
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> Job[list[T]]:
+        def breaking() -> Iterable[Sequence[Step[T]]]:
+            for number, phase in enumerate(plan()):
+                yield self._broken(phase) if number == 1 else phase
+
+        return self._cpu.submit(breaking, staging_bytes=staging_bytes, at_once=at_once)
+
+    def _broken(self, phase: Sequence[Step[T]]) -> Sequence[Step[T]]:
+        def fail(staging: torch.Tensor | None) -> None:
+            raise OSError("the link is down")
+
+        at = self.breaks_at
+        return phase if at is None else [*phase[:at], replace(phase[at], issue=fail)]
+
+
+class GatedDevice(FakeDevice):
+    """Its jobs stop before their last phase, of two or of one, until `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_there = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def submit(
+        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+    ) -> Job[list[T]]:
+        def gated() -> Iterable[Sequence[Step[T]]]:
+            for phase in plan():
+                if phase[0].issue is not None:
+                    self.is_there.set()
+                    self.gate.wait()
+                yield phase
+
+        return self._cpu.submit(gated, staging_bytes=staging_bytes, at_once=at_once)
 
 
 class FullDevice(FakeDevice):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from math import ceil
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kvtide.device import AcceleratorDevice, Block, CPUDevice
 from kvtide.errors import SnapshotDamaged, SnapshotMiss
 from kvtide.layout import GQA, Geometry
+from kvtide.layout.gqa import K_ONLY
 from kvtide.layout.recurrent import RECURRENT_AND_FULL
 from kvtide.pool import Pool
 from kvtide.transfer import Mover, checked_slots
@@ -37,10 +39,13 @@ GUARD = 0x5A
 TOKEN_BYTES = 36  # of small_geometry()
 
 
-@pytest.fixture(scope="module", autouse=True, params=["by numpy", "by torch"])
+@pytest.fixture(scope="module", autouse=True, params=["by numpy", "by torch", "in parts"])
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Buffers in host memory move by numpy where they can, those of a device by torch."""
+    """Buffers in host memory move by numpy where they can, those of a device by torch; and what has
+    many rows is planned in parts, here of as few chunks as may be."""
     with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in parts":
+            patch.setattr("kvtide.transfer.mover._PLANNED_ROWS", 5)
         if request.param == "by torch":
             patch.setattr("kvtide.transfer.copies._suits_numpy", lambda _: False)
         yield
@@ -380,3 +385,26 @@ def test_a_slab_may_be_a_slice_of_something_larger(skip: int) -> None:
         blocks, [np.arange(7, 14)], chunk_bytes=4 * TOKEN_BYTES, checksums=checksums
     ).wait()
     assert same_image(with_rows(before, range(7, 14), before, range(7)), image_of(case.pool))
+
+
+def test_a_plan_takes_little_memory_beside_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows there are, wherever they lie: the places of all these rows of one byte
+    would take eight times as much as moves."""
+    monkeypatch.setattr("kvtide.transfer.mover._PLANNED_ROWS", 1 << 15)
+    geometry = K_ONLY.bind(dtype="uint8", layer=8, token=1, head=1, head_dim=1)
+    device = LazyDevice()
+    pool = Pool.create(geometry, device, page_count=1 << 18)
+    fill(PoolCase(pool, tuple(buffer.numpy() for buffer in pool.buffers)), 5)
+    before = image_of(pool)
+    source, target = np.random.default_rng(1).permutation(1 << 18).reshape(2, -1)
+    blocks = make_blocks(16, 1 << 16, 0)
+    mover = Mover(pool)
+    tracemalloc.start()
+    try:
+        checksums = mover.gather([source], blocks, chunk_bytes=1 << 16).wait()
+        mover.scatter(blocks, [target], chunk_bytes=1 << 16, checksums=checksums).wait()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2 << 20
+    assert same_image(with_rows(before, target, before, source), image_of(pool))

@@ -11,7 +11,7 @@ from colocated_fakes import Batch, Req, Scheduler, shelved
 from sglang.srt.lora.lora_drainer import LoRADrainer
 from sglang.srt.lora.lora_manager import LoRAManager
 
-from kvtide.errors import ArenaFull, SnapshotDamaged
+from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged
 from kvtide.plugin.sglang import colocated
 from kvtide.plugin.sglang.colocated_resume import recount_penalties
 
@@ -161,12 +161,13 @@ def test_without_room_even_alone_it_is_left_to_sglang(place: Place) -> None:
     assert ["discard saved"] == keeper.calls
 
 
-def test_a_failed_restore_is_left_to_sglang(place: Place) -> None:
+@pytest.mark.parametrize("error", [SnapshotDamaged("a bit has changed"), SlotsLost("half written")])
+def test_a_failed_restore_is_left_to_sglang(place: Place, error: KvtideError) -> None:
     """Its slots are given back, and it is computed again."""
     saved = Req("saved")
     scheduler = Scheduler(saved)
     shelf, keeper = shelved(scheduler, saved)
-    keeper.error = SnapshotDamaged("a bit has changed")
+    keeper.error = error
     assert (["running"], ["saved"]) == plan(scheduler, Batch(Req("running")))
     assert (["saved"], 0) == (place.given_back, len(shelf))
 

@@ -14,7 +14,7 @@ from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtide.arena import Lease
-from kvtide.errors import SlotError
+from kvtide.errors import SlotError, SlotsLost
 from kvtide.plugin.sglang import hooks
 from kvtide.plugin.sglang.attach import Attachment, is_saved
 from kvtide.plugin.sglang.keeper import Backup
@@ -105,8 +105,9 @@ def test_a_full_arena_is_an_answer_and_no_error(place: Place, attachment: Attach
     lease.release()
 
 
+@pytest.mark.parametrize("is_half_written", [False, True])
 def test_who_could_not_be_restored_is_taken_out_and_aborted(
-    place: Place, attachment: Attachment, monkeypatch: pytest.MonkeyPatch
+    place: Place, attachment: Attachment, monkeypatch: pytest.MonkeyPatch, is_half_written: bool
 ) -> None:
     """The others of the same round go on; the next round knows nothing of it."""
     ended: list[tuple[Any, ...]] = []
@@ -123,17 +124,22 @@ def test_who_could_not_be_restored_is_taken_out_and_aborted(
 
     def resume_both(queue: object) -> list[Req]:
         for req in (bad, good):
-            hooks.restore_kv_cache(Original(), req, *common)
+            with monkeypatch.context() as patch:
+                if is_half_written and req is bad:
+                    patch.setattr("kvtide.tide.Tide.restore", raising(SlotsLost("half written")))
+                hooks.restore_kv_cache(Original(), req, *common)
         return [bad, good]
 
     for req in (bad, good):
         assert hooks.backup_kv_cache(Original(), req, *common)
     backup: Backup = bad.kv.retraction_backup
-    backup.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
+    if not is_half_written:
+        backup.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
     assert [good] == hooks.resume_retracted_reqs(resume_both, object())
     (rid, message, code), released = ended
     assert ("bad", 500) == (rid, code)
-    assert "couldn't be restored: chunk 0" in message
+    why = "half written" if is_half_written else "chunk 0"
+    assert f"couldn't be restored: {why}" in message
     assert ("bad", attachment.scheduler.tree_cache, False) == released
     assert [bad] == hooks.resume_retracted_reqs(lambda queue: [bad], object())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from requests_of import Place, Req, ReqToTokenPool, raising, same
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
 from sglang.srt.mem_cache import memory_pool
 
-from kvtide.errors import ArenaFull, SlotError, SnapshotDamaged, SnapshotMiss
+from kvtide.device import Plan
+from kvtide.errors import ArenaFull, SlotError, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
 from kvtide.plugin.sglang.keeper import REASONS, DeviceFailed, Keeper, RankFailed, StateAhead
@@ -194,6 +196,33 @@ def test_a_failing_device_is_an_error_like_others(
     with pytest.raises(DeviceFailed, match="RuntimeError: no memory"):
         keeper.restore(req, backup)
     assert Counter(device=1) == keeper.counters.refused_saves == keeper.counters.failed_restores
+
+
+def test_slots_that_a_restore_lost_are_counted_and_not_served(
+    place: Place, keeper: Keeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device failed while it wrote: the request has no KV, and the log says what failed."""
+    req, other = place.admit("a", 20), place.admit("b", 30, row=3)
+    backup, before = keeper.save(req), place.rows_of(other)
+    device = keeper.tide.pool.device
+    submit = device.submit
+
+    def breaking(plan: Plan[Any], **options: Any) -> Any:
+        return submit(lambda: broken(plan()), **options)
+
+    def broken(phases: Iterable[Any]) -> Iterator[Any]:
+        for number, phase in enumerate(phases):
+            yield (
+                [replace(phase[0], issue=raising(OSError("the link is down")))] if number else phase
+            )
+
+    device.submit = breaking  # type: ignore[method-assign]
+    with pytest.raises(SlotsLost, match="the link is down"):
+        keeper.restore(req, backup)
+    assert Counter(slots_lost=1) == keeper.counters.failed_restores
+    assert (0, 0) == (backup.size_bytes, keeper.counters.restores)
+    assert same(before, place.rows_of(other))
+    assert "OSError: the link is down" in caplog.text
 
 
 def test_ranks_save_together_or_not_at_all(place: Place) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import final
+import weakref
+from collections import deque
+from typing import Any, final
 
-from kvtide.device import Block, Device
+from kvtide.atomic import call_each, move_last
+from kvtide.device import Block, Device, Job
 from kvtide.errors import ArenaFull, LayoutError
 from kvtide.integers import checked_integer
 
@@ -28,19 +31,26 @@ class HostArena:
         self.limit_bytes = _size(limit_bytes, "limit_bytes", 0)
         self.block_bytes = _size(block_bytes, "block_bytes", 1)
         self._block_limit = self.limit_bytes // self.block_bytes
-        self._block_count = 0
+        # A block lies among the free ones or in one lease's list, and in `_all` as well.
+        self._all: list[Block] = []
         self._free: list[Block] = []
         self._peak_count = 0
+        self._leased: dict[weakref.ref[Lease], list[Block]] = {}
+        # Leases that were forgotten, in whatever thread and moment: C notes it, and the next who
+        # asks takes the blocks back.
+        self._forgotten: deque[weakref.ref[Lease]] = deque()
+        self._released: list[Lease] = []  # while a move used them
 
     @property
     def used_bytes(self) -> int:
-        """Bytes under lease."""
-        return (self._block_count - len(self._free)) * self.block_bytes
+        """Bytes under lease, or of a lease that was released while a move uses it still."""
+        self._reclaim()
+        return (len(self._all) - len(self._free)) * self.block_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes taken from the system: under lease, or kept for the next one."""
-        return self._block_count * self.block_bytes
+        return len(self._all) * self.block_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -49,24 +59,37 @@ class HostArena:
 
     def lease(self, block_count: int) -> Lease:
         """`block_count` blocks (zero is valid), or ArenaFull and nothing taken."""
+        lease = Lease(self)
+        try:
+            lease.extend(block_count)
+            return lease
+        except BaseException:
+            lease.release()
+            raise
+
+    def _note(self, lease: Lease, blocks: list[Block]) -> None:
+        """From now on the arena takes back what is in `blocks` once the lease is forgotten."""
+        self._leased[weakref.ref(lease, self._forgotten.append)] = blocks
+
+    def _move_to(self, blocks: list[Block], block_count: int) -> None:
+        """Free blocks to a lease's list, or ArenaFull and nothing taken."""
         assert block_count >= 0, "a lease can't be of less than nothing"
-        used_count = self._block_count - len(self._free)
+        self._reclaim()
+        used_count = len(self._all) - len(self._free)
         if used_count + block_count > self._block_limit:
             raise ArenaFull(
                 f"host arena: {block_count * self.block_bytes} bytes asked for, "
-                f"{self.used_bytes} of {self.limit_bytes} in use; raise the limit, "
+                f"{used_count * self.block_bytes} of {self.limit_bytes} in use; raise the limit, "
                 "or let this request be recomputed"
             )
         while len(self._free) < block_count:
             self._grow()
-        # One by one: the collector may give back a forgotten lease between any two steps.
-        blocks = [self._free.pop() for _ in range(block_count)]
         self._peak_count = max(self._peak_count, used_count + block_count)
-        return Lease(self, blocks)
+        move_last(self._free, blocks, block_count)
 
     def _grow(self) -> None:
         slab_count = max(1, _SLAB_BYTES // self.block_bytes)
-        count = min(slab_count, self._block_limit - self._block_count)
+        count = min(slab_count, self._block_limit - len(self._all))
         assert count > 0, "grows only below the limit"
         size_bytes = count * self.block_bytes
         try:
@@ -76,48 +99,102 @@ class HostArena:
                 f"host arena: the system has no {size_bytes} bytes to give, with "
                 f"{self.reserved_bytes} of {self.limit_bytes} taken; lower the limit"
             ) from error
-        blocks = [Block(slab, number * self.block_bytes) for number in range(count)]
-        self._free.extend(reversed(blocks))
-        self._block_count += count
+        blocks = [Block(slab, number * self.block_bytes) for number in reversed(range(count))]
+        call_each(list.extend, (self._all, self._free), (blocks, blocks))
 
-    def _take_back(self, blocks: list[Block]) -> None:
-        self._free.extend(reversed(blocks))
+    def _take_back(self, lease: Lease, blocks: list[Block]) -> None:
+        """What a lease still has, unless a move uses it: then as soon as that has ended."""
+        if not lease.in_use:
+            move_last(blocks, self._free, len(blocks))
+        elif lease not in self._released:
+            self._released.append(lease)
+
+    def _move_again(self, lease: Lease, blocks: list[Block], block_count: int) -> None:
+        """What `_take_back` was given last, and so is taken first."""
+        self._released = [other for other in self._released if other is not lease]
+        move_last(self._free, blocks, block_count - len(blocks))
+
+    def _reclaim(self) -> None:
+        """Takes back what was forgotten, and what was released while a move used it.
+
+        Each step may be repeated: an interrupt between two loses nothing.
+        """
+        while self._forgotten:
+            blocks = self._leased.get(self._forgotten[0], [])
+            move_last(blocks, self._free, len(blocks))
+            self._leased.pop(self._forgotten[0], None)
+            self._forgotten.popleft()
+        for lease in tuple(self._released):
+            if not lease.in_use:
+                move_last(lease._blocks, self._free, len(lease._blocks))
+                self._released.remove(lease)
 
 
 @final
 class Lease:
-    """The right to some blocks of an arena, until `release`."""
+    """The right to some blocks of an arena, until `release`.
 
-    def __init__(self, arena: HostArena, blocks: list[Block]) -> None:
+    Nobody else gets a block while a move uses it, whatever becomes of the lease.
+    """
+
+    _is_released = True  # until it is made, for `__del__`
+
+    def __init__(self, arena: HostArena) -> None:
+        """Of no blocks: see `extend`, and HostArena.lease."""
         self._arena = arena
-        self._blocks: list[Block] | None = blocks
+        self._blocks: list[Block] = []
+        self._moves: list[Job[Any]] = []
+        arena._note(self, self._blocks)
+        self._is_released = False
+
+    def extend(self, block_count: int) -> None:
+        """Takes `block_count` blocks more, or raises ArenaFull and takes none.
+
+        Whoever makes a lease first and extends it then can give back all that it ever has,
+        wherever Ctrl-C comes.
+        """
+        assert not self._is_released, "a lease that was released takes no more blocks"
+        self._arena._move_to(self._blocks, block_count)
+
+    def use(self, move: Job[Any]) -> None:
+        """Blocks stay this lease's until `move` has ended, also when it is released before."""
+        self._moves = [move, *[other for other in self._moves if not other.done()]]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a move that uses its blocks is under way."""
+        return any(not move.done() for move in self._moves)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks; none after `release`."""
-        return tuple(self._blocks or ())
+        return () if self._is_released else tuple(self._blocks)
 
     @property
     def released(self) -> bool:
-        """Whether the blocks were given back."""
-        return self._blocks is None
+        """Whether the blocks were given back, or are as soon as no move uses them."""
+        return self._is_released
 
     @property
     def size_bytes(self) -> int:
-        """What this lease takes of the arena's limit."""
-        return len(self._blocks or ()) * self._arena.block_bytes
+        """What this lease takes of the arena's limit; 0 after `release`."""
+        return len(self.blocks) * self._arena.block_bytes
 
     def release(self) -> None:
-        """Gives the blocks back; harmless when it was done before."""
-        if self._blocks is not None:
-            blocks, self._blocks = self._blocks, None
-            self._arena._take_back(blocks)
+        """Gives the blocks back, now or when the moves that use them have ended. Repeatable."""
+        self._is_released = True
+        self._arena._take_back(self, self._blocks)
+
+    def hold_again(self, block_count: int) -> None:
+        """Takes back the `block_count` blocks that it just released, or hadn't yet: for whoever
+        undoes it, when nobody has leased any since."""
+        self._arena._move_again(self, self._blocks, block_count)
+        self._is_released = False
 
     def __del__(self) -> None:
-        """A lease that was forgotten gives back its blocks, and says so."""
-        if self._blocks:
+        """A lease that was forgotten says so; the arena takes its blocks back in any case."""
+        if not self._is_released and self._blocks:
             message = f"lease of {self.size_bytes} bytes was never released; discard its snapshot"
-            self.release()  # before the warning, which may be turned into an error
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
 

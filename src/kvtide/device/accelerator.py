@@ -16,6 +16,7 @@ used again in the order of its stream; the host's part of a chunk begins after i
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,8 @@ from typing import TypeVar, final
 import torch
 
 from kvtide.device.base import Plan, Step
-from kvtide.device.threads import JobQueue, Lanes, QueuedJob
-from kvtide.errors import UsageError
+from kvtide.device.threads import JobQueue, Lanes, QueuedJob, first_error
+from kvtide.errors import ProcessForked, UsageError
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class AcceleratorDevice:
         """Raises UsageError if torch has no such device here."""
         self.torch_device = find_accelerator(name)
         self.name = name
+        self._process = os.getpid()
         self._lanes = Lanes(_WAY_COUNT)
         self._queue = JobQueue()  # made last, so that it ends first: its jobs need lanes
         self._ways = [_Way(self.torch_device) for _ in range(_WAY_COUNT)]
@@ -83,8 +85,16 @@ class AcceleratorDevice:
     def submit(
         self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> QueuedJob[list[T]]:
-        """See Device. Always in its own thread, which may make this device its current one."""
+        """See Device. Always in its own thread, which may make this device its current one.
+
+        Raises ProcessForked in a process that was forked from the one that opened the device.
+        """
         del at_once
+        if self._process != os.getpid():
+            raise ProcessForked(
+                f"device {self.name!r} was opened by process {self._process}, which this one was "
+                "forked from; accelerators don't outlive a fork: open it here, or spawn processes"
+            )
         ready = torch.Event(device=self.torch_device)
         ready.record(torch.accelerator.current_stream(self.torch_device))
         return self._queue.submit(lambda: self._run(plan, ready, staging_bytes))
@@ -137,10 +147,9 @@ class AcceleratorDevice:
             while in_flight:
                 finish_oldest()
         finally:
-            errors = [one.error() for one in finishing]
-        for error in errors:
-            if error is not None:
-                raise error
+            error = first_error(finishing)
+        if error is not None:
+            raise error
         return [one.wait() for one in finishing]
 
 

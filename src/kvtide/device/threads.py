@@ -1,14 +1,22 @@
-"""The library's threads, all of them: a queue of jobs, and lanes for work side by side."""
+"""The library's threads, all of them: a queue of jobs, and lanes for work side by side.
+
+There are no locks that a signal's handler (Ctrl-C) could leave locked, or a fork: what must happen
+at once is one call of C, on a deque or a dict.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, final
+
+from kvtide.atomic import take_out
+from kvtide.errors import ProcessForked, to_keep, to_raise
 
 T = TypeVar("T")
 _Work = Callable[[], None]
@@ -23,14 +31,20 @@ class Threads:
     """
 
     def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._start()
+
+    def _start(self) -> None:
         work: SimpleQueue[_Work | None] = SimpleQueue()
-        self._work = work
         threads = [
-            threading.Thread(target=_take, args=(work,), name=f"{name}_{number}", daemon=True)
-            for number in range(count)
+            threading.Thread(target=_take, args=(work,), name=f"{self._name}_{number}", daemon=True)
+            for number in range(self._count)
         ]
         for thread in threads:
             thread.start()
+        self._work = work
+        self._process = os.getpid()
         # Also when it is forgotten, and at the process's end: before what was there before it.
         self._end = weakref.finalize(self, _end, work, threads)
         self._end.atexit = False
@@ -42,9 +56,16 @@ class Threads:
         return self._end.alive
 
     def put(self, work: _Work) -> None:
-        """Queues work that doesn't raise; RuntimeError after `close`."""
+        """Queues work that doesn't raise; RuntimeError after `close`.
+
+        In a process that was forked the threads, which the fork left behind, are made anew.
+        """
         if not self.is_open:
             raise RuntimeError("this device is closed: it takes no more jobs")
+        if self._process != os.getpid():
+            atexit.unregister(self._end)
+            self._end.detach()
+            self._start()
         self._work.put(work)
 
     def close(self) -> None:
@@ -77,40 +98,94 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._thread = Threads(1, "kvtide-queue")
-        self._turn = threading.Lock()
-        self._order = threading.Lock()
-        self._last: QueuedJob[Any] | None = None
+        self._jobs: deque[QueuedJob[Any]] = deque()
+        """Those that haven't ended, in order: whoever appends a job has its place."""
+        _queues.add(self)
 
     def submit(self, work: Callable[[], T]) -> QueuedJob[T]:
-        """Queues `work` and returns at once."""
+        """Queues `work` and returns at once. When it raises, the work isn't under way."""
         job = QueuedJob(work)
-        with self._order:  # the last one is the last in the queue, whoever submits beside this
-            self._last = job
-            self._thread.put(lambda: self._run(job))
-        return job
+        try:
+            self._jobs.append(job)
+            self._thread.put(self._run_all)
+            return job
+        except BaseException:
+            self._withdraw(job)
+            raise
 
     def submit_at_once(self, work: Callable[[], T]) -> QueuedJob[T]:
         """Does `work` in the calling thread, if nothing is queued before it.
 
         Two changes of threads cost as much as it takes to copy a megabyte. What breaks the work
-        off, such as an interrupt, is raised.
+        off, such as an interrupt, is raised; the work isn't under way then.
         """
-        if not self._thread.is_open or not (self._last is None or self._last.done()):
-            return self.submit(work)
         job = QueuedJob(work)
-        self._run(job)
-        job.raise_if_broken_off()
-        return job
+        try:
+            self._jobs.append(job)
+            if self._thread.is_open and self._is_next(job):
+                job.run()
+                take_out(self._jobs, job)
+                job.raise_if_broken_off()
+            else:
+                self._thread.put(self._run_all)
+            return job
+        except BaseException:
+            self._withdraw(job)
+            raise
 
     def close(self) -> None:
         """Waits for what was submitted, and for another thread's job at once; repeatable."""
         self._thread.close()
-        with self._turn:
-            pass
+        for job in tuple(self._jobs):
+            job.settle()
 
-    def _run(self, job: QueuedJob[Any]) -> None:
-        with self._turn:
+    def abandon(self) -> None:
+        """Ends all jobs with an error: those who would do them are threads of another process."""
+        while self._jobs:
+            error = ProcessForked(
+                "this move was under way when the process forked: it goes on in the old process, "
+                "and in this one it never ends; wait for a device's moves before you fork"
+            )
+            self._jobs.popleft().end(error)
+
+    def _is_next(self, job: QueuedJob[Any]) -> bool:
+        """Whether all that was submitted before it has ended."""
+        for other in tuple(self._jobs):
+            if other is job or not other.done():
+                return other is job
+        return False
+
+    def _run_all(self) -> None:
+        """All jobs up to now, in order; those of other threads it only waits for."""
+        while (job := self._oldest()) is not None:
             job.run()
+            job.settle()
+            take_out(self._jobs, job)
+
+    def _oldest(self) -> QueuedJob[Any] | None:
+        try:
+            return self._jobs[0]
+        except IndexError:  # another thread took out its own
+            return None
+
+    def _withdraw(self, job: QueuedJob[Any]) -> None:
+        """Sees to it that a job isn't under way, and won't be: nobody will ask for it."""
+        if not job.cancel():
+            job.settle()
+        take_out(self._jobs, job)
+
+
+_queues: weakref.WeakSet[JobQueue] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the new process."""
+    for queue in tuple(_queues):
+        queue.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @final
@@ -118,17 +193,16 @@ class QueuedJob(Generic[T]):
     """See device.base.Job. One thread waits, another one runs it.
 
     Not a Future: an interrupt within its condition's lock can come out as another error, which
-    would be taken for the job's own. A bare lock is acquired or it isn't.
+    would be taken for the job's own. Here each who waits has a lock of his own.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
+        self._work: Callable[[], T] | None = work
         self._results: list[T] = []
         self._error: BaseException | None = None
         self._done = False
-        self._owner: dict[str, str] = {}
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        self._owner: dict[str, int] = {}
+        self._waiting: list[threading.Lock] = []
 
     def done(self) -> bool:
         """See Job."""
@@ -136,34 +210,53 @@ class QueuedJob(Generic[T]):
 
     def settle(self) -> None:
         """Blocks until it has ended, and raises nothing of it."""
-        if not self._done:
-            self._gate.acquire()
-            self._gate.release()  # for the next one who waits
+        if self._done:
+            return
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        if not self._done:  # whoever ends it does that first, and then looks who waits
+            lock.acquire()
 
     def wait(self) -> T:
         """See Job."""
         self.settle()
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return self._results[0]
 
     def run(self) -> None:
-        """Does the work in the thread that calls, and lets go whoever waits; nothing after
-        `cancel`."""
-        if self._owner.setdefault("is", "running") != "running":
-            return
+        """Does the work in the thread that calls, unless another one has it, or it was cancelled.
+
+        Raises nothing of the work's: an interrupt, too, ends it with an error.
+        """
+        thread = threading.get_ident()
         try:
+            # Atomic, and the same when it is asked again after an interrupt.
+            if self._owner.setdefault("thread", thread) != thread or self._work is None:
+                return
             self._results.append(self._work())
+            self.end()
         except BaseException as error:
-            self._error = error
-        del self._work  # and with it the memory that it holds
+            if self._owner.get("thread") != thread:
+                raise
+            self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Lets go whoever waits, and the memory that the work holds. Repeatable."""
+        if error is not None:
+            self._error = to_keep(error)
+        self._work = None
         self._done = True
-        self._gate.release()
+        while self._waiting:
+            self._waiting.pop().release()
 
     def cancel(self) -> bool:
-        """Whether it won't run: it hadn't begun. Repeatable; nobody may wait for it then."""
-        # Atomic, and the same when it is asked again after an interrupt.
-        return self._owner.setdefault("is", "cancelled") == "cancelled"
+        """Whether it won't run: it hadn't begun. Repeatable; it has no result then."""
+        if self._owner.setdefault("thread", _NOBODY) != _NOBODY:
+            return False
+        self.end()
+        return True
 
     def error(self) -> BaseException | None:
         """Blocks until it has ended; gives its error, if it has one."""
@@ -173,7 +266,16 @@ class QueuedJob(Generic[T]):
     def raise_if_broken_off(self) -> None:
         """Raises what isn't the work's own error, such as an interrupt of the thread it ran in."""
         if self._error is not None and not isinstance(self._error, Exception):
-            raise self._error
+            raise to_raise(self._error)
+
+
+_NOBODY = 0
+
+
+def first_error(jobs: Iterable[QueuedJob[Any]]) -> BaseException | None:
+    """Blocks until all have ended; the first error that one of them has."""
+    errors = [job.error() for job in jobs]
+    return next((error for error in errors if error is not None), None)
 
 
 @final
@@ -203,17 +305,14 @@ class Lanes:
                         self._others.put(others[-1].run)
                     drain(left, results)
                 left.clear()
-                for other in others:
-                    if not other.cancel():
-                        other.settle()
+                # Those that have not begun have nothing left to do.
+                if others:
+                    failure = first_error(job for job in others if not job.cancel()) or failure
                 is_running = False
-            except BaseException as error:
-                failure = failure or error
+            except BaseException as interrupt:
+                failure = failure or interrupt
         if failure is not None:
             raise failure
-        for other in others:
-            if not other.cancel():
-                other.wait()
         return [results[number] for number in range(len(items))]
 
     def start(self, item: Callable[[], T]) -> QueuedJob[T]:

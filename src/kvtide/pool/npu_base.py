@@ -272,7 +272,11 @@ class NPUTokenToKVPool:
         tell_unused(self._said, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
         self._synchronize()
         snapshot = self._tide.offload(indices)
-        return CPUCopy(snapshot, self._sections, self._parts, self._chunk_size)
+        try:
+            return CPUCopy(snapshot, self._sections, self._parts, self._chunk_size)
+        except BaseException:
+            self._tide.discard(snapshot)
+            raise
 
     def load_cpu_copy(
         self,
@@ -288,8 +292,9 @@ class NPUTokenToKVPool:
         Blocks until the bytes are there. Before a byte is written it raises SnapshotMiss for a
         copy of another geometry, stage or length or one that was released, LayoutError for lists
         of another form, SlotError, ArenaFull (lists only), and SnapshotDamaged for bytes
-        that have changed since. In NZ order pages move whole: what follows the last token in its
-        page is overwritten too, from lists with zeros.
+        that have changed since; and SlotsLost where the device fails after that: nothing may read
+        these slots then, and the copy is whole. In NZ order pages move whole: what follows the last
+        token in its page is overwritten too, from lists with zeros.
         """
         tell_unused(self._said, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
         self._synchronize()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat, starmap
+from operator import itemgetter
 from typing import final
 
+from kvtide.atomic import call_each
 from kvtide.errors import SlotError
 from kvtide.integers import LARGEST, checked_integer, integer_of, shown
 
@@ -13,15 +16,15 @@ from kvtide.integers import LARGEST, checked_integer, integer_of, shown
 class PageAllocator:
     """Hands out the pages 0 to `page_count` - 1, each to one holder at a time.
 
-    Free and held pages are together all pages, always. Not thread-safe: one thread schedules.
+    Free and held pages are together all pages, always: a page is held exactly when it isn't among
+    the free ones. Not thread-safe: one thread schedules.
     """
 
     def __init__(self, page_count: int) -> None:
         """Raises SlotError for what is no count of pages."""
         page_count = self.page_count = checked_integer(page_count, "page allocator: page_count")
         # Last in, first out: a page that was just released is likely still in cache.
-        self._free = list(range(page_count - 1, -1, -1))
-        self._held: set[int] = set()
+        self._free: dict[int, None] = dict.fromkeys(range(page_count - 1, -1, -1))
 
     @property
     def free_count(self) -> int:
@@ -31,42 +34,65 @@ class PageAllocator:
     @property
     def held_count(self) -> int:
         """Pages that someone holds."""
-        return len(self._held)
+        return self.page_count - len(self._free)
 
     def acquire(self, count: int) -> list[int] | None:
         """`count` distinct pages, or None and nothing taken when fewer are free.
 
         Zero is a valid count. Raises SlotError for what is no count, as a negative one.
         """
+        pages: list[int] = []
+        try:
+            return pages if self.acquire_to(pages, count) else None
+        except BaseException:
+            self._give_back(pages)
+            raise
+
+    def acquire_to(self, pages: list[int], count: int) -> bool:
+        """Appends `count` pages to the caller's list; False, and none, when fewer are free.
+
+        The caller knows at any moment what it holds, wherever Ctrl-C comes. Raises SlotError for
+        what is no count.
+        """
         number = integer_of(count)
         if number is None or not 0 <= number <= LARGEST:
             raise SlotError(f"page allocator: can't acquire {shown(count)} pages")
         count = number
         if count > len(self._free):
-            return None
-        # Not `[-count:]`, which is the whole list when count is 0.
-        first = len(self._free) - count
-        pages = self._free[first:][::-1]
-        del self._free[first:]
-        self._held.update(pages)
-        return pages
+            return False
+        pages.extend(map(itemgetter(0), starmap(self._free.popitem, repeat((), count))))
+        return True
 
     def release(self, pages: Iterable[int]) -> None:
         """Takes pages back; raises SlotError, and takes none, if one isn't held or comes twice."""
+        self._give_back(self.check_held(pages))
+
+    def check_held(self, pages: Iterable[int]) -> list[int]:
+        """The pages; raises SlotError, naming the first, if one isn't held or comes twice."""
         try:
             given = list(pages)
         except TypeError as error:
             raise SlotError(
                 f"page allocator: {shown(pages)} can't be the pages to release"
             ) from error
-        returned: list[int] = []
+        held: list[int] = []
         seen: set[int] = set()
         for one in given:
             page = integer_of(one)  # 1.0 is found in a set that has 1, and would be handed out
-            if page is None or page not in self._held or page in seen:
+            if page is None or page in seen or not self._is_held(page):
                 what = "comes twice" if page in seen else "isn't held"
                 raise SlotError(f"page allocator: page {shown(one)} of {self.page_count} {what}")
             seen.add(page)
-            returned.append(page)
-        self._held.difference_update(seen)
-        self._free.extend(reversed(returned))
+            held.append(page)
+        return held
+
+    def hold_again(self, pages: Sequence[int]) -> None:
+        """Takes back what was just released, or wasn't yet: for whoever undoes it."""
+        call_each(self._free.pop, pages, repeat(None))
+
+    def _is_held(self, page: int) -> bool:
+        return 0 <= page < self.page_count and page not in self._free
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        """Pages that are held, or free already: repeatable."""
+        call_each(self._free.setdefault, reversed(pages))

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import final
 
-from kvtide.errors import ArenaFull, SnapshotDamaged
+from kvtide.errors import ArenaFull, SlotsLost, SnapshotDamaged
 from kvtide.pool import PageAllocator
 from kvtide.serve.request import Request
 from kvtide.tide import Tide
@@ -21,13 +21,17 @@ from kvtide.tide import Tide
 @final
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start; seconds are wall time in which the engine waited for a move."""
+    """Counts since the start; seconds are wall time in which the engine waited for a move.
+
+    `damaged` snapshots had other bytes than were sealed, `lost` restores broke off as they wrote.
+    """
 
     retractions: int = 0
     resumes: int = 0
     recomputed_tokens: int = 0
     arena_full: int = 0
     damaged: int = 0
+    lost: int = 0
     offload_seconds: float = 0.0
     restore_seconds: float = 0.0
 
@@ -163,7 +167,7 @@ class Scheduler:
         while self._retracted and self._may_start(self._retracted[0], len(self._running)):
             request = self._retracted[0]
             if request.snapshot is not None and not self._restore(request):
-                continue  # its KV was damaged: now it needs other room
+                continue  # its KV is lost: now it needs other room
             self._retracted.pop(0)
             insort(self._running, request, key=lambda other: other.arrival)
 
@@ -173,8 +177,11 @@ class Scheduler:
         page_count = self._pages_for(request.stored)
         try:
             pages = self._tide.resume(request.snapshot, page_count, key=request.id)
-        except SnapshotDamaged:
-            self.stats.damaged += 1
+        except (SnapshotDamaged, SlotsLost) as error:
+            if isinstance(error, SlotsLost):
+                self.stats.lost += 1
+            else:
+                self.stats.damaged += 1
             self._tide.discard(request.snapshot)
             request.snapshot = None
             self._forget(request)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import final
 
 import torch
-import xxhash
 
 from kvtide.device import Block, Job, Step
-from kvtide.errors import SnapshotDamaged, SnapshotMiss
+from kvtide.errors import SlotsLost, SnapshotDamaged, SnapshotMiss, first_line
 from kvtide.layout import Ids
 from kvtide.pool import Pool
-from kvtide.transfer.copies import Copies, DeviceCopies, HostCopies, Move, Run, Units, runs_of
+from kvtide.transfer.copies import Copies, DeviceCopies, HostCopies, Run, Units, runs_of
+from kvtide.transfer.pieces import Piece, cut
 from kvtide.transfer.plan import Moves, Section, plan_moves, sections_of
 
 # So many views of buffers are kept from move to move; each is some hundred bytes.
 _MOST_UNITS = 4096
-# So much is hashed at once, as soon as it is there: with what it was copied from, it is still in
-# the core's own cache.
-_HASHED_BYTES = 256 << 10
-# Moves of that size are long beside what it costs when two lanes want the interpreter at once.
-_LONG_MOVE_BYTES = 128 << 10
+# So many rows, of all layers, are planned at once: a plan takes some ten bytes for each.
+_PLANNED_ROWS = 1 << 20
 
 _Phases = Iterator[Sequence[Step[int]]]
+_Chunks = tuple[Section, Ids, Sequence[Block], int]
+"""Chunks of a section: their rows, their blocks, and the number of the first of them."""
 
 
 @final
@@ -61,19 +61,28 @@ class Mover:
         chunk_bytes: int,
         seal: bool = True,
         at_once: bool = False,
+        owner: object = None,
     ) -> Job[list[int]]:
         """Rows to blocks. The job's results are checksums, of each chunk those of its pieces
         (zeros without `seal`). `at_once`: see Device.submit.
 
-        The blocks belong to the job until it has ended, and the rows must not be written.
+        The blocks belong to the job until it has ended, and the rows must not be written. Whoever
+        owns the blocks, `owner`, is kept alive until then.
         """
 
         def phases() -> _Phases:
-            pieces = self._pieces(rows, blocks, chunk_bytes)
-            if seal:
-                yield [Step(piece.checksum, piece.gather_hashing) for piece in pieces]
-            else:
-                yield [Step(_nothing, piece.gather) for piece in pieces]
+            _ = owner  # whom whoever has the plan, or is at work on it, holds with it
+            parts, checksums = self._parts(rows, blocks, chunk_bytes), list[int]()
+            for part in parts:
+                pieces = self._pieces(part)
+                if seal:
+                    yield [Step(piece.checksum, piece.gather_hashing) for piece in pieces]
+                else:
+                    yield [Step(_nothing, piece.gather) for piece in pieces]
+                if len(parts) > 1:
+                    checksums += [piece.checksum() if seal else 0 for piece in pieces]
+            if len(parts) > 1:  # a job's results are those of its last phase
+                yield [Step(partial(int, one)) for one in checksums]
 
         return self._submit(phases, chunk_bytes, at_once)
 
@@ -85,27 +94,37 @@ class Mover:
         chunk_bytes: int,
         checksums: Sequence[int] | None,
         at_once: bool = False,
+        owner: object = None,
     ) -> Job[list[int]]:
         """Blocks to rows, after all blocks have been found to be as they were sealed.
 
-        The job raises SnapshotDamaged, naming the first bad chunk, before anything is written.
-        With None for checksums nothing is checked: for benchmarks. The blocks and the rows
-        belong to the job until it has ended. `at_once`: see Device.submit.
+        The job raises SnapshotDamaged, naming the first bad chunk, before anything is written, and
+        SlotsLost where the device fails after that. With None for checksums nothing is checked: for
+        benchmarks. The blocks and the rows belong to the job until it has ended. `at_once`: see
+        Device.submit; `owner`: see `gather`.
         """
+        writing: list[bool] = []
 
         def phases() -> _Phases:
-            pieces = self._pieces(rows, blocks, chunk_bytes)
+            _ = owner
+            parts = self._parts(rows, blocks, chunk_bytes)
+            pieces = self._pieces(parts[0])
             if checksums is not None:
-                if len(checksums) != len(pieces):
-                    raise SnapshotMiss(
-                        f"snapshot is sealed in {len(checksums)} pieces, the target moves it in "
-                        f"{len(pieces)}: its device takes others than that of the source"
-                    )
-                sealed = zip(pieces, checksums, strict=True)
-                yield [Step(_checking(piece, one)) for piece, one in sealed]
-            yield [Step(_nothing, piece.scatter) for piece in pieces]
+                found = 0
+                for number, part in enumerate(parts):
+                    pieces = self._pieces(part) if number else pieces
+                    sealed = checksums[found : found + len(pieces)]
+                    found += len(pieces)
+                    if number == len(parts) - 1:
+                        _check_count(len(checksums), found)
+                    yield [Step(_checking(*one)) for one in zip(pieces, sealed, strict=False)]
+            for part in parts:
+                pieces = self._pieces(part) if len(parts) > 1 else pieces
+                steps = [Step(_nothing, piece.scatter) for piece in pieces]
+                writing.append(True)
+                yield steps
 
-        return self._submit(phases, chunk_bytes, at_once)
+        return _Writing(self._submit(phases, chunk_bytes, at_once), writing)
 
     def _submit(
         self, phases: Callable[[], _Phases], chunk_bytes: int, at_once: bool
@@ -120,35 +139,53 @@ class Mover:
             self._known[chunk_bytes] = sections_of(self._pool.buffer_rows, chunk_bytes)
         return self._known[chunk_bytes]
 
-    def _pieces(
+    def _parts(
         self, rows: Sequence[Ids], blocks: Sequence[Block], chunk_bytes: int
-    ) -> list[_Piece]:
-        """What the lanes need. A call from Python in one lane is a wait for the interpreter's
-        lock in the other, so all that can be done once for all chunks is done here."""
-        pieces: list[_Piece] = []
-        first = 0
+    ) -> list[list[_Chunks]]:
+        """The move in parts, which are planned one at a time: each has so few rows that its plan is
+        small. Most moves are one."""
+        parts: list[list[_Chunks]] = [[]]
+        planned, first = 0, 0
         for section in self.sections(chunk_bytes):
+            ids, size = section.ids(rows[section.group]), section.chunk_rows
             count = section.chunk_count(rows[section.group].size)
             own = blocks[first : first + count]
             assert len(own) == count, f"{len(blocks)} blocks are too few: one a chunk"
-            pieces += self._section_pieces(section, rows[section.group], own, first)
+            step = max(1, _PLANNED_ROWS // section.layer_rows)
+            for at in range(0, count, step):
+                stop = min(count, at + step)
+                rows_more = (stop - at) * section.layer_rows
+                if planned and planned + rows_more > _PLANNED_ROWS:
+                    parts.append([])
+                    planned = 0
+                planned += rows_more
+                part = ids[at * size : stop * size]
+                parts[-1].append((section, part, own[at:stop], first + at))
             first += count
         assert first == len(blocks), f"{len(blocks)} blocks are too many: one a chunk"
+        return parts
+
+    def _pieces(self, part: Sequence[_Chunks]) -> list[Piece]:
+        """What the lanes need. A call from Python in one lane is a wait for the interpreter's
+        lock in the other, so all that can be done once for all chunks is done here."""
+        pieces: list[Piece] = []
+        for chunks in part:
+            pieces += self._section_pieces(*chunks)
         return pieces
 
     def _section_pieces(
-        self, section: Section, rows: Ids, blocks: Sequence[Block], first_chunk: int
-    ) -> list[_Piece]:
-        ids, size = section.ids(rows), section.chunk_rows
-        pieces: list[_Piece] = []
+        self, section: Section, ids: Ids, blocks: Sequence[Block], first_chunk: int
+    ) -> list[Piece]:
+        size = section.chunk_rows
+        pieces: list[Piece] = []
         done = 0
         for part in plan_moves(section.alike, ids, size, self._pool.device.move_bytes):
             stop = done + len(part[0].units)
             for run in runs_of(blocks[done:stop]):
                 copies = self._copies(section, part, run, done - stop + len(part[0].units))
-                cuts = _cut(part, copies, self._pool.device.chunk_bytes)
+                cuts = cut(part, copies, self._pool.device.chunk_bytes)
                 pieces += [
-                    _Piece(first_chunk + done + number, run, number, first, own)
+                    Piece(first_chunk + done + number, run, number, first, own)
                     for number in range(run.count)
                     for first, own in cuts
                 ]
@@ -183,120 +220,41 @@ class Mover:
         return self._units[form]
 
 
-def _cut(
-    part: Sequence[Moves], copies: Sequence[Copies], piece_bytes: int
-) -> list[tuple[int, list[Move]]]:
-    """Of a chunk the pieces, with the byte where each begins.
-
-    A piece ends with a layer, and has so many bytes; less only if it is the last. So pieces depend
-    on geometry and device alone, wherever slots and layers lie. Where moves are short a chunk is
-    one: lanes would wait for each other more than they gain.
-    """
-    pieces: list[tuple[int, list[Move]]] = []
-    first, stop, own = 0, 0, list[Move]()
-    for moves, copy in zip(part, copies, strict=True):
-        layer_bytes = moves.layer_units * copy.unit_bytes
-        is_long = layer_bytes >= _LONG_MOVE_BYTES
-        unit, unit_count = 0, len(moves.numbers) * moves.units.shape[1]
-        while unit < unit_count:
-            layers = -(-(first + piece_bytes - stop) // layer_bytes)
-            end = min(unit_count, unit + max(1, layers) * moves.layer_units)
-            end = end if is_long else unit_count
-            for buffers, span, count in _spans(moves, unit, end, copy.unit_bytes):
-                stop += count * copy.unit_bytes
-                own.append(Move(copy, buffers, span, stop))
-            unit = end
-            if is_long and stop - first >= piece_bytes:
-                pieces.append((first, own))
-                first, own = stop, []
-    if own:
-        pieces.append((first, own))
-    return pieces
-
-
-def _spans(
-    moves: Moves, unit: int, end: int, unit_bytes: int
-) -> Iterator[tuple[range, slice | None, int]]:
-    """What moves in one go of these units, counted through all buffers: of which buffers, which
-    of each (None: all), and how many."""
-    per_buffer = moves.units.shape[1]
-    together = -(-_HASHED_BYTES // (per_buffer * unit_bytes))
-    while unit < end:
-        at, begin = divmod(unit, per_buffer)
-        if begin == 0 and per_buffer <= min(moves.most_units, end - unit):
-            count = min(together, (end - unit) // per_buffer)
-            yield range(at, at + count), None, count * per_buffer
-            unit += count * per_buffer
-        else:
-            stop = min(per_buffer, begin + moves.most_units, begin + end - unit)
-            yield range(at, at + 1), slice(begin, stop), stop - begin
-            unit += stop - begin
-
-
 @final
-class _Piece:
-    """What a lane moves at once, most often a whole chunk: from byte `first` of it on.
+class _Writing:
+    """A job that writes once `writing` isn't empty. What fails from then on has lost the rows."""
 
-    `number` is that of its chunk in `run`, which `moves` are of.
-    """
+    def __init__(self, job: Job[list[int]], writing: Sequence[bool]) -> None:
+        self._job = job
+        self._writing = writing
 
-    def __init__(
-        self, chunk: int, run: Run, number: int, first: int, moves: Sequence[Move]
-    ) -> None:
-        self.chunk = chunk
-        self._run = run
-        self._number = number
-        self._moves = moves
-        self._checksum: int | None = None
-        self._first = first
-        self._stop = moves[-1].stop
+    def done(self) -> bool:
+        """See Job."""
+        return self._job.done()
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the piece."""
-        return self._stop - self._first
-
-    def gather(self, staging: torch.Tensor | None) -> None:
-        """Units of the buffers to the block, by way of `staging` if there is any."""
-        for one in self._moves:
-            one.gather(self._number, staging)
-        if staging is not None:
-            self._block().copy_(staging[self._first : self._stop], non_blocking=True)
-
-    def gather_hashing(self, staging: torch.Tensor | None) -> None:
-        """The same; without staging the checksum is known then as well."""
-        if staging is not None or self.size_bytes <= _HASHED_BYTES:
-            self.gather(staging)
-            return
-        checksum, hashed = xxhash.xxh3_64(), self._first
-        for one in self._moves:
-            one.gather(self._number, None)
-            if one.stop - hashed >= _HASHED_BYTES or one.stop == self._stop:
-                checksum.update(self._memory(hashed, one.stop))
-                hashed = one.stop
-        self._checksum = checksum.intdigest()
-
-    def scatter(self, staging: torch.Tensor | None) -> None:
-        """The block to units of the buffers, by way of `staging` if there is any."""
-        if staging is not None:
-            staging[self._first : self._stop].copy_(self._block(), non_blocking=True)
-        for one in self._moves:
-            one.scatter(self._number, staging)
-
-    def checksum(self) -> int:
-        """XXH3 64 of its bytes in the block."""
-        if self._checksum is None:
-            self._checksum = xxhash.xxh3_64_intdigest(self._memory(self._first, self._stop))
-        return self._checksum
-
-    def _block(self) -> torch.Tensor:
-        return self._run.slab[self._run.span(self._number, self._first, self._stop)]
-
-    def _memory(self, first: int, stop: int) -> memoryview:
-        return self._run.memory[self._run.span(self._number, first, stop)].data
+    def wait(self) -> list[int]:
+        """See Job."""
+        try:
+            return self._job.wait()
+        except Exception as error:
+            if not self._writing or not self._job.done():  # it is a signal's that ended the wait
+                raise
+            raise SlotsLost(
+                f"a restore broke off while it wrote ({first_line(error)}): its slots hold neither "
+                "the old bytes nor the new; release them, and restore the snapshot elsewhere or "
+                "recompute this request"
+            ) from error
 
 
-def _checking(piece: _Piece, sealed: int) -> Callable[[], int]:
+def _check_count(sealed: int, found: int) -> None:
+    if sealed != found:
+        raise SnapshotMiss(
+            f"snapshot is sealed in {sealed} pieces, the target moves it in {found}: its device "
+            "takes others than that of the source"
+        )
+
+
+def _checking(piece: Piece, sealed: int) -> Callable[[], int]:
     def check() -> int:
         found = piece.checksum()
         if found != sealed:

@@ -64,6 +64,11 @@ class Section:
         """Bytes of one row of all its buffers and layers."""
         return sum(one.row_bytes * len(one.layer_rows) for one in self.rows)
 
+    @cached_property
+    def layer_rows(self) -> int:
+        """Rows of a full chunk, those of all layers counted; of buffers that lie alike once."""
+        return self.chunk_rows * sum(len(one.rows.layer_rows) for one in self.alike)
+
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a full chunk."""

@@ -31,6 +31,7 @@ from kvtide.errors import (
     KvtideError,
     LayoutError,
     SlotError,
+    SlotsLost,
     SnapshotDamaged,
     SnapshotMiss,
 )
@@ -81,6 +82,7 @@ _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (LayoutError, "layout"),
     (StateAhead, "request"),
     (RankFailed, "other_rank"),
+    (SlotsLost, "slots_lost"),
     (DeviceFailed, "device"),
 )
 REASONS = tuple(reason for _, reason in _REASONS)
@@ -254,8 +256,8 @@ class Keeper:
     def restore(self, req: Any, backup: Backup) -> None:
         """Writes a backup to the slots that the request has now, and discards it, well or badly.
 
-        Blocks until it is done. Raises SnapshotDamaged, SnapshotMiss, SlotError, RankFailed or
-        DeviceFailed: then the request has no KV, and must not go on.
+        Blocks until it is done. Raises SnapshotDamaged, SnapshotMiss, SlotError, SlotsLost,
+        RankFailed or DeviceFailed: then the request has no KV, and must not go on.
         """
         began, before = time.perf_counter(), self.tide.stats.restored_bytes
         token_count = backup.token_count
@@ -321,6 +323,8 @@ class Keeper:
         try:
             return move(), None
         except KvtideError as error:
+            if isinstance(error, SlotsLost):
+                logger.exception("kvtide: a move failed")
             return None, error
         except Exception as error:
             logger.exception("kvtide: a move failed")
