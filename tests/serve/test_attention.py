@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtide.serve.attention import (
+    MOST_IN_BUCKET,
     AttentionPlan,
     Bucket,
     Sharing,
@@ -145,6 +146,15 @@ def test_like_lengths_share_a_bucket_and_others_do_not() -> None:
     (only,) = plan_attention(segments, 3, torch.float32, sharing=Sharing.ANY).parts
     assert isinstance(only, Bucket)
     assert (3, 3 * 128) == (only.count, len(only.slots))
+
+
+def test_a_bucket_has_no_more_requests_than_the_self_check_tries() -> None:
+    """Seventy of one length make two; where none may share, each has its own."""
+    segments = segments_of(*[(1, 9)] * 70)
+    plan = plan_attention(segments, 70, torch.float32)
+    assert [MOST_IN_BUCKET, 70 - MOST_IN_BUCKET] == [part.count for part in plan.parts]
+    plan = plan_attention(segments, 70, torch.float32, sharing=Sharing.NONE)
+    assert [1] * 70 == [part.count for part in plan.parts]
 
 
 def test_the_workspace_serves_planes_of_any_width() -> None:

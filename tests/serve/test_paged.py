@@ -36,7 +36,8 @@ def safe_rules(family: str, dtype: torch.dtype, threads: int) -> ExactRules:
 
 def from_to(least: int, most: int, *, share_attention: bool = True) -> ExactRules:
     """Passes of any number of rows in between."""
-    return ExactRules(RowCounts(tuple(range(least, most + 1))), share_attention)
+    rows = RowCounts(tuple(range(least, most + 1)))
+    return ExactRules(rows, rows, share_attention)
 
 
 @pytest.fixture(params=[1, 2])
@@ -177,11 +178,25 @@ def test_a_request_moved_to_other_slots_goes_on_with_the_same_bits() -> None:
     assert_same([expected], [moved])
 
 
-def test_exact_passes_keep_to_the_row_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments that fit share passes of 4 to 8 rows, a longer one is a pass of its own."""
+@pytest.mark.parametrize(
+    ("chunk_rows", "expected"),
+    [
+        (range(4, 9), [([1] * 6, 6), ([2], 4), ([3], 4), ([8], 8), ([9], 9)]),
+        (range(10, 21), [([1] * 6, 6), ([2], 10), ([3, 9, 8], 20)]),
+        (range(1, 2), [([1] * 6, 6), ([2], 2), ([3], 3), ([8], 8), ([9], 9)]),
+    ],
+)
+def test_exact_passes_keep_to_the_row_counts(
+    chunk_rows: range, expected: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments that fit share passes of such counts, a longer one is a pass of its own.
+
+    Those of one query have passes of 4 to 8 rows, which longer ones share if theirs are the same.
+    """
     model = model_of()
     pool = pool_of(model)
-    paged = PagedModel(model, pool, exact=from_to(4, 8))
+    rows = ExactRules(RowCounts(tuple(range(4, 9))), RowCounts(tuple(chunk_rows)))
+    paged = PagedModel(model, pool, exact=rows)
     passes: list[tuple[list[int], int]] = []
 
     def spy(segments: Sequence[Segment], row_count: int, *rest: Any, **named: Any) -> Any:
@@ -194,7 +209,6 @@ def test_exact_passes_keep_to_the_row_range(monkeypatch: pytest.MonkeyPatch) -> 
     slots = torch.arange(200).view(-1, 10).unbind()
     step(paged, [Answer([7] * n, s) for n, s in zip(counts, slots, strict=False)])
     paged.release()
-    expected = [([1] * 6, 6), ([2], 4), ([3], 4), ([8], 8), ([9], 9)]
     assert expected == sorted(passes)
 
 
@@ -239,7 +253,7 @@ def test_the_head_computes_the_rows_that_are_wanted(monkeypatch: pytest.MonkeyPa
     """Of a shared pass: those whose logits are asked for, padded up to a count that is safe."""
     model = model_of()
     pool = pool_of(model)
-    rows = ExactRules(RowCounts((2, 8, 16)))
+    rows = ExactRules(RowCounts((2, 8, 16)), RowCounts((2, 8, 16)))
     paged = PagedModel(model, pool, exact=rows)
     heads: list[int] = []
     run = paged._model.run

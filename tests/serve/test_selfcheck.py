@@ -91,7 +91,7 @@ def check(model: Any, max_rows: int, planted: Planted | None = None) -> RowCheck
 
 def rules(*counts: int, share_attention: bool = True) -> ExactRules:
     """Passes of these row counts."""
-    return ExactRules(RowCounts(counts), share_attention)
+    return ExactRules(RowCounts(counts), RowCounts(counts), share_attention)
 
 
 def test_without_dependence_every_count_is_safe(model: Any) -> None:
@@ -108,7 +108,9 @@ def test_the_range_ends_where_the_numbers_change(model: Any, out_features: int) 
     planted = Planted(
         lambda count, out: out + (0.0 if 5 <= count <= 20 else 1e-3 * count), out_features
     )
-    assert rules(*range(5, 21)) == check(model, 24, planted).rules
+    found = check(model, 24, planted).rules
+    assert found is not None
+    assert RowCounts(tuple(range(5, 21))) == found.rows
 
 
 def test_counts_that_agree_need_not_be_neighbours(model: Any) -> None:
@@ -117,6 +119,15 @@ def test_counts_that_agree_need_not_be_neighbours(model: Any) -> None:
     found = check(model, 16, planted)
     assert rules(4, 8, 12, 16) == found.rules
     assert "4 to 16 in steps of 4" == found.exact_rows
+
+
+def test_prompts_go_by_counts_of_their_own(model: Any) -> None:
+    """Where few rows agree with few and many with many, answers stay few."""
+    planted = Planted(lambda count, out: out if count <= 64 else out + 1e-3)
+    found = check(model, 256, planted).rules
+    assert found is not None
+    assert RowCounts(tuple(range(1, 65))) == found.rows
+    assert RowCounts(tuple(range(96, 257, 32))) == found.chunk_rows
 
 
 def test_counts_that_all_differ_leave_a_single_one(model: Any) -> None:
@@ -204,7 +215,7 @@ def test_the_products_alone_show_where_the_place_matters(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole passes could miss it by chance: the probes move their rows, too."""
-    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules: True)
+    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     assert rules(1) == check(model, 12, planted).rules
 
@@ -214,7 +225,7 @@ def test_a_large_head_is_measured_over_the_range(
 ) -> None:
     """A vocabulary's weight is too large for every count, but not left out."""
     monkeypatch.setattr(selfcheck, "_LARGE_WEIGHT", 131 * 64 - 1)
-    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules: True)
+    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out if count > 9 else out + 1e-3, out_features=131)
     assert rules(32) == check(model, 32, planted).rules
 

@@ -19,7 +19,8 @@ from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.selfcheck import RowCheck
 
 POOL_TOKENS = 64
-FOUND = RowCheck(ExactRules(RowCounts((2, 3, 4))), "passes of 2 to 4 rows agree", 0.25)
+ROWS = RowCounts((2, 3, 4))
+FOUND = RowCheck(ExactRules(ROWS, ROWS), "passes of 2 to 4 rows agree", 0.25)
 
 
 class FakeEngine:

@@ -27,15 +27,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvtide.serve.batch import Segment
 
 _FINEST_BLOCK = 64
+MOST_IN_BUCKET = 64
 
 
 class Sharing(Enum):
     """Which requests that have one query each share a bucket."""
 
     ANY = "any"
-    """All: fastest, but a request's numbers depend on its neighbours' lengths."""
+    """All, but no more than 64: fastest, but numbers depend on the neighbours' lengths."""
     ALIKE = "alike"
-    """Those of the same padded length."""
+    """Those of the same padded length, but no more than 64."""
     NONE = "none"
     """Each has its own."""
 
@@ -117,9 +118,10 @@ def plan_attention(
             parts.append(_span(segment))
     if sharing is Sharing.ANY and singles:
         singles = {max(singles): [one for group in singles.values() for one in group]}
+    most = 1 if sharing is Sharing.NONE else MOST_IN_BUCKET
     for length, group in singles.items():
-        alone = [[one] for one in group] if sharing is Sharing.NONE else [group]
-        parts += [_bucket(one, length, dtype) for one in alone]
+        buckets = (group[first : first + most] for first in range(0, len(group), most))
+        parts += [_bucket(bucket, length, dtype) for bucket in buckets]
     parts.sort(key=lambda part: part.first)
     return AttentionPlan(row_count, tuple(parts))
 

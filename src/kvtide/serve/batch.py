@@ -62,7 +62,7 @@ class RowCounts:
         return self.counts[bisect_left(self.counts, rows)] if rows else 0
 
     def __str__(self) -> str:
-        """For people: "1 to 64", "4 to 64 in steps of 4", "4, 8, 12 to 64"."""
+        """For people: "1 to 64", "4 to 64 in steps of 4", "4 to 12 in steps of 4, 13 to 64"."""
         parts, rest = [], self.counts
         while rest:
             step = rest[1] - rest[0] if len(rest) > 1 else 1
@@ -87,5 +87,8 @@ class ExactRules:
     """How the passes of exact mode are made up on this machine; the self-check finds it."""
 
     rows: RowCounts
+    """Of the passes of segments that have one query each: answer tokens."""
+    chunk_rows: RowCounts
+    """Of the passes of longer segments, parts of prompts. Where both are the same, they mix."""
     share_attention: bool = True
     """Whether requests that have one query each may share a call of the attention."""

@@ -11,7 +11,9 @@ computes them sees a shape that depends on others:
    `kvtide.serve.selfcheck` measures at which row counts a row's numbers agree, and a step is run
    as several passes: segments that fit share passes, padded up to such a count; a longer segment
    is a pass of its own, of exactly its rows. A mere minimum wouldn't do: with AMX in bfloat16,
-   passes of 1 to 32 rows agree, and 33, 37, 192 and 256 rows each begin another order.
+   passes of 1 to 32 rows agree, and 33, 37, 192 and 256 rows each begin another order. So what
+   has one query and what has more may go by other counts, since a request's tokens are always
+   computed as the one or as the other.
 3. The head is a matrix product as well. In a shared pass it sees the rows whose logits are wanted,
    padded up to such a count, too.
 4. Chunk boundaries are the scheduler's: exact mode relies on the segments of a request, its
@@ -80,7 +82,7 @@ class PagedModel:
             )
         self._dtype: torch.dtype = model.dtype
         self._device = pool.device.torch_device
-        self._rows = None if exact is None else exact.rows
+        self._exact = exact
         self._sharing = Sharing.ANY
         if exact is not None:
             self._sharing = Sharing.ALIKE if exact.share_attention else Sharing.NONE
@@ -116,20 +118,13 @@ class PagedModel:
         singles = [one for one in segments if one.count == 1]
         singles.sort(key=lambda one: padded_length(len(one.slots)))
         chunks = [one for one in segments if one.count > 1]
-        if self._rows is None:
+        if self._exact is None:
             yield _PassRows.of(singles + chunks, None)
-            return
-        group: list[Segment] = []
-        for one in singles + chunks:
-            if one.count > self._rows.most:
-                yield _PassRows.of([one], None)
-                continue
-            if sum(other.count for other in group) + one.count > self._rows.most:
-                yield _PassRows.of(group, self._rows)
-                group = []
-            group.append(one)
-        if group:
-            yield _PassRows.of(group, self._rows)
+        elif self._exact.rows == self._exact.chunk_rows:
+            yield from _shared_passes(singles + chunks, self._exact.rows)
+        else:
+            yield from _shared_passes(singles, self._exact.rows)
+            yield from _shared_passes(chunks, self._exact.chunk_rows)
 
     def _run(self, rows: _PassRows, batch: PackedBatch, keep: list[int]) -> Tensor:
         """The logits of the pass's rows ``keep``.
@@ -151,3 +146,18 @@ class PagedModel:
             heads.to(device),
         )
         return logits[: len(keep)].cpu()
+
+
+def _shared_passes(segments: Sequence[Segment], rows: RowCounts) -> Iterator[_PassRows]:
+    """As few passes as their order allows; what is too long for one that is shared has its own."""
+    group: list[Segment] = []
+    for one in segments:
+        if one.count > rows.most:
+            yield _PassRows.of([one], None)
+            continue
+        if sum(other.count for other in group) + one.count > rows.most:
+            yield _PassRows.of(group, rows)
+            group = []
+        group.append(one)
+    if group:
+        yield _PassRows.of(group, rows)

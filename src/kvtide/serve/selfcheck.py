@@ -6,12 +6,14 @@ Little of that is promised, so it is measured, at each start, on this machine, w
 force:
 
 1. A pass of the model is watched for its operations (`kvtide.serve.operations`). Each of them is
-   tried at every row count up to ``max_rows``, and at every place, with numbers that show how it
-   was computed (`kvtide.serve.probes`). That sorts the counts into sets that agree.
+   tried at every row count up to 64 and some up to ``max_rows``, and at every place, with numbers
+   that show how it was computed (`kvtide.serve.probes`). That sorts the counts into sets that
+   agree.
 2. So is attention, with the model's own heads and widths, for contexts of several lengths and up to
-   ``max_rows`` requests at once. Where it depends on them, each request has a call of its own.
+   64 requests at once. Where it depends on them, each request has a call of its own.
 3. The set that costs least is then tried with whole passes of the model over a small pool: some of
    the requests, in another order and from other slots, against all of them, and many copies of one.
+   That is done for answer tokens, one row a request, and for parts of prompts, several rows each.
 
 A set may be a single count: then every pass has exactly that many rows; in the worst case one,
 each request by itself. Where not even that repeats its bits, exact mode can't be had.
@@ -30,7 +32,7 @@ from torch import Tensor
 from kvtide.device import Device
 from kvtide.pool import Pool
 from kvtide.serve.adapter import HookedModel, PreTrainedModel
-from kvtide.serve.attention import AttentionPlan
+from kvtide.serve.attention import MOST_IN_BUCKET, AttentionPlan
 from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
 from kvtide.serve.operations import PassWatch, trial_row_count
 from kvtide.serve.paged import PagedModel
@@ -45,6 +47,8 @@ _SAMPLES = 8
 _LENGTHS = ((64, True), (128, False), (320, False), (1088, False))
 _PAGE_SIZE = 16
 _SHARED_SLOTS = 144
+# Requests share no pass: one that has more rows than its one has a pass of its own.
+_ALONE = RowCounts((1,))
 _SEED = 20240517
 
 
@@ -65,7 +69,7 @@ class RowCheck:
 
 
 @torch.inference_mode()
-def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 64) -> RowCheck:
+def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) -> RowCheck:
     """Measures how passes of up to ``max_rows`` rows can be exact on ``device``, now.
 
     The model is on it already. Blocks, for about a second with a small model; allocates a small
@@ -75,24 +79,45 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 64) -> 
     start = time.perf_counter()
     trial = _Trial(model, device, max_rows)
     small, large = trial.probes()
-    sets, of_rows = _agreeing_sets(small, max_rows)
+    sets, of_rows = _agreeing_sets(small, _tried_counts(max_rows))
     of_attention = _split_by_company(trial.attention_probes())
-    tried: list[str] = []
-    for rows in _candidates(sets):
-        rules = ExactRules(rows, share_attention=not of_attention)
-        if all(_agree(probe, rows) for probe in large) and trial.passes_agree(rules):
-            detail = f"passes of {rows} rows agree bit for bit"
-            detail += _explain_speed(rules, of_rows, of_attention)
-            return RowCheck(rules, detail, time.perf_counter() - start)
-        tried.append(str(rows))
-    whole = f"no row count up to {max_rows} is safe here (tried {'; '.join(tried) or 'none'})"
-    detail = f"{whole}; {_remedy()}"
-    return RowCheck(None, detail, time.perf_counter() - start)
+
+    def rules_with(rows: RowCounts, chunk_rows: RowCounts) -> ExactRules:
+        return ExactRules(rows, chunk_rows, share_attention=not of_attention)
+
+    def is_safe(rules: ExactRules, rows: RowCounts, *, chunks: bool) -> bool:
+        return all(_agree(probe, rows) for probe in large) and trial.passes_agree(rules, chunks)
+
+    candidates = _candidates(sets, (1, 2, 4, 8, 16, 32, 64))
+    safe = (one for one in candidates if is_safe(rules_with(one, _ALONE), one, chunks=False))
+    rows = next(safe, None)
+    if rows is None:
+        tried = "; ".join(map(str, candidates)) or "none"
+        detail = f"no row count up to {max_rows} is safe here (tried {tried}); {_remedy()}"
+        return RowCheck(None, detail, time.perf_counter() - start)
+    for chunk_rows in _candidates(sets, (16, 32, 64, 128, 256)):
+        if is_safe(rules_with(rows, chunk_rows), chunk_rows, chunks=True):
+            break
+    else:
+        chunk_rows = _ALONE
+    rules = rules_with(rows, chunk_rows)
+    detail = f"passes of {rows} rows agree bit for bit"
+    if rows != chunk_rows:
+        detail += f", for prompts of {chunk_rows}"
+    detail += _explain_speed(rules, of_rows, of_attention)
+    return RowCheck(rules, detail, time.perf_counter() - start)
 
 
-def _agreeing_sets(probes: Sequence[Probe], max_rows: int) -> tuple[list[RowCounts], list[str]]:
+def _tried_counts(max_rows: int) -> list[int]:
+    """Every count that steps of answers have; of larger ones, which only prompts fill, some."""
+    fine = min(max_rows, MOST_IN_BUCKET)
+    return [*range(1, fine + 1), *range(fine + 32, max_rows + 1, 32)]
+
+
+def _agreeing_sets(
+    probes: Sequence[Probe], counts: Sequence[int]
+) -> tuple[list[RowCounts], list[str]]:
     """The sets of row counts at which the rows of all probes agree; who splits them, by name."""
-    counts = range(1, max_rows + 1)
     kinds: dict[int, list[int | None]] = {count: [] for count in counts}
     splitters: dict[str, None] = {}
     for probe in probes:
@@ -137,20 +162,20 @@ def _agree(probe: Probe, rows: RowCounts) -> bool:
     return set(_kinds_of(probe, _spread(rows.counts, _SAMPLES)).values()) == {0}
 
 
-def _candidates(sets: list[RowCounts]) -> list[RowCounts]:
-    """What to try, best first: the two cheapest sets, then single counts."""
-    best = sorted(sets, key=_cost)[:2]
+def _candidates(sets: list[RowCounts], steps: Sequence[int]) -> list[RowCounts]:
+    """What to try, best first: the two sets that such steps cost least with, then single counts."""
+    best = sorted(sets, key=lambda rows: _cost(rows, steps))[:2]
     singles = [
         RowCounts((count,)) for count in (32, 16, 1) if any(count in rows.counts for rows in sets)
     ]
     return best + [rows for rows in singles if rows not in best]
 
 
-def _cost(rows: RowCounts) -> float:
-    """Relative time of steps of 1 to 64 requests, where 64 more rows double a pass's time."""
+def _cost(rows: RowCounts, steps: Sequence[int]) -> float:
+    """Relative time of steps of so many rows, where 64 more rows double a pass's time."""
     total = 0.0
-    for requests in (1, 2, 4, 8, 16, 32, 64):
-        full, rest = divmod(requests, rows.most)
+    for wanted in steps:
+        full, rest = divmod(wanted, rows.most)
         total += full + (rest > 0) + (full * rows.most + rows.padded(rest)) / 64
     return total
 
@@ -215,7 +240,7 @@ class _Trial:
         sizes = AttentionSizes(
             config.num_attention_heads, kv_heads, head_dim, v_head_dim, self._model.dtype
         )
-        most = self._max_rows
+        most = min(self._max_rows, MOST_IN_BUCKET)
         many = sorted({*range(2, min(most, 9)), *_spread(range(1, most + 1), _SAMPLES)})
         few = [2, min(most, 3), most]
         return [
@@ -227,9 +252,15 @@ class _Trial:
             for of_scores in (True, False)
         ]
 
-    def passes_agree(self, rules: ExactRules) -> bool:
-        """Whether whole passes give each request the same bits whoever else is in them."""
-        slot_count = 2 * (_SHARED_SLOTS + self._max_rows)
+    def passes_agree(self, rules: ExactRules, chunks: bool) -> bool:
+        """Whether whole passes give each request the same bits whoever else is in them.
+
+        Requests have one query each; with ``chunks`` several, as parts of prompts do.
+        """
+        rows = rules.chunk_rows if chunks else rules.rows
+        most = rows.most if chunks else min(rows.most, MOST_IN_BUCKET)
+        members = _members(most, chunks=chunks)
+        slot_count = 2 * (_SHARED_SLOTS + sum(one.count for one in members))
         half = slot_count // 2
         pool = self._pool(-(-slot_count // _PAGE_SIZE))
         generator = torch.Generator().manual_seed(_SEED)
@@ -241,24 +272,38 @@ class _Trial:
                 typed[:half], typed[half:slot_count] = numbers, numbers
         paged = PagedModel(self._model, pool, exact=rules)
         try:
-            everyone = list(range(rules.rows.most))
-            whole = self._outcome(paged, pool, everyone, 0)
-            return all(
-                torch.equal(self._outcome(paged, pool, members, base), whole[members])
-                for members, base in _companies(rules.rows.most, half, generator)
-            )
+            whole = self._outcomes(paged, pool, members, 0)
+            for some, base in _companies(members, half, generator):
+                found = self._outcomes(paged, pool, some, base)
+                if not all(
+                    torch.equal(whole[member.number], one)
+                    for member, one in zip(some, found, strict=True)
+                ):
+                    return False
         finally:
             paged.release()
+        return True
 
-    def _outcome(self, paged: PagedModel, pool: Pool, members: Sequence[int], base: int) -> Tensor:
+    def _outcomes(
+        self, paged: PagedModel, pool: Pool, members: Sequence[_Member], base: int
+    ) -> list[Tensor]:
         """Each member's logits, and the keys and values that its pass has written, as bytes."""
         batch = _requests(self._model, members, base)
-        parts = [paged.forward(batch)]
+        logits = paged.forward(batch)
         slots = batch.out_slots.to(self._device.torch_device)
-        for plane in self._geometry.planes:
-            for layer in range(plane.layer_count):
-                parts.append(pool.plane(plane.name, layer)[slots].flatten(1).cpu())
-        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+        written = torch.cat(
+            [
+                pool.plane(plane.name, layer)[slots].flatten(1).cpu().view(torch.uint8)
+                for plane in self._geometry.planes
+                for layer in range(plane.layer_count)
+            ],
+            1,
+        )
+        found = []
+        for own, segment in zip(logits, batch.segments, strict=True):
+            rows = written[segment.first : segment.first + segment.count]
+            found.append(torch.cat([own.contiguous().view(torch.uint8), rows.flatten()]))
+        return found
 
     def _watched_pass(self) -> PassWatch:
         """A pass of padding only, which writes to no slot."""
@@ -280,36 +325,70 @@ class _Trial:
         return Pool.create(self._geometry, self._device, page_count=page_count)
 
 
-def _companies(most: int, half: int, generator: torch.Generator) -> Iterator[tuple[list[int], int]]:
+@dataclass(frozen=True)
+class _Member:
+    """A request of the trial passes: its last ``count`` tokens are computed."""
+
+    number: int
+    count: int
+    own_slot: int
+    """The first of its own slots, counted behind the shared ones."""
+
+    @property
+    def earlier(self) -> int:
+        """How many tokens it has before those."""
+        return self.number * 37 % _SHARED_SLOTS
+
+
+def _members(most: int, *, chunks: bool) -> list[_Member]:
+    """Requests that fill a pass of ``most`` rows, as far as they come out even."""
+    members: list[_Member] = []
+    used = 0
+    while True:
+        count = min(most, 2 + len(members) * 7 % 11) if chunks else 1
+        if members and used + count > most:
+            return members
+        members.append(_Member(len(members), count, used))
+        used += count
+
+
+def _companies(
+    members: Sequence[_Member], half: int, generator: torch.Generator
+) -> Iterator[tuple[list[_Member], int]]:
     """Who is in each trial pass, and the slot from which their copy of the KV starts.
 
-    Some of all in another order, and many of the same one.
+    One alone, half of all in another order, all of them if they have one row each, and one of them
+    many times.
     """
-    for step, count in enumerate(sorted({1, most // 2 | 1, most}), 1):
-        yield (
-            torch.randperm(most, generator=generator)[: min(count, most)].tolist(),
-            half * (step % 2),
-        )
-    for member in {0, most // 3, most - 1}:
-        yield [member] * most, 0
+    everyone, total = len(members), sum(member.count for member in members)
+    is_cheap = total == everyone
+    for step, count in enumerate(sorted({1, everyone // 2 | 1, everyone if is_cheap else 1}), 1):
+        order = torch.randperm(everyone, generator=generator)[: min(count, everyone)]
+        yield [members[number] for number in order.tolist()], half * (step % 2)
+    for number in sorted({0, everyone // 3, everyone - 1} if is_cheap else {everyone // 2}):
+        member = members[number]
+        yield [member] * max(1, min(64, total) // member.count), 0
 
 
-def _requests(model: PreTrainedModel, members: Sequence[int], base: int) -> PackedBatch:
-    """One decoding query of each member; contexts share slots but for their last one."""
+def _requests(model: PreTrainedModel, members: Sequence[_Member], base: int) -> PackedBatch:
+    """The members' queries; contexts share slots but for those that are computed."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    segments, token_ids, positions, out_slots = [], [], [], []
-    for row, member in enumerate(members):
-        context = 1 + member * 37 % _SHARED_SLOTS
-        own = base + _SHARED_SLOTS + member
-        shared = torch.arange(base, base + context - 1)
-        segments.append(Segment(row, 1, torch.cat([shared, torch.tensor([own])])))
-        token_ids.append(member * 7919 % vocabulary)
-        positions.append(context - 1)
+    segments: list[Segment] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    out_slots: list[Tensor] = []
+    for member in members:
+        own = base + _SHARED_SLOTS + member.own_slot + torch.arange(member.count)
+        shared = torch.arange(base, base + member.earlier)
+        segments.append(Segment(len(token_ids), member.count, torch.cat([shared, own])))
+        first = member.number * 7919
+        token_ids += [(first + step * 613) % vocabulary for step in range(member.count)]
+        positions += range(member.earlier, member.earlier + member.count)
         out_slots.append(own)
     return PackedBatch(
         torch.tensor(token_ids),
         torch.tensor(positions),
-        torch.tensor(out_slots),
+        torch.cat(out_slots),
         tuple(segments),
-        torch.arange(len(members)),
+        torch.tensor([one.first + one.count - 1 for one in segments]),
     )
