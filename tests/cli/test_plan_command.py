@@ -15,7 +15,9 @@ from rich.console import Console
 
 from kvtide.cli.main import main
 from kvtide.cli.plan import read_config
-from kvtide.layout.from_config import cache_of
+from kvtide.errors import UsageError
+from kvtide.layout.from_config import ModelCache, cache_of
+from kvtide.layout.model_sizes import DEFAULT_SIZES
 from kvtide.serve.models import open_model
 from kvtide.serve.supported import geometry_of
 
@@ -72,7 +74,7 @@ def test_options_change_what_is_planned(capsys: pytest.CaptureFixture[str]) -> N
         f"model: {config_of('qwen3-next-80b-a3b')} (qwen3_next)",
         "layout: recurrent_and_full",
         "rank: one of 4 that share the heads",
-        "stage: one of 5: layers 10 to 19 of 48, the fullest",
+        "stage: one of 5: layers 18 to 27 of 48, the fullest as SGLang divides them",
         "plane full.k: page token head=1 head_dim=256, float8_e4m3fn, 3 layers, rows of 256 bytes",
         "plane full.v: page token head=1 v_head_dim=256, float8_e4m3fn, 3 layers, rows of 256 "
         "bytes",
@@ -85,6 +87,15 @@ def test_options_change_what_is_planned(capsys: pytest.CaptureFixture[str]) -> N
         "tokens per GiB: 699,050",
         "1,000 tokens: 5,328,896 bytes (5.1 MiB), whole pages and state",
     ] == printed(capsys, config_of("qwen3-next-80b-a3b"), *options)
+
+
+def test_heads_of_padding_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama's 8 over 3 ranks: who runs it so."""
+    lines = printed(capsys, config_of("llama-3.1-8b"), "--tp", "3")
+    rank = "rank: one of 3 that share the heads, some of them padding, as SGLang does it on a CPU"
+    assert rank in lines
+    (line,) = printed(capsys, config_of("llama-3.1-8b"), "--tp", "3", "--json")
+    assert json.loads(line)["has_padding"] is True
 
 
 def test_json_has_the_same_as_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +120,7 @@ def test_json_has_the_same_as_numbers(capsys: pytest.CaptureFixture[str]) -> Non
         "layout": "window_and_full",
         "page_size": 16,
         "tp": 1,
+        "has_padding": False,
         "pp": 12,
         "layers": [0, 2],
         "layer_count": 24,
@@ -221,8 +233,11 @@ def test_hub_that_gives_nothing_is_one_line(
         (b"[" * 200_000, "is not JSON: "),
         (b"[1]", "it holds no JSON object"),
         (b"{}", "none of model_type, text_config, language_config, llm_config names"),
-        (b'{"model_type": "t5", "d_kv": 64}', "model type 't5' isn't known"),
-        (b'{"text_config": {"model_type": "llama4_text"}}', "model type 'llama4_text' isn't known"),
+        (b'{"model_type": "t5", "d_kv": 64}', "model type 't5': it isn't known"),
+        (
+            b'{"text_config": {"model_type": "llama4_text"}}',
+            "'llama4_text': it isn't known",
+        ),
     ],
 )
 def test_bad_configuration_is_one_line(
@@ -286,10 +301,9 @@ def test_file_that_may_not_be_read_is_one_line(
 
 
 def test_options_that_can_not_be_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A dtype that caches don't have, and heads and layers that don't divide."""
+    """A dtype that caches don't have, and more stages than layers."""
     llama = config_of("llama-3.1-8b")
     assert "int4" in complaint(capsys, llama, "--dtype", "int4")
-    assert "8 KV heads don't divide over 3 tensor ranks" in complaint(capsys, llama, "--tp", "3")
     assert "over 33 pipeline stages" in complaint(capsys, llama, "--pp", "33")
     assert "--tokens" in complaint(capsys, llama, "--tokens", "0")
 
@@ -307,6 +321,29 @@ def test_smollm2_is_planned_as_it_is_served() -> None:
     assert served.fingerprint == cache_of(read_config("smollm2")).geometry.fingerprint
 
 
+@pytest.mark.parametrize("name", sorted(DEFAULT_SIZES.keys() - {"kimi_k2"}))
+def test_plan_and_run_know_the_same_of_a_configuration(name: str) -> None:
+    """What a file leaves out is what transformers fills in; who refuses one refuses the other."""
+    config = tf.AutoConfig.for_model(name)
+    planned = cache_or_none(json.loads(config.to_json_string(use_diff=True)))
+    filled = cache_or_none(json.loads(config.to_json_string(use_diff=False)))
+    assert planned == filled
+    try:
+        served = geometry_of(config, "bfloat16", 16)
+    except UsageError:
+        return
+    assert planned is not None
+    assert served == planned.geometry
+
+
+def cache_or_none(config: dict[str, Any]) -> ModelCache | None:
+    """What `kvtide plan` is about, unless it refuses."""
+    try:
+        return cache_of(config)
+    except UsageError:
+        return None
+
+
 DENSE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 12},
     "qwen3_next": {"mlp_only_layers": [*range(12)]},
@@ -314,6 +351,7 @@ DENSE: dict[str, dict[str, Any]] = {
 FAMILIES = [
     *("llama", "gpt2", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma", "gemma2"),
     *("gemma3_text", "cohere2", "olmo3", *DENSE),
+    *("gptj", "opt", "gpt_bigcode", "falcon", "gpt_neox", "stablelm", "exaone"),
 ]
 
 

@@ -7,6 +7,7 @@ many models.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
 
 from kvtide.errors import UsageError
+from kvtide.layout import model_sizes, model_types
 from kvtide.layout.from_config import cache_of
+from kvtide.layout.model_sizes import DEFAULT_SIZES
 
 CONFIGS = Path(__file__).parent / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 KIB = 1024
 
 
@@ -217,18 +222,35 @@ def test_ranks_all_have_the_latents() -> None:
     assert 70_272 == cache_of(load("deepseek-v3"), tensor_ranks=8).geometry.token_bytes
 
 
-def test_stages_divide_the_layers_and_the_fullest_is_meant() -> None:
-    """61 layers over 4 stages are 16, 15, 15 and 15."""
+def test_last_stages_take_the_layers_that_are_left_over() -> None:
+    """SGLang's rule: 61 layers over 4 stages are 15, 15, 15 and 16; the fullest is meant."""
     cache = cache_of(load("deepseek-v3"), stages=4)
-    assert (range(16), 61) == (cache.layers, cache.layer_count)
+    assert (range(45, 61), 61) == (cache.layers, cache.layer_count)
     assert 16 * 1152 == cache.geometry.token_bytes
 
 
 def test_stage_of_as_many_layers_is_the_one_that_keeps_more() -> None:
-    """Three of 5 stages of Qwen3-Next have 10 layers; of 10 to 19 three attend, of others two."""
+    """Three of 5 stages of Qwen3-Next have 10 layers; from 18 three attend, from 28 two."""
     cache = cache_of(load("qwen3-next-80b-a3b"), stages=5)
-    assert (range(10, 20), 10) == (cache.layers, cache.geometry.first_layer)
-    assert (11, 15, 19) == dict(cache.geometry.sizes)["full_layer"]
+    assert (range(18, 28), 18) == (cache.layers, cache.geometry.first_layer)
+    assert (19, 23, 27) == dict(cache.geometry.sizes)["full_layer"]
+
+
+OLMO_3_32B = {
+    "model_type": "olmo3",
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "hidden_size": 5120,
+    "sliding_window": 4096,
+    "max_position_embeddings": 65_536,
+}
+
+
+def test_fullest_stage_of_olmo_3_32b_is_the_last_of_three() -> None:
+    """Of its 22 layers six keep all, at 4 KiB each; the first 22 would have had five."""
+    cache = cache_of(OLMO_3_32B, stages=3)
+    assert (range(42, 64), 24_576) == (cache.layers, cache.lasting.token_bytes)
 
 
 def test_stage_without_a_window_has_none() -> None:
@@ -304,7 +326,6 @@ REFUSED = [
     ("llama-3.1-8b", {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}, "linear"),
     ("llama-3.1-8b", {"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers 32"),
     ("llama-3.1-8b", {"layer_types": 3}, "layer_types has 3 entries"),
-    ("llama-3.1-8b", {"num_hidden_layers": ...}, "has no num_hidden_layers"),
     ("llama-3.1-8b", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ("llama-3.1-8b", {"num_hidden_layers": True}, "num_hidden_layers is True"),
     ("llama-3.1-8b", {"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776"),
@@ -314,7 +335,6 @@ REFUSED = [
     ("llama-3.1-8b", {"is_encoder_decoder": True}, "across to an encoder"),
     ("llama-3.1-8b", {"num_kv_shared_layers": 10}, "num_kv_shared_layers is 10"),
     ("llama-3.1-8b", {"attention_chunk_size": 8192}, "attention_chunk_size is 8192"),
-    ("qwen3-8b", {"num_key_value_heads": ...}, "has no num_key_value_heads"),
     ("qwen3-8b", {**EXAONE, "sliding_window": 64}, "no layer_types"),
     ("gemma-3-27b", {"sliding_window": None}, "sliding_window is None"),
     ("gemma-3-27b", {"use_bidirectional_attention": True}, "later tokens"),
@@ -338,17 +358,132 @@ def test_what_is_not_known_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("stages", "reason"), [(33, "don't divide over 33"), (0, "don't divide over 0")]
+)
+def test_stages_without_a_layer_are_refused(stages: int, reason: str) -> None:
+    """Each has one at least."""
+    with pytest.raises(UsageError, match=f"32 layers {reason}"):
+        cache_of(load("llama-3.1-8b"), stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "has_padding"),
+    [(2, 4, False), (3, 3, True), (5, 2, True), (8, 1, False), (12, 1, True), (16, 1, False)],
+)
+def test_heads_that_do_not_divide_are_padded(ranks: int, heads: int, has_padding: bool) -> None:
+    """Llama's 8 KV heads, as SGLang divides them on a CPU: all ranks have the fullest's."""
+    cache = cache_of(load("llama-3.1-8b"), tensor_ranks=ranks)
+    assert (heads, has_padding) == (cache.geometry.planes[0].row_shape[0], cache.has_padding)
+
+
+def test_heads_of_a_state_that_do_not_divide_are_padded() -> None:
+    """16 key heads over 3 ranks are 6, and each has its 2 value heads; so for 32 ranks, too."""
+    for ranks, keys in ((3, 6), (32, 1)):
+        cache = cache_of(load("qwen3-next-80b-a3b"), tensor_ranks=ranks)
+        rows = {plane.name: plane.row_shape for plane in cache.geometry.planes}
+        assert ((2 * keys + 2 * keys) * 128, 3) == rows["state.conv"]
+        assert ((2 * keys, 128, 128), True) == (rows["state.ssm"], cache.has_padding)
+
+
+def test_sizes_that_llava_1_5_leaves_to_its_type_are_llamas() -> None:
+    """Its text_config names neither layers nor heads: 32 layers of 32 heads of 128."""
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32_064}
+    cache = cache_of({"model_type": "llava", "text_config": text})
+    assert 32 * 2 * 32 * 128 * 2 == cache.geometry.token_bytes
+
+
+SMALL_DEEPSEEK = {
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 12,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "hidden_size": 1280,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+NO_HEADS = {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0, "kv_lora_rank": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "token_bytes"),
     [
-        ({"tensor_ranks": 3}, "8 KV heads don't divide over 3"),
-        ({"tensor_ranks": 12}, "8 KV heads don't divide over 12"),
-        ({"stages": 33}, "32 layers don't divide over 33"),
-        ({"stages": 0}, "32 layers don't divide over 0"),
+        ({}, "mla", 12 * 576 * 2),
+        ({"use_mla": True}, "mla", 12 * 576 * 2),
+        ({"use_mla": False}, "gqa", 12 * 10 * (192 + 128) * 2),
+        ({"use_mla": False, **NO_HEADS}, "gqa", 12 * 10 * (128 + 128) * 2),
     ],
 )
-def test_ranks_and_stages_that_do_not_divide_are_refused(
-    options: dict[str, int], reason: str
+def test_deepseek_without_latents_has_heads(
+    changes: dict[str, Any], layout: str, token_bytes: int
 ) -> None:
-    """Heads must be shared equally, and a stage has a layer."""
-    with pytest.raises(UsageError, match=reason):
-        cache_of(load("llama-3.1-8b"), **options)  # type: ignore[arg-type]
+    """`use_mla: false` says so, whatever rank is left in; keys and values differ in width."""
+    geometry = cache_of({**SMALL_DEEPSEEK, **changes}).geometry
+    assert (layout, token_bytes) == (geometry.layout.name, geometry.token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("config", "heads", "head_dim"),
+    [
+        ({"model_type": "gptj", "n_layer": 28, "n_head": 16, "n_embd": 4096}, 16, 256),
+        ({"model_type": "gpt_bigcode", "n_layer": 40, "n_head": 48, "n_embd": 6144}, 1, 128),
+        (
+            {"model_type": "gpt_bigcode", "n_head": 48, "n_embd": 6144, "multi_query": False},
+            48,
+            128,
+        ),
+        ({"model_type": "falcon"}, 1, 64),
+        ({"model_type": "falcon", "multi_query": False}, 71, 64),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 8}, 8, 64),
+        ({"model_type": "opt", "hidden_size": 512, "num_attention_heads": 8}, 8, 64),
+        ({"model_type": "jetmoe"}, 16, 128),
+        ({"model_type": "gpt2", "num_attention_heads": 4, "hidden_size": 32}, 4, 8),
+    ],
+)
+def test_heads_of_types_with_names_of_their_own(
+    config: dict[str, Any], heads: int, head_dim: int
+) -> None:
+    """One head for all queries, unless a field says otherwise; either name of a field is read."""
+    assert (heads, head_dim) == cache_of(config).geometry.planes[0].row_shape
+
+
+def test_default_sizes_are_those_of_transformers() -> None:
+    """Of its configuration classes; Kimi-K2's is DeepSeek's, Qwen-VL's are in a part of theirs."""
+    elsewhere = {"kimi_k2": "deepseek_v3", "qwen2_vl": "qwen2_vl_text"}
+    elsewhere |= {"qwen2_5_vl": "qwen2_5_vl_text"}
+    assert set(DEFAULT_SIZES) == set(model_types._MODEL_TYPES)
+    for name, sizes in DEFAULT_SIZES.items():
+        kind = CONFIG_MAPPING[elsewhere.get(name, name)]
+        own = {one.name: one.default for one in dataclasses.fields(kind)}
+        aliases = {**kind.attribute_map, **model_types._MODEL_TYPES[name].aliases}
+        expected = {
+            field: own[aliases.get(field, field)]
+            for field in model_sizes._FIELDS
+            if isinstance(own.get(aliases.get(field, field)), int)
+        }
+        assert expected == dict(sizes), name
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+FIELDS = sorted({key for name in NAMES for key in load(name)} | {"use_mla", "is_decoder"})
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    changes=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4),
+)
+def test_whatever_a_configuration_holds_is_planned_or_refused_in_one_line(
+    name: str, changes: dict[str, Any]
+) -> None:
+    """Files are hostile: nothing but a UsageError comes of any value of any field."""
+    line = ""
+    try:
+        cache_of({**load(name), **changes})
+    except UsageError as error:
+        line = str(error)
+    assert "\n" not in line

@@ -35,8 +35,17 @@ def model_of(family: str = "Llama", dtype: torch.dtype = torch.float32) -> Any:
     sizes = {**SMALL, **(EXPERTS if "Moe" in family else {})}
     if family in ("Mistral", "Qwen2"):
         sizes["sliding_window"] = None
+    if family == "GPTNeo":
+        sizes["attention_types"] = [[["global"], 2]]
+    # Its own heads, not fewer of keys: what these don't know they would only carry about.
+    if family in ("GPT2", "GPTJ", "GPTNeo", "GPTNeoX", "OPT", "StableLm"):
+        sizes |= {"hidden_size": 64, "num_key_value_heads": 4}
+    if family == "GPTJ":
+        sizes["rotary_dim"] = 8
+    if family == "OPT":
+        sizes |= {"ffn_dim": 96, "word_embed_proj_dim": 64}
     config = getattr(tf, f"{family}Config")(**sizes)
-    return getattr(tf, f"{family}ForCausalLM")(config).to(dtype).eval()
+    return tf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 def pool_of(model: Any, page_count: int = 200) -> Pool:

@@ -73,7 +73,17 @@ def test_full_attention_decoders_are_served(config: Any) -> None:
         (tf.FalconConfig(alibi=True, num_hidden_layers=2), "ALiBi"),
         (tf.LlamaConfig(**SMALL, rope_parameters=LONG_ROPE), "longrope"),
         (tf.LlamaConfig(**SMALL, is_causal=False), "isn't causal"),
-        (tf.MambaConfig(), "number of attention heads"),
+        (tf.MambaConfig(), "it isn't known, and what it caches isn't guessed"),
+        (
+            tf.Gemma4UnifiedTextConfig(use_bidirectional_attention=None),
+            "its sizes differ from layer to layer",
+        ),
+        (
+            tf.Gemma4TextConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2),
+            "its sizes differ from layer to layer",
+        ),
+        (tf.BertConfig(), "isn't causal (is_decoder is false)"),
+        (tf.MptConfig(), "ALiBi"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )

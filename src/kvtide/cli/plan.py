@@ -180,6 +180,7 @@ def to_json(
         "layout": geometry.layout.name,
         "page_size": geometry.page_size,
         "tp": tp,
+        "has_padding": cache.has_padding,
         "pp": pp,
         "layers": [cache.layers.start, cache.layers.stop],
         "layer_count": cache.layer_count,
@@ -218,11 +219,12 @@ def _tokens_per_gib(token_bytes: int) -> int | None:
 def _heading(cache: ModelCache, model: str, *, tp: int, pp: int) -> list[tuple[str, str]]:
     rows = [("model", f"{model} ({cache.model_type})"), ("layout", cache.geometry.layout.name)]
     if tp > 1:
-        rows.append(("rank", f"one of {tp:,} that share the heads"))
+        padding = ", some of them padding, as SGLang does it on a CPU" if cache.has_padding else ""
+        rows.append(("rank", f"one of {tp:,} that share the heads{padding}"))
     if pp > 1:
         first, last = cache.layers.start, cache.layers.stop - 1
         share = f"layers {first} to {last} of {cache.layer_count:,}"
-        rows.append(("stage", f"one of {pp:,}: {share}, the fullest"))
+        rows.append(("stage", f"one of {pp:,}: {share}, the fullest as SGLang divides them"))
     return rows
 
 

@@ -1,13 +1,13 @@
 """From a model's Hugging Face configuration to the geometry of its cache.
 
-Source of how recurrent state and index keys lie: SGLang 0.5.23. Draft (MTP) layers are another
-model's and aren't counted.
+Source of how recurrent state and index keys lie, and of how layers and heads are divided: SGLang
+0.5.23. Draft (MTP) layers are another model's and aren't counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import final
 
@@ -31,6 +31,7 @@ class ModelCache:
 
     `layers` are those of its pipeline stage, of `layer_count` in all. `window_tokens` is how many
     of a request's last tokens the layers with a window keep; None without such layers.
+    `has_padding` says that the heads don't divide over the ranks, so that some are padding.
     """
 
     model_type: str
@@ -38,6 +39,7 @@ class ModelCache:
     layers: range
     layer_count: int
     window_tokens: int | None
+    has_padding: bool = False
 
     @property
     def lasting(self) -> Geometry:
@@ -75,10 +77,11 @@ def cache_of(
     """What a rank caches of the model that `config` describes, in the fullest pipeline stage.
 
     `config` is a config.json as a mapping. `dtype` is that of keys, values and latents. Over
-    `tensor_ranks` heads are divided, and repeated where they are fewer than the ranks; latents
-    and index keys are on every rank. Layers are divided over `stages` in their order, the first
-    stages taking one more where they don't divide. Raises UsageError for a model type or a field
-    that isn't known, and for heads or layers that can't be divided so.
+    `tensor_ranks` heads are divided, and repeated where they are fewer than the ranks; where they
+    don't divide each rank has as many as the fullest, as SGLang does it on a CPU (elsewhere
+    engines refuse). Latents and index keys are on every rank. Layers are divided over `stages` in
+    their order, the last stages taking one more where they don't divide, as SGLang does it. Raises
+    UsageError for a model type or a field that isn't known, and for fewer layers than stages.
     """
     model = describe(config)
     layers = _fullest_stage(model.layers, stages)
@@ -86,7 +89,14 @@ def cache_of(
     geometry = {"gqa": binder.gqa, "mla": binder.mla, "delta": binder.delta}[model.kind]()
     has_window = WINDOWED in model.layers[layers.start : layers.stop]
     window_tokens = model.number("sliding_window") if has_window else None
-    return ModelCache(model.name, geometry, layers, len(model.layers), window_tokens)
+    return ModelCache(
+        model.name,
+        geometry,
+        layers,
+        len(model.layers),
+        window_tokens,
+        has_padding=any(binder.padded),
+    )
 
 
 def _fullest_stage(kinds: Sequence[str], stages: int) -> range:
@@ -94,7 +104,8 @@ def _fullest_stage(kinds: Sequence[str], stages: int) -> range:
     if not 1 <= stages <= len(kinds):
         raise UsageError(f"{len(kinds)} layers don't divide over {stages} pipeline stages")
     size, larger = divmod(len(kinds), stages)
-    starts = [stage * size + min(stage, larger) for stage in range(stages + 1)]
+    first_larger = stages - larger
+    starts = [stage * size + max(0, stage - first_larger) for stage in range(stages + 1)]
     weight = {FULL: 2, WINDOWED: 1, LINEAR: 0}
     return max(
         (range(first, stop) for first, stop in pairwise(starts)),
@@ -112,6 +123,8 @@ class _Binder:
     dtype: str
     page_size: int
     ranks: int
+    padded: list[bool] = field(default_factory=list)
+    """For each kind of heads that was divided over the ranks, whether some are padding."""
 
     def gqa(self) -> Geometry:
         """Keys and values, with windows in some layers, in all or in none."""
@@ -154,9 +167,12 @@ class _Binder:
         full, linear = self._those_of(FULL), self._those_of(LINEAR)
         if not linear:
             return self._bind(GQA, self.dtype, self._heads("", len(self.layers)))
-        key_heads, key_dim = self._share("linear_num_key_heads"), "linear_key_head_dim"
-        value_heads, value_dim = self._share("linear_num_value_heads"), "linear_value_head_dim"
         of = self.model.number
+        all_key_heads, all_value_heads = of("linear_num_key_heads"), of("linear_num_value_heads")
+        key_heads, key_dim = self._divide(all_key_heads, repeats=False), "linear_key_head_dim"
+        # Each key head's value heads stay with it.
+        value_heads = -(-key_heads * all_value_heads // all_key_heads)
+        value_dim = "linear_value_head_dim"
         state: dict[str, Size] = {
             "layer": linear if full else len(linear),
             "channel": 2 * key_heads * of(key_dim) + value_heads * of(value_dim),
@@ -183,19 +199,18 @@ class _Binder:
         return tuple(layer for layer in self.layers if self.model.layers[layer] == kind)
 
     def _heads(self, prefix: str, layers: Size) -> dict[str, Size]:
-        head_dim = self.model.head_dim
-        heads = self._divide(self.model.kv_heads, "KV heads")
-        sizes = {"layer": layers, "head": heads, "head_dim": head_dim, "v_head_dim": head_dim}
+        sizes: dict[str, Size] = {
+            "layer": layers,
+            "head": self._divide(self.model.kv_heads),
+            "head_dim": self.model.head_dim,
+            "v_head_dim": self.model.v_head_dim,
+        }
         return {f"{prefix}{axis}": size for axis, size in sizes.items()}
 
-    def _share(self, name: str) -> int:
-        return self._divide(self.model.number(name), name)
-
-    def _divide(self, heads: int, what: str) -> int:
-        """A rank's heads: an equal share, or one that other ranks have too."""
-        if heads % self.ranks and self.ranks % heads:
-            raise self.model.error(f"{heads} {what} don't divide over {self.ranks} tensor ranks")
-        return max(1, heads // self.ranks)
+    def _divide(self, heads: int, *, repeats: bool = True) -> int:
+        """A rank's heads: an equal share, one that other ranks repeat, or the fullest's."""
+        self.padded.append(heads % self.ranks > 0 and not (repeats and self.ranks % heads == 0))
+        return -(-heads // self.ranks)
 
     def _dtype(self, name: str, default: str) -> str:
         dtype = self.model.field(name) or default

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from kvtide.errors import UsageError
+from kvtide.layout.model_sizes import DEFAULT_SIZES
 
 Config = Mapping[str, Any]
 """A config.json, read."""
@@ -42,67 +43,71 @@ class _ModelType:
     window: str = "none"
     period: int = 0
     period_field: str = ""
-    shares_heads: bool = True
-    """Whether there must be `num_key_value_heads`; else each attention head has its own KV."""
-    defaults: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     """What this type calls the fields that others call otherwise."""
+    encodes: bool = False
+    """Whether it attends to later tokens, unless `is_decoder` says otherwise."""
+    one_head: str = ""
+    """The field that, unless it is false, makes all heads share one head's keys and values."""
+    own_heads: str = ""
+    """The field that, if it is true, makes `one_head` mean nothing."""
 
 
 def _types(names: str, **settings: Any) -> dict[str, _ModelType]:
     return {name: _ModelType(**settings) for name in names.split()}
 
 
+_SHORT_NAMES = {
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+}
+_DECODER_NAMES = {
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "hidden_size": "d_model",
+}
+
 _MODEL_TYPES = {
     **_types(
-        "llama cohere olmo olmo2 olmoe flex_olmo granite granitemoe phi apertus arcee jais2 "
-        "gpt_neox persimmon",
-        shares_heads=False,
+        "apertus apertus1p5_text arcee aria_text biogpt bitnet cohere dots1 emu3_text_model "
+        "ernie4_5 ernie4_5_moe exaone flex_olmo gemma glm glm4 glm4_moe gpt_neox granite "
+        "granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax "
+        "internlm3 iquestcoder jais2 llama minimax_m2 nanochat nemotron olmo olmo2 olmoe opt "
+        "persimmon phi phi4_multimodal qwen3_vl_text sarvam_moe seed_oss solar_open stablelm"
     ),
+    **_types("codegen ctrl gpt2 gptj", aliases=_SHORT_NAMES),
+    **_types("gpt_bigcode", aliases=_SHORT_NAMES, one_head="multi_query"),
     **_types(
-        "gpt2",
-        shares_heads=False,
-        aliases={
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "hidden_size": "n_embd",
-        },
+        "falcon",
+        aliases={"num_key_value_heads": "num_kv_heads"},
+        one_head="multi_query",
+        own_heads="new_decoder_architecture",
     ),
-    **_types("ernie4_5_moe glm4_moe stablelm"),
-    **_types(
-        "ernie4_5 glm glm4 helium internlm3 minimax_m2 seed_oss solar_open qwen3_vl_text",
-        defaults={"head_dim": 128},
-    ),
-    **_types("gemma", defaults={"head_dim": 256}),
-    **_types("mistral mixtral phimoe starcoder2", window="all"),
-    **_types("ministral3", window="all", defaults={"head_dim": 128}),
-    **_types("phi3", window="all", shares_heads=False),
-    **_types("qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text", window="late"),
-    **_types("qwen3", window="late", defaults={"head_dim": 128}),
-    **_types("qwen2_moe qwen3_moe qwen3_vl_moe_text smollm3 exaone4", window="declared"),
-    **_types("cwm", window="declared", defaults={"head_dim": 128}),
-    **_types("gemma2", period=2, defaults={"head_dim": 256}),
-    **_types(
-        "gemma3_text",
-        period=6,
-        period_field="sliding_window_pattern",
-        defaults={
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "sliding_window": 4096,
-        },
-    ),
-    **_types("cohere2", period=4, period_field="sliding_window_pattern", shares_heads=False),
-    **_types("olmo3", period=4, shares_heads=False),
-    **_types("gpt_oss", period=2, defaults={"head_dim": 64}),
+    **_types("jetmoe", aliases={"head_dim": "kv_channels"}),
+    **_types("mistral mixtral phi3 phimoe starcoder2 ministral3", window="all"),
+    **_types("qwen2 qwen3 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text", window="late"),
+    **_types("cwm exaone4 qwen2_moe qwen3_moe qwen3_vl_moe_text smollm3", window="declared"),
+    **_types("gemma2 gpt_oss", period=2),
+    **_types("olmo3", period=4),
+    **_types("gemma3_text", period=6, period_field="sliding_window_pattern"),
+    **_types("cohere2", period=4, period_field="sliding_window_pattern"),
     **_types("deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa", kind="mla"),
     **_types(
         "qwen3_next qwen3_5_text qwen3_5_moe_text",
         kind="delta",
         period=4,
         period_field="full_attention_interval",
-        defaults={"head_dim": 256},
+    ),
+    **_types(
+        "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
+        "roc_bert xlm-roberta xlm-roberta-xl xmod",
+        encodes=True,
+    ),
+    **_types(
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart",
+        aliases=_DECODER_NAMES,
     ),
 }
 _LAYER_TYPES = {"gqa": {FULL, WINDOWED}, "mla": {FULL, *_INDEXED}, "delta": {FULL, LINEAR}}
@@ -122,6 +127,7 @@ _FOREIGN = {
     "attention_chunk_size": "its attention is chunked",
     "num_kv_shared_layers": "some layers share their KV",
     "swa_num_key_value_heads": "the layers with a window have other heads",
+    "per_layer_config": "its sizes differ from layer to layer",
     "global_head_dim": "the layers without a window have other heads",
 }
 
@@ -143,11 +149,16 @@ class Description:
 
     def field(self, name: str) -> Any:
         """The field's value, or the type's default; None if there is neither."""
-        return self.text.get(self.model.aliases.get(name, name), self.model.defaults.get(name))
+        return self.text.get(self._own(name), DEFAULT_SIZES.get(self.name, {}).get(name))
+
+    def _own(self, name: str) -> str:
+        """What the configuration calls the field: as its type does, or as others do."""
+        alias = self.model.aliases.get(name, name)
+        return name if alias not in self.text and name in self.text else alias
 
     def number(self, name: str, *, least: int = 1) -> int:
         """A size. Raises UsageError for a field that isn't there or isn't one."""
-        value, name = self.field(name), self.model.aliases.get(name, name)
+        value, name = self.field(name), self._own(name)
         if type(value) is int and least <= value <= _LARGEST:
             return value
         if value is None and name not in self.text:
@@ -160,8 +171,10 @@ class Description:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head's key, and of its value."""
-        if self.field("head_dim") is not None:
+        """Elements of one head's key."""
+        if self.model.kind == "mla" and self.field("qk_nope_head_dim"):
+            return self.number("qk_nope_head_dim") + self.number("qk_rope_head_dim")
+        if self.model.kind != "mla" and self.field("head_dim") is not None:
             return self.number("head_dim")
         width, heads = self.number("hidden_size"), self.number("num_attention_heads")
         if width % heads:
@@ -171,9 +184,19 @@ class Description:
         return width // heads
 
     @property
+    def v_head_dim(self) -> int:
+        """Elements of one head's value."""
+        if self.model.kind == "mla" and self.field("v_head_dim"):
+            return self.number("v_head_dim")
+        return self.head_dim
+
+    @property
     def kv_heads(self) -> int:
-        """Heads whose keys and values are cached."""
-        if not self.model.shares_heads and self.field("num_key_value_heads") is None:
+        """Heads whose keys and values are cached; each attention head's own unless it says."""
+        model, text = self.model, self.text
+        if model.one_head and text.get(model.one_head, True) and not text.get(model.own_heads):
+            return 1
+        if self.field("num_key_value_heads") is None:
             return self.number("num_attention_heads")
         return self.number("num_key_value_heads")
 
@@ -189,20 +212,27 @@ def describe(config: Config) -> Description:
     if not isinstance(name, str):
         fields = ", ".join(("model_type", *_TEXT_PARTS))
         raise UsageError(f"this isn't a model's configuration: none of {fields} names a model type")
-    if name not in _MODEL_TYPES:
-        raise UsageError(
-            f"model type {name!r} isn't known, and what it caches isn't guessed from its fields "
-            f"(model_type is {name!r}, layer_types {_summary(text.get('layer_types'))}); known "
-            f"are {_KNOWN}"
-        )
-    model = _MODEL_TYPES[name]
-    bare = Description(name, model.kind, (), text, model)
+    model = _MODEL_TYPES.get(name, _ModelType())
+    # DeepSeek's smaller models have no latents, and may give their sizes all the same.
+    has_latents = model.kind == "mla" and text.get("use_mla") is not False
+    kind = "gqa" if model.kind == "mla" and not has_latents else model.kind
+    bare = Description(name, kind, (), text, model)
     for foreign, reason in _FOREIGN.items():
         if text.get(foreign):
-            raise bare.error(f"{reason} ({foreign} is {text[foreign]!r}), which isn't known")
+            value = repr(text[foreign])[:60]
+            raise bare.error(f"{reason} ({foreign} is {value}), which isn't known")
+    if name not in _MODEL_TYPES:
+        raise bare.error(
+            "it isn't known, and what it caches isn't guessed from its fields (model_type is "
+            f"{name!r}, layer_types {_summary(text.get('layer_types'))}); known are {_KNOWN}"
+        )
     if model.kind != "mla" and text.get("kv_lora_rank") is not None:
         raise bare.error(f"kv_lora_rank is {text['kv_lora_rank']!r}; it isn't known for latents")
-    return Description(name, model.kind, _layers(bare), text, model)
+    if model.encodes and not text.get("is_decoder"):
+        raise bare.error(
+            "its attention isn't causal (is_decoder is false), so there is no cache to speak of"
+        )
+    return Description(name, kind, _layers(bare), text, model)
 
 
 def _text_of(config: Config) -> Config:
@@ -251,7 +281,7 @@ def _default_layers(bare: Description, count: int) -> list[str]:
     has_window = bare.field("sliding_window") is not None
     if model.window in ("late", "declared"):
         used = bare.text.get("use_sliding_window", model.window == "declared")
-        has_window = has_window and bool(used)
+        has_window = bare.text.get("sliding_window") is not None and bool(used)
     if model.window == "none" or not has_window:
         return [FULL] * count
     if model.window == "declared":

@@ -13,7 +13,8 @@ Transformers moves fast. What moves between its releases is in these two files;
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from kvtide.errors import UsageError
 from kvtide.pool import Pool
 from kvtide.serve.adapter_files import quiet
 from kvtide.serve.attention import AttentionPlan, Workspace, attend
+from kvtide.serve.trial import Trial
 
 __all__ = [
     "HookedModel",
@@ -52,16 +54,6 @@ _ATTENTION_NAME = "kvtide_paged"
 _HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache"})
 
 
-@dataclass
-class _Trial:
-    """What a pass that serves nobody has found out about a model."""
-
-    cached: list[int] = field(default_factory=list)
-    """The layers that handed over keys and values, in order."""
-    attended: list[int] = field(default_factory=list)
-    """The layers that called the attention function, in order."""
-
-
 @dataclass(frozen=True)
 class _Pass:
     """One forward pass of the model, as the cache and the attention function need it."""
@@ -71,7 +63,12 @@ class _Pass:
     """int64 [row], without the padding rows: their keys and values are dropped."""
     plan: AttentionPlan
     workspace: Workspace
-    trial: _Trial | None = None
+    trial: Trial | None = None
+
+
+# Not handed through the model: many architectures drop an argument that they don't know on its way
+# to the cache or to the attention function.
+_RUNNING: ContextVar[_Pass] = ContextVar("kvtide_pass")
 
 
 class _PagedCache(Cache):  # type: ignore[misc] # the type checker doesn't follow transformers
@@ -84,7 +81,7 @@ class _PagedCache(Cache):  # type: ignore[misc] # the type checker doesn't follo
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Takes the new tokens' states, [1, kv_head, row, dim], and gives them back."""
-        current: _Pass = kwargs["kwargs"]["paged_pass"]
+        current = _RUNNING.get()
         count = len(current.out_slots)
         for name, states in (("k", key_states), ("v", value_states)):
             plane = current.pool.plane(name, layer_idx)
@@ -96,7 +93,7 @@ class _PagedCache(Cache):  # type: ignore[misc] # the type checker doesn't follo
                 )
             plane.index_copy_(0, current.out_slots, rows[:count])
         if current.trial is not None:
-            current.trial.cached.append(layer_idx)
+            current.trial.see_cached(layer_idx, key_states, value_states)
         return key_states, value_states
 
 
@@ -107,7 +104,6 @@ def _paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged_pass: _Pass,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -129,8 +125,9 @@ def _paged_attention(
                 "isn't served: it would be ignored; choose a model with plain attention"
             )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    paged_pass = _RUNNING.get()
     if paged_pass.trial is not None:
-        paged_pass.trial.attended.append(layer)
+        paged_pass.trial.see_attended(module, layer, key, value)
     out = attend(
         paged_pass.plan,
         query[0].transpose(0, 1),
@@ -167,7 +164,7 @@ class HookedModel:
             model.set_experts_implementation("batched_mm")
         try:
             self._refuse_untrue()
-        except Exception:
+        except BaseException:  # Ctrl-C, too, gives the model back
             self.release()
             raise
 
@@ -196,25 +193,30 @@ class HookedModel:
     def _call(
         self, current: _Pass, token_ids: Tensor, positions: Tensor, keep: Tensor | int
     ) -> Tensor:
-        output = self._model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            cache=self._cache,
-            use_cache=True,
-            logits_to_keep=keep,
-            paged_pass=current,
-        )
+        token = _RUNNING.set(current)
+        try:
+            output = self._model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                cache=self._cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        finally:
+            _RUNNING.reset(token)
         logits: Tensor = output.logits[0]
         return logits
 
     @torch.inference_mode()
     def _refuse_untrue(self) -> None:
         """A pass of padding only, which writes to no slot: does the model do what we rely on?"""
-        trial = _Trial()
+        trial = Trial()
         nothing = torch.zeros(2, dtype=torch.int64, device=self._model.device)
+        # From the middle of the vocabulary: a padding token's states are often all zero.
+        tokens = nothing + self._model.get_input_embeddings().num_embeddings // 2
         current = _Pass(self._pool, nothing[:0], AttentionPlan(2, ()), self._workspace, trial)
         try:
-            logits = self._call(current, nothing, nothing, nothing[:1])
+            logits = self._call(current, tokens, nothing, nothing[:1])
         except UsageError:
             raise
         # Each architecture fails in its own way over a cache or an argument it doesn't pass on.
@@ -223,13 +225,10 @@ class HookedModel:
                 f"{type(self._model).__name__} isn't served: it can't run over a paged cache "
                 f"({type(error).__name__}: {error}); choose a decoder such as Llama or Qwen"
             ) from error
-        layers = list(range(self._model.config.get_text_config(decoder=True).num_hidden_layers))
-        if trial.cached != layers or trial.attended != layers:
-            raise UsageError(
-                f"{type(self._model).__name__} isn't served: of {len(layers)} layers, "
-                f"{sorted(set(trial.cached))} cache keys and values and "
-                f"{sorted(set(trial.attended))} use the replaceable attention; all must"
-            )
+        text = self._model.config.get_text_config(decoder=True)
+        reason = trial.reason_to_refuse(list(range(text.num_hidden_layers)))
+        if reason is not None:
+            raise UsageError(f"{type(self._model).__name__} isn't served: {reason}")
         if len(logits) != 1:
             raise UsageError(
                 f"{type(self._model).__name__} isn't served: asked for the logits of 1 row, "

@@ -17,11 +17,12 @@ import xxhash
 
 from kvtide.arena import HostArena
 from kvtide.arena.budget import block_bytes_for, default_host_bytes, untouched_bytes_of
-from kvtide.device import Device, open_device
+from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
 from kvtide.serve.batch import PackedBatch, Segment
 from kvtide.serve.models import OpenModel
+from kvtide.serve.owncheck import check_own_answers
 from kvtide.serve.paged import PagedModel
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.request import Request
@@ -135,8 +136,9 @@ class Engine:
 
         `check` is what `check_exact` has found for this model, device and number of threads in this
         process; exact mode measures it anew without.
-        Raises UsageError for a model that can't be served, an unknown device, a pool smaller
-        than one page or, in exact mode, a machine on which no row count is safe.
+        Raises UsageError for a model that can't be served or answers otherwise than by itself, an
+        unknown device, a pool smaller than one page or, in exact mode, a machine on which no row
+        count is safe.
         """
         if getattr(source.tokenizer, "backend_tokenizer", None) is None:
             raise UsageError(
@@ -151,6 +153,7 @@ class Engine:
         pool_bytes = page_count * geometry.page_bytes
         pool_host_bytes = pool_bytes if device.torch_device.type == "cpu" else 0
         check_memory(pool_host_bytes, options.host_memory_bytes)
+        _refuse_other_answers(source, device, exact=options.exact)
         pool = create_pool(geometry, device, page_count)
         move_model(source.model, device)
         if not options.exact:
@@ -356,6 +359,18 @@ class _Live:
 def _is_ready(request: Request, count: int) -> bool:
     """Whether after `count` more tokens the next one is to be chosen."""
     return request.stored + count == request.token_count
+
+
+def _refuse_other_answers(source: OpenModel, device: Device, *, exact: bool) -> None:
+    """Where the model lies: what is asked of it doesn't depend on the device."""
+    if source.model.device.type != "cpu":
+        check_own_answers(source.model, device, exact=exact)
+        return
+    host = CPUDevice()
+    try:
+        check_own_answers(source.model, host, exact=exact)
+    finally:
+        host.close()
 
 
 def check_exact(source: OpenModel, device: Device) -> RowCheck:

@@ -1,0 +1,268 @@
+"""Does the model answer through kvtide's cache and attention as it answers by itself?
+
+`PagedModel` gives a model positions and takes its keys and values, and relies on it for the rest:
+that its attention is causal, that it uses these positions, that no token reaches another but
+through the cache. A model that does otherwise would be served without an error and answer wrongly.
+So when a model is loaded for serving, two requests go through a small pool (a prompt in two chunks
+beside one in a single chunk, then single tokens), and the logits of every row are compared with
+those of the model's own forward over the same tokens.
+
+That is done in float32, whatever the model's dtype: there right ones agree to a few millionths and
+wrong ones are thousands of times farther off, while rounding to bfloat16 moves the logits of a deep
+model as far as some mistakes do, and flips a choice of experts now and then. Weights of another
+dtype are widened layer by layer, while a layer runs, so that no more than one layer and what lies
+outside the layers is held twice. Then the same requests run in the model's own dtype, where half
+of the rows must come near enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtide.device import Device
+from kvtide.errors import UsageError
+from kvtide.pool import Pool
+from kvtide.serve.adapter import PreTrainedModel
+from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
+from kvtide.serve.paged import PagedModel
+from kvtide.serve.supported import geometry_of
+
+_STEPS = (((0, 9),), ((0, 6), (1, 15)), ((0, 1), (1, 1)), ((1, 1), (0, 1)))
+"""What each step runs: so many more tokens of which request; as many of both in the end."""
+_PAGE_SIZE = 16
+_SEED = 20240611
+# Passes are padded to these, and none of the steps above has more rows.
+_RULES = ExactRules(RowCounts((8, 32)))
+
+# Of what tokens change in the logits. Right models come to 1e-5, the mildest mistake seen to 4e-3.
+_TOLERANCE = 2e-4
+# Of the middle row in another dtype: SmolLM2's 30 layers in bfloat16 come to 0.02.
+_ROUGH_TOLERANCE = 0.2
+
+
+@dataclass(frozen=True)
+class OwnCheck:
+    """What `check_own_answers` measured."""
+
+    deviation: float
+    """The farthest row's distance in float32, as a share of what tokens change in the logits."""
+    seconds: float
+
+
+@torch.inference_mode()
+def check_own_answers(model: PreTrainedModel, device: Device, *, exact: bool) -> OwnCheck:
+    """Compares kvtide's passes with the model's own forward; leaves the model as it was.
+
+    The model is on ``device`` already; ``exact`` is how it will be served. Raises UsageError, with
+    the reason as far as it can be told, for a model that isn't served or answers otherwise.
+    """
+    start = time.perf_counter()
+    requests = _requests(model)
+    with _in_float32(model):
+        found = _paged(model, device, requests, exact=exact)
+        own = _own(model, requests)
+        _refuse_nan(model, own)
+        distances = _distances(found, own)
+        if not float(distances.max()) <= _TOLERANCE:
+            raise _refusal(model, _reasons(model, requests, own), distances)
+    if any(weight.dtype != torch.float32 for weight in _tensors(model)):
+        rough = _distances(_paged(model, device, requests, exact=exact), own)
+        if not float(rough.median()) <= _ROUGH_TOLERANCE:
+            reason = f"in {model.dtype} it comes out otherwise than in float32"
+            raise _refusal(model, [reason], rough)
+    return OwnCheck(float(distances.max()), time.perf_counter() - start)
+
+
+def _requests(model: PreTrainedModel) -> Tensor:
+    """The tokens of two requests, int64 [request, token] on the host.
+
+    All are different, and none is one that has a meaning of its own, such as padding.
+    """
+    text = model.config.get_text_config(decoder=True)
+    special = {**model.config.to_dict(), **text.to_dict()}
+    named = {value for key, value in special.items() if "_token_i" in key and type(value) is int}
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(_SEED)).tolist()
+    tokens = itertools.cycle([token for token in order if token not in named] or order)
+    limit = getattr(text, "max_position_embeddings", None) or 1 << 30
+    length = min(limit, sum(dict(step).get(0, 0) for step in _STEPS))
+    return torch.tensor([[next(tokens) for _ in range(length)] for _ in range(2)])
+
+
+def _paged(model: PreTrainedModel, device: Device, requests: Tensor, *, exact: bool) -> Tensor:
+    """The logits [request, token, vocab] through kvtide, float32 on the host.
+
+    Slots lie at random, and those that nobody has written hold NaN.
+    """
+    dtype = str(model.dtype).removeprefix("torch.")
+    geometry = geometry_of(model.config, dtype, _PAGE_SIZE)
+    pool = Pool.create(geometry, device, page_count=2 * -(-requests.numel() // _PAGE_SIZE))
+    for plane in geometry.planes:
+        for layer in range(plane.layer_count):
+            pool.plane(plane.name, layer).fill_(float("nan"))
+    order = torch.randperm(pool.slot_count, generator=torch.Generator().manual_seed(_SEED))
+    slots = order[: requests.numel()].view_as(requests)
+    paged = PagedModel(model, pool, exact=_RULES if exact else None)
+    logits: list[list[Tensor]] = [[] for _ in requests]
+    try:
+        for parts in _parts(requests.shape[1]):
+            found = paged.forward(_pack(requests, slots, parts)).float()
+            lengths = [len(tokens) for _, tokens in parts]
+            for (who, _), rows in zip(parts, torch.split(found, lengths), strict=True):
+                logits[who].append(rows)
+    finally:
+        paged.release()
+    return torch.stack([torch.cat(rows) for rows in logits])
+
+
+def _parts(length: int) -> Iterator[list[tuple[int, range]]]:
+    """For each step the requests in it and their tokens; none goes beyond ``length``."""
+    done = [0, 0]
+    for step in _STEPS:
+        parts = [(who, range(done[who], min(done[who] + count, length))) for who, count in step]
+        for who, tokens in parts:
+            done[who] = tokens.stop
+        if any(tokens for _, tokens in parts):
+            yield [(who, tokens) for who, tokens in parts if tokens]
+
+
+def _pack(requests: Tensor, slots: Tensor, parts: list[tuple[int, range]]) -> PackedBatch:
+    """One step, which asks for all logits."""
+    segments: list[Segment] = []
+    first = 0
+    for who, tokens in parts:
+        segments.append(Segment(first, len(tokens), slots[who][: tokens.stop]))
+        first += len(tokens)
+    rows = [(who, slice(tokens.start, tokens.stop)) for who, tokens in parts]
+    return PackedBatch(
+        torch.cat([requests[row] for row in rows]),
+        torch.cat([torch.arange(tokens.start, tokens.stop) for _, tokens in parts]),
+        torch.cat([slots[row] for row in rows]),
+        tuple(segments),
+        torch.arange(first),
+    )
+
+
+def _own(model: PreTrainedModel, tokens: Tensor, **arguments: Any) -> Tensor:
+    """The logits [request, token, vocab] of the model's own forward, float32 on the host."""
+    output = model(input_ids=tokens.to(model.device), use_cache=False, **arguments)
+    logits: Tensor = output.logits
+    return logits.float().cpu()
+
+
+def _refuse_nan(model: PreTrainedModel, own: Tensor) -> None:
+    if not own.isfinite().all():
+        raise UsageError(
+            f"{type(model).__name__} isn't served: its own forward gives NaN or infinity; are its "
+            "weights whole?"
+        )
+
+
+def _distances(found: Tensor, own: Tensor) -> Tensor:
+    """Each row's distance [request, token], as a share of what tokens change in the logits.
+
+    That is the usual distance of a row from the mean row. NaN where ``found`` has NaN.
+    """
+    spread = (own - own.mean((0, 1))).norm(dim=-1).square().mean().sqrt()
+    distances = (found - own).norm(dim=-1)
+    return torch.where(distances == 0, distances, distances / spread)
+
+
+def _deviates(found: Tensor, own: Tensor) -> bool:
+    return not float(_distances(found, own).max()) <= _TOLERANCE
+
+
+def _reasons(model: PreTrainedModel, tokens: Tensor, own: Tensor) -> list[str]:
+    """What the model's own forward shows of why it answers otherwise."""
+    reasons = []
+    length = tokens.shape[1]
+    if length > 1 and _deviates(_own(model, tokens[:, :-1]), own[:, :-1]):
+        reasons.append("its attention isn't causal (a later token changes an earlier one's logits)")
+    places = torch.arange(length, device=model.device).expand(tokens.shape)
+    try:
+        counted = _own(model, tokens, position_ids=places)
+        stretched = _own(model, tokens, position_ids=places * 3 // 2)
+    # Each architecture fails in its own way over an argument that it doesn't know.
+    except Exception:
+        return [*reasons, "it takes no positions"]
+    if _deviates(counted, own):
+        reasons.append("it doesn't count positions from 0")
+    elif not _deviates(stretched, own):
+        reasons.append("it takes positions from its cache's length, not those it is given")
+    return reasons
+
+
+def _refusal(model: PreTrainedModel, reasons: list[str], distances: Tensor) -> UsageError:
+    places = (~(distances <= _TOLERANCE)).any(0).nonzero()
+    reason = " and ".join(reasons) or "why can't be told"
+    return UsageError(
+        f"model type {model.config.model_type!r} isn't served: through kvtide's cache it answers "
+        f"otherwise than by itself, from position {int(places[0])} on: {reason}; choose a decoder "
+        "such as Llama or Qwen"
+    )
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    """The module's weights and buffers of floating point."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if tensor.is_floating_point():
+            yield tensor
+
+
+@contextlib.contextmanager
+def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Widens the weights that lie outside the layers at once, those of a layer while it runs."""
+    stacks: list[torch.nn.ModuleList] = []
+    inner: set[int] = set()
+    for module in model.modules():  # outer ones come first
+        if isinstance(module, torch.nn.ModuleList) and id(module) not in inner:
+            stacks.append(module)
+            inner.update(map(id, module.modules()))
+    layers = [layer for stack in stacks for layer in stack]
+    within = {id(tensor) for layer in layers for tensor in _tensors(layer)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_widened(t for t in _tensors(model) if id(t) not in within))
+        for layer in layers:
+            stack.enter_context(_widened_while_it_runs(layer))
+        yield
+
+
+@contextlib.contextmanager
+def _widened_while_it_runs(layer: torch.nn.Module) -> Iterator[None]:
+    running = contextlib.ExitStack()
+
+    def begin(*_: Any) -> None:
+        running.enter_context(_widened(_tensors(layer)))
+
+    def end(*_: Any) -> None:
+        running.close()
+
+    hooks = [layer.register_forward_pre_hook(begin)]
+    hooks.append(layer.register_forward_hook(end, always_call=True))
+    try:
+        yield
+    finally:
+        running.close()
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _widened(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Float32 in place of each tensor's own numbers, which come back bit for bit."""
+    narrow = [(tensor, tensor.data) for tensor in tensors if tensor.dtype != torch.float32]
+    try:
+        for tensor, own in narrow:
+            tensor.data = own.float()
+        yield
+    finally:
+        for tensor, own in narrow:
+            tensor.data = own

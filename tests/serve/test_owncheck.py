@@ -1,0 +1,218 @@
+"""Models that would answer otherwise through kvtide than by themselves are refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from kvtide.device import CPUDevice
+from kvtide.errors import UsageError
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.models import OpenModel
+from kvtide.serve.owncheck import OwnCheck, check_own_answers
+from serve.harness import tiny
+from serve.small_models import SMALL, model_of
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:]
+)
+EXACT = pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+
+NOT_CAUSAL = "its attention isn't causal"
+FROM_CACHE = "it takes positions from its cache's length"
+NOT_FROM_0 = "it doesn't count positions from 0"
+
+
+def encoder(**changes: Any) -> dict[str, Any]:
+    """The sizes of a BERT and its like, with a padding token as they have it."""
+    sizes = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    return {**sizes, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, **changes}
+
+
+def decoder_of_two() -> dict[str, Any]:
+    """The sizes of a BART and its like."""
+    return {
+        "vocab_size": 199,
+        "d_model": 48,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 96,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 96,
+        "pad_token_id": 1,
+        "max_position_embeddings": 512,
+    }
+
+
+WRONG: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
+    "Roberta": (lambda: encoder(is_decoder=True), [NOT_FROM_0]),
+    "XLMRobertaXL": (lambda: encoder(is_decoder=True), [NOT_FROM_0]),
+    "Bart": (decoder_of_two, [FROM_CACHE]),
+    "Marian": (decoder_of_two, [FROM_CACHE]),
+    "BigBirdPegasus": (decoder_of_two, [FROM_CACHE]),
+    "JetMoe": (
+        lambda: {**SMALL, "num_key_value_heads": 2, "kv_channels": 12, "num_local_experts": 4},
+        ["it makes 4 heads of 2 KV heads in an order of its own"],
+    ),
+}
+
+
+@functools.cache
+def wrong_model(family: str, dtype: torch.dtype) -> Any:
+    """A small random model of a family that would be served wrongly; no test changes it."""
+    torch.manual_seed(3)
+    config = getattr(tf, f"{family}Config")(**WRONG[family][0]())
+    return tf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def refusal(model: Any, *, exact: bool = True) -> str:
+    """The line with which the check refuses a model."""
+    with pytest.raises(UsageError, match="isn't served") as caught:
+        check_own_answers(model, CPUDevice(), exact=exact)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@DTYPES
+@pytest.mark.parametrize("family", WRONG)
+def test_what_would_answer_otherwise_is_refused_with_the_reason(
+    family: str, dtype: torch.dtype
+) -> None:
+    """By name, and with all that is wrong and nothing else; weights as transformers makes them."""
+    model = wrong_model(family, dtype)
+    line = refusal(model)
+    assert f"'{model.config.model_type}'" in line or family in line
+    for reason in (NOT_CAUSAL, FROM_CACHE, NOT_FROM_0, *WRONG[family][1]):
+        assert (reason in WRONG[family][1]) == (reason in line)
+
+
+@EXACT
+@DTYPES
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "GPTNeoX", "OPT"])
+def test_what_answers_as_by_itself_is_served(family: str, dtype: torch.dtype, exact: bool) -> None:
+    """To float32's rounding, whatever the dtype: far from the limit."""
+    found = check_own_answers(model_of(family, dtype), CPUDevice(), exact=exact)
+    assert isinstance(found, OwnCheck)
+    assert found.deviation < 2e-5
+
+
+@DTYPES
+def test_attention_to_later_tokens_is_named(dtype: torch.dtype) -> None:
+    """A Llama whose own attention looks both ways."""
+    torch.manual_seed(3)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).to(dtype).eval()
+    model.model.layers[1].self_attn.is_causal = False
+    line = refusal(model)
+    assert "from position 0 on: its attention isn't causal (a later token changes" in line
+
+
+def test_an_engine_is_not_built_over_such_a_model() -> None:
+    """At the start, before the first request."""
+    source = OpenModel(wrong_model("Bart", torch.float32), tiny().tokenizer, "a/bart", frozenset())
+    with pytest.raises(UsageError, match=FROM_CACHE):
+        Engine.build(source, EngineOptions())
+
+
+@DTYPES
+@pytest.mark.parametrize("place", range(17))
+def test_one_wrong_position_is_enough(place: int, dtype: torch.dtype) -> None:
+    """A layer that moves one token's state by a thousandth where it is served, nowhere else."""
+    model = model_of("Llama", dtype)
+
+    def disturb(module: Any, arguments: Any, keywords: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if keywords.get("cache") is None:
+            return hidden
+        there = (keywords["position_ids"] == place)[..., None]
+        return torch.where(there, hidden * 1.001 + 0.01, hidden)
+
+    hook = model.model.layers[1].register_forward_hook(disturb, with_kwargs=True)
+    try:
+        assert f"from position {place} on" in refusal(model)
+    finally:
+        hook.remove()
+
+
+def state_of(model: Any) -> tuple[object, ...]:
+    """All that a check might leave changed: where weights lie, their bytes, hooks, settings."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return (
+        [(name, one.data_ptr(), one.dtype, one.device) for name, one in tensors],
+        [one.detach().view(torch.uint8).numpy().tobytes() for _, one in tensors if one.dim()],
+        [len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules()],
+        [one.training for one in model.modules()],
+        model.config.to_dict(),
+        model.config._attn_implementation,
+        model.config._experts_implementation,
+        torch.random.get_rng_state().tolist(),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Bart"])
+def test_the_model_is_left_as_it_was(family: str, dtype: torch.dtype) -> None:
+    """Also one that is refused."""
+    model = wrong_model(family, dtype) if family in WRONG else model_of(family, dtype)
+    before = state_of(model)
+    if family in WRONG:
+        refusal(model)
+    else:
+        check_own_answers(model, CPUDevice(), exact=True)
+    assert before == state_of(model)
+
+
+def test_the_model_is_left_as_it_was_after_an_interrupt() -> None:
+    """Ctrl-C in the middle of a layer: the layer's weights are narrow again."""
+    model = model_of("Llama", torch.bfloat16)
+    before = state_of(model)
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        check_own_answers(model, CPUDevice(), exact=True)
+    hook.remove()
+    assert before == state_of(model)
+
+
+def test_one_layer_at_a_time_is_held_twice() -> None:
+    """A model that fills half of the memory can be checked: layers that don't run stay narrow."""
+    model = model_of("Llama", torch.bfloat16)
+    layers = model.model.layers
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def look(*arguments: Any) -> None:
+        seen.add((layers[0].self_attn.q_proj.weight.dtype, layers[1].self_attn.q_proj.weight.dtype))
+
+    hooks = [layer.mlp.register_forward_hook(look) for layer in layers]
+    check_own_answers(model, CPUDevice(), exact=True)
+    for hook in hooks:
+        hook.remove()
+    narrow, wide = torch.bfloat16, torch.float32
+    assert {(wide, narrow), (narrow, wide), (narrow, narrow)} == seen
+
+
+@DTYPES
+def test_weights_that_are_not_numbers_are_named(dtype: torch.dtype) -> None:
+    """The model's own forward shows it."""
+    torch.manual_seed(3)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).to(dtype).eval()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    assert "its own forward gives NaN" in refusal(model)
+
+
+def test_a_short_context_is_not_exceeded() -> None:
+    """A model of five positions has no sixth to look up."""
+    torch.manual_seed(3)
+    sizes = {**SMALL, "max_position_embeddings": 5}
+    del sizes["num_key_value_heads"], sizes["intermediate_size"]
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes)).eval()
+    assert check_own_answers(model, CPUDevice(), exact=False).deviation < 2e-5
