@@ -20,6 +20,7 @@ from kvtide.layout.from_config import ModelCache, cache_of
 from kvtide.layout.model_sizes import DEFAULT_SIZES
 from kvtide.serve.models import open_model
 from kvtide.serve.supported import geometry_of
+from serve.gguf_files import write_gguf
 
 CONFIGS = Path(__file__).parent.parent / "layout" / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -187,6 +188,35 @@ def test_model_is_a_folder_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     names = [str(folder), "some/model", "~/some/model", "some/model/config.json", "other.json"]
     assert ["one", "one", "one", "one", "two"] == [read_config(n)["model_type"] for n in names]
+
+
+def test_gguf_file_is_planned_from_its_own_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model's costs what the tiny model costs."""
+    path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
+    assert printed(capsys, "tiny-random")[1:] == printed(capsys, str(path))[1:]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05])
+def test_gguf_file_that_is_cut_off_is_one_line(
+    share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Empty, or in its head."""
+    path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    assert str(path) in complaint(capsys, str(path))
+
+
+def test_gguf_file_that_is_not_served_is_not_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key that nobody knows: the line is that of `kvtide run`."""
+    path = tmp_path / "tiny.gguf"
+    key = "llama.attention.some_new_thing"
+    write_gguf(open_model("tiny-random"), path, lambda writer: writer.add_uint32(key, 7))
+    assert key in complaint(capsys, str(path))
 
 
 def test_hub_id_fetches_the_configuration_alone(

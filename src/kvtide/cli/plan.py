@@ -28,7 +28,8 @@ _GIB = 1 << 30
 _LARGEST_CONFIG_BYTES = 16 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WAYS_TO_NAME = (
-    "a folder with a config.json, such a file, a hub id such as org/name, smollm2 or tiny-random"
+    "a folder with a config.json, such a file, a .gguf file, a hub id such as org/name, smollm2 or "
+    "tiny-random"
 )
 
 # The models that `kvtide run` brings with it, so that nothing need be fetched or built to plan.
@@ -64,7 +65,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a config.json, a hub id (its config alone), smollm2 or tiny-random.",
+            help="A folder, a config.json, a .gguf file, a hub id (its config alone), smollm2 or "
+            "tiny-random.",
         ),
     ],
     dtype: Annotated[CacheDType, typer.Option(help="Of the KV cache.")] = CacheDType.bfloat16,
@@ -104,7 +106,7 @@ def read_config(name: str) -> dict[str, Any]:
             if not path.is_file():
                 raise UsageError(f"{name} is not a model's folder: it has no config.json")
         if path.is_file():
-            return _read_json(path)
+            return _read_gguf(path) if path.suffix == ".gguf" else _read_json(path)
     # RuntimeError: there is no such user as in ~user. ValueError: a name that no file can have.
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -112,6 +114,13 @@ def read_config(name: str) -> dict[str, Any]:
     if _HUB_ID.fullmatch(name) and not name.endswith((".json", ".gguf")):
         return _read_json(_fetch_config(name))
     raise UsageError(f"there is no model {name[:80]!r}: name {_WAYS_TO_NAME}")
+
+
+def _read_gguf(path: Path) -> dict[str, Any]:
+    """The same that `kvtide run` makes of the file; its weights aren't read."""
+    from kvtide.serve.checkpoint import read_gguf_config
+
+    return read_gguf_config(path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -65,12 +65,8 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     with one_line(what), gguf_alone(path) as link:
         _check_magic(path)
         keys, shapes = read_gguf_head(link)
+        config = _gguf_config(path, link, keys, shapes)
         with _named(what):
-            _check_claims(path, keys, shapes)
-            config = load_config(link)
-            factors = read_gguf_tensor(link, ROPE_FACTORS) if ROPE_FACTORS in shapes else None
-            complete(config, keys, factors)
-            check_keys(keys, config)
             digits_apart = has_digits_apart(keys)
         skeleton = skeleton_of(config)
         known = {ROPE_FACTORS, *gguf_places(skeleton, str(keys["general.architecture"]))}
@@ -84,6 +80,27 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
         if digits_apart:
             _split_digits(tokenizer)
         return model, tokenizer
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """The configuration of a GGUF file as `load_gguf` makes it of its keys; no weights are read.
+
+    Raises UsageError, in one line, for a file that `load_gguf` refuses for its keys.
+    """
+    with one_line(f"the GGUF file {path}"), gguf_alone(path) as link:
+        _check_magic(path)
+        fields: dict[str, Any] = _gguf_config(path, link, *read_gguf_head(link)).to_dict()
+        return fields
+
+
+def _gguf_config(path: Path, link: Path, keys: dict[str, Any], shapes: dict[str, Shape]) -> Any:
+    with _named(f"the GGUF file {path}"):
+        _check_claims(path, keys, shapes)
+        config = load_config(link)
+        factors = read_gguf_tensor(link, ROPE_FACTORS) if ROPE_FACTORS in shapes else None
+        complete(config, keys, factors)
+        check_keys(keys, config)
+    return config
 
 
 @contextlib.contextmanager
