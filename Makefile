@@ -21,7 +21,7 @@ SGLANG := .venv-sglang
 
 SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
-.PHONY: help setup demo test test-sglang lint types bench clean
+.PHONY: help setup demo test test-sglang lint types bench soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,8 @@ help:
 	@echo '                  an environment with SGLang'
 	@echo 'make test-sglang  the tests under SGLang alone'
 	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
+	@echo 'make soak         what takes too long for make test: all models of transformers against their'
+	@echo '                  own answers (five minutes)'
 	@echo 'make clean        remove the environments and everything else that make and tests made'
 	@echo
 	@echo 'PYTHON=python3.12 make ... picks another Python; KV_MEMORY=64MiB make demo another pool.'
@@ -103,6 +105,10 @@ types: setup
 
 bench: setup
 	$(VENV)/bin/kvtide bench copy
+
+MODELS := $(lastword $(sort $(wildcard benchmarks/models/results/*.json)))
+soak: setup
+	$(ONE_THREAD) $(PY) benchmarks/models/sweep.py --against $(MODELS)
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so

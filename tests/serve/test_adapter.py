@@ -84,6 +84,20 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
         layer.forward = forward
 
 
+def test_a_window_that_the_configuration_did_not_show_is_refused() -> None:
+    """A layer that hands one to its attention, shorter than the context."""
+    model = model_of("Qwen2")
+    attention = model.model.layers[1].self_attn
+    attention.sliding_window = 511
+    try:
+        with pytest.raises(UsageError, match=r"sliding window \(511 of 512 positions\)"):
+            HookedModel(model, pool_of(model), experts_by_token=False)
+        attention.sliding_window = 512
+        HookedModel(model, pool_of(model), experts_by_token=False).release()
+    finally:
+        attention.sliding_window = None
+
+
 def test_rows_of_another_shape_than_the_pools_are_refused() -> None:
     """By the trial pass, with both shapes: Qwen3's heads are 128 wide, this Llama's 12."""
     with pytest.raises(UsageError, match=r"layer 0 .* k rows of \[2, 12\] .* of \[2, 128\]"):

@@ -84,6 +84,12 @@ def test_full_attention_decoders_are_served(config: Any) -> None:
         ),
         (tf.BertConfig(), "isn't causal (is_decoder is false)"),
         (tf.MptConfig(), "ALiBi"),
+        (tf.BloomConfig(), "ALiBi"),
+        (
+            tf.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+            "(its layers are conv, full_attention)",
+        ),
+        (tf.MiniCPM3Config(), "(kv_lora_rank is 256)"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )

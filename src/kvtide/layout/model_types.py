@@ -75,7 +75,7 @@ _MODEL_TYPES = {
         "ernie4_5 ernie4_5_moe exaone flex_olmo gemma glm glm4 glm4_moe gpt_neox granite "
         "granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax "
         "internlm3 iquestcoder jais2 llama minimax_m2 nanochat nemotron olmo olmo2 olmoe opt "
-        "persimmon phi phi4_multimodal qwen3_vl_text sarvam_moe seed_oss solar_open stablelm"
+        "persimmon phi qwen3_vl_text sarvam_moe seed_oss solar_open stablelm"
     ),
     **_types("codegen ctrl gpt2 gptj", aliases=_SHORT_NAMES),
     **_types("gpt_bigcode", aliases=_SHORT_NAMES, one_head="multi_query"),
@@ -86,7 +86,7 @@ _MODEL_TYPES = {
         own_heads="new_decoder_architecture",
     ),
     **_types("jetmoe", aliases={"head_dim": "kv_channels"}),
-    **_types("mistral mixtral phi3 phimoe starcoder2 ministral3", window="all"),
+    **_types("mistral mixtral phi3 phi4_multimodal phimoe starcoder2 ministral3", window="all"),
     **_types("qwen2 qwen3 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text", window="late"),
     **_types("cwm exaone4 qwen2_moe qwen3_moe qwen3_vl_moe_text smollm3", window="declared"),
     **_types("gemma2 gpt_oss", period=2),
@@ -223,8 +223,8 @@ def describe(config: Config) -> Description:
             raise bare.error(f"{reason} ({foreign} is {value}), which isn't known")
     if name not in _MODEL_TYPES:
         raise bare.error(
-            "it isn't known, and what it caches isn't guessed from its fields (model_type is "
-            f"{name!r}, layer_types {_summary(text.get('layer_types'))}); known are {_KNOWN}"
+            f"it isn't known, and what it caches isn't guessed from its fields{_summary(text)}; "
+            f"known are {_KNOWN}"
         )
     if model.kind != "mla" and text.get("kv_lora_rank") is not None:
         raise bare.error(f"kv_lora_rank is {text['kv_lora_rank']!r}; it isn't known for latents")
@@ -243,10 +243,17 @@ def _text_of(config: Config) -> Config:
     return config
 
 
-def _summary(layer_types: Any) -> Any:
-    if isinstance(layer_types, list):
-        return ", ".join(sorted({str(kind) for kind in layer_types}))
-    return layer_types
+def _summary(text: Config) -> str:
+    """What an unknown type's fields let suspect."""
+    said = [
+        f"{name} is {repr(text[name])[:60]}"
+        for name in ("kv_lora_rank", "sliding_window")
+        if text.get(name) is not None
+    ]
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list):
+        said.insert(0, f"its layers are {', '.join(sorted({str(kind)[:40] for kind in kinds}))}")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _layers(bare: Description) -> tuple[str, ...]:

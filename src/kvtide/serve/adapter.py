@@ -51,7 +51,7 @@ __all__ = [
 
 _ATTENTION_NAME = "kvtide_paged"
 # Arguments that models hand to every attention function and that change nothing here.
-_HARMLESS_ARGUMENTS = frozenset({"position_ids", "use_cache"})
+_HARMLESS_ARGUMENTS = frozenset({"logits_to_keep", "position_ids", "use_cache"})
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _paged_attention(
     """Transformers' attention signature: query [1, head, row, dim] to [1, row, head, v_dim].
 
     Raises UsageError for an argument that would change the result and isn't known here. A
-    window reaches it only when `geometry_of` has found it longer than any context.
+    window changes nothing: the trial pass has found it longer than any context.
     """
     changes = {"attention_mask": attention_mask, **others}
     changes |= {"dropout": dropout or None, "is_causal": "no" if is_causal is False else None}
@@ -127,7 +127,7 @@ def _paged_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     paged_pass = _RUNNING.get()
     if paged_pass.trial is not None:
-        paged_pass.trial.see_attended(module, layer, key, value)
+        paged_pass.trial.see_attended(module, layer, key, value, window=sliding_window)
     out = attend(
         paged_pass.plan,
         query[0].transpose(0, 1),
@@ -210,7 +210,8 @@ class HookedModel:
     @torch.inference_mode()
     def _refuse_untrue(self) -> None:
         """A pass of padding only, which writes to no slot: does the model do what we rely on?"""
-        trial = Trial()
+        text = self._model.config.get_text_config(decoder=True)
+        trial = Trial(limit=getattr(text, "max_position_embeddings", None))
         nothing = torch.zeros(2, dtype=torch.int64, device=self._model.device)
         # From the middle of the vocabulary: a padding token's states are often all zero.
         tokens = nothing + self._model.get_input_embeddings().num_embeddings // 2
@@ -225,7 +226,6 @@ class HookedModel:
                 f"{type(self._model).__name__} isn't served: it can't run over a paged cache "
                 f"({type(error).__name__}: {error}); choose a decoder such as Llama or Qwen"
             ) from error
-        text = self._model.config.get_text_config(decoder=True)
         reason = trial.reason_to_refuse(list(range(text.num_hidden_layers)))
         if reason is not None:
             raise UsageError(f"{type(self._model).__name__} isn't served: {reason}")

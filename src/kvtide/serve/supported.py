@@ -45,7 +45,9 @@ def _reason_to_refuse(text: Mapping[str, Any]) -> str | None:
     """Raises UsageError for what the table of model types doesn't know."""
     if text.get("is_causal") is False:
         return "its attention isn't causal"
-    if text.get("alibi") or (text.get("attn_config") or {}).get("alibi"):
+    own = text.get("attn_config")
+    attention = own if isinstance(own, Mapping) else {}
+    if "bloom" in str(text.get("model_type")) or text.get("alibi") or attention.get("alibi"):
         return "it biases attention by distance (ALiBi)"
     model = describe(text)
     if model.kind == "mla":

@@ -15,7 +15,10 @@ from kvtide.errors import UsageError
 class Trial:
     """Notes who used what in one pass, for `reason_to_refuse` at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit: int | None) -> None:
+        """``limit`` is the model's longest context in tokens, if it says one."""
+        self._limit = limit
+        self._window: int | None = None
         self._cached: list[int] = []
         self._attended: list[int] = []
         self._states: tuple[Tensor, ...] = ()
@@ -25,13 +28,15 @@ class Trial:
         self._cached.append(layer)
         self._states = states
 
-    def see_attended(self, module: Module, layer: int, *states: Tensor) -> None:
+    def see_attended(self, module: Module, layer: int, *states: Tensor, window: int | None) -> None:
         """The layer attends to these keys and values; they are to be those that it cached.
 
         Queries look at the cached heads in equal groups, in order. Raises UsageError for a model
         that means another order.
         """
         self._attended.append(layer)
+        if window is not None and (self._limit is None or window < self._limit):
+            self._window = window
         for cached, used in zip(self._states, states, strict=False):
             group = max(1, used.shape[1] // cached.shape[1])
             if not cached.repeat_interleave(group, 1).equal(used):
@@ -54,4 +59,6 @@ class Trial:
                 for what, seen in (("cache", self._cached), ("attention", self._attended))
             )
             return f"its {len(layers)} layers are to use each once, and use {calls}"
+        if self._window is not None:
+            return f"it has a sliding window ({self._window} of {self._limit} positions)"
         return None
