@@ -209,6 +209,21 @@ def test_weights_that_are_not_numbers_are_named(dtype: torch.dtype) -> None:
     assert "its own forward gives NaN" in refusal(model)
 
 
+@pytest.mark.parametrize("ruled_out", [float("-inf"), torch.finfo(torch.float32).min])
+def test_tokens_that_a_model_rules_out_are_no_difference(ruled_out: float) -> None:
+    """Some models give the logits of tokens that don't exist the lowest number, or less."""
+    model = model_of()
+
+    def rule_out(module: Any, arguments: Any, logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits[..., :190], torch.full_like(logits[..., 190:], ruled_out)], -1)
+
+    hook = model.lm_head.register_forward_hook(rule_out)
+    try:
+        assert check_own_answers(model, CPUDevice(), exact=True).deviation < 2e-5
+    finally:
+        hook.remove()
+
+
 def test_a_short_context_is_not_exceeded() -> None:
     """A model of five positions has no sixth to look up."""
     torch.manual_seed(3)
