@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvtide.cli.main import main
 from kvtide.cli.serving import LibraryServing
+from kvtide.serve.adapter import save
 from kvtide.serve.fetch import Progress
-from kvtide.serve.models import OpenModel
+from kvtide.serve.models import OpenModel, open_model
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from support.results import read_report, read_rows
@@ -55,6 +57,26 @@ def test_small_pool_gives_the_answers_of_one_that_holds_all(
     rows = read_rows(out)
     assert IDS == [row["id"] for row in rows]
     assert {"length", "stop"} >= {row["finish_reason"] for row in rows}
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_unified_text", "gpt_neo"])
+def test_a_model_that_is_not_served_is_one_line(
+    kind: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its configuration is like to read: exit code 2 and its name, before any answer."""
+    tokenizer = open_model("tiny-random").tokenizer
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 32, "pad_token_id": 0}
+    if kind == "gpt_neo":
+        sizes |= {"attention_types": [[["global"], 2]], "num_layers": 2, "num_heads": 2}
+    else:
+        sizes |= {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    if kind == "gemma4_text":
+        sizes["vocab_size_per_layer_input"] = 8
+    save(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)), tokenizer, tmp_path)
+    assert main(["run", prompts, "--model", str(tmp_path), "--max-new-tokens", "2"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("kvtide: ")
+    assert "isn't served" in line
 
 
 def _retract_and_spoil(

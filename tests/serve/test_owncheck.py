@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +137,25 @@ def test_one_wrong_position_is_enough(place: int, dtype: torch.dtype) -> None:
     hook = model.model.layers[1].register_forward_hook(disturb, with_kwargs=True)
     try:
         assert f"from position {place} on" in refusal(model)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(("calls", "is_refused"), [({2}, False), ({2, 8}, True)])
+def test_a_near_tie_of_two_experts_is_no_reason_to_refuse(
+    calls: set[int], is_refused: bool
+) -> None:
+    """Where rounding chooses another one for a token, it won't for other tokens as well."""
+    model, count = model_of(), itertools.count()
+
+    def flip(module: Any, arguments: Any, logits: torch.Tensor) -> torch.Tensor:
+        # The head runs six times a try: a trial, four steps, and the model by itself.
+        return logits * 1.01 if next(count) in calls else logits
+
+    hook = model.lm_head.register_forward_hook(flip)
+    try:
+        with pytest.raises(UsageError) if is_refused else contextlib.nullcontext():
+            check_own_answers(model, CPUDevice(), exact=True)
     finally:
         hook.remove()
 

@@ -11,8 +11,8 @@ That is done in float32, whatever the model's dtype: there right ones agree to a
 wrong ones are thousands of times farther off, while rounding to bfloat16 moves the logits of a deep
 model as far as some mistakes do, and flips a choice of experts now and then. Weights of another
 dtype are widened layer by layer, while a layer runs, so that no more than one layer and what lies
-outside the layers is held twice. Then the same requests run in the model's own dtype, where half
-of the rows must come near enough.
+outside the layers is held twice. Then the same is done in the model's own dtype, where half of the
+rows must come near enough.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvtide.serve.supported import geometry_of
 _STEPS = (((0, 9),), ((0, 6), (1, 15)), ((0, 1), (1, 1)), ((1, 1), (0, 1)))
 """What each step runs: so many more tokens of which request; as many of both in the end."""
 _PAGE_SIZE = 16
-_SEED = 20240611
+_SEEDS = (20240611, 20240612, 20240613)
 # Passes are padded to these, and none of the steps above has more rows.
 _RULES = ExactRules(RowCounts((8, 32)))
 
@@ -67,23 +67,35 @@ def check_own_answers(model: PreTrainedModel, device: Device, *, exact: bool) ->
     the reason as far as it can be told, for a model that isn't served or answers otherwise.
     """
     start = time.perf_counter()
-    requests = _requests(model)
     with _in_float32(model):
-        found = _paged(model, device, requests, exact=exact)
-        own = _own(model, requests)
-        _refuse_nan(model, own)
-        distances = _distances(found, own)
-        if not float(distances.max()) <= _TOLERANCE:
-            raise _refusal(model, _reasons(model, requests, own), distances)
+        tries = [_try(model, device, _requests(model, _SEEDS[0]), exact=exact)]
+        if _deviates(tries[0]):
+            # Two experts that all but tie for a token may change places by a rounding; a model
+            # that is served wrongly is so for other tokens, too.
+            more = [_requests(model, seed) for seed in _SEEDS[1:]]
+            tries += [_try(model, device, tokens, exact=exact) for tokens in more]
+            if any(map(_deviates, tries[1:])):
+                raise _refusal(model, _reasons(model, _requests(model, _SEEDS[0])), tries[0])
     if any(weight.dtype != torch.float32 for weight in _tensors(model)):
-        rough = _distances(_paged(model, device, requests, exact=exact), own)
+        rough = _try(model, device, _requests(model, _SEEDS[0]), exact=exact)
         if not float(rough.median()) <= _ROUGH_TOLERANCE:
-            reason = f"in {model.dtype} it comes out otherwise than in float32"
-            raise _refusal(model, [reason], rough)
-    return OwnCheck(float(distances.max()), time.perf_counter() - start)
+            raise _refusal(model, [f"in {model.dtype}, though not in float32"], rough)
+    return OwnCheck(float(tries[-1].max()), time.perf_counter() - start)
 
 
-def _requests(model: PreTrainedModel) -> Tensor:
+def _try(model: PreTrainedModel, device: Device, tokens: Tensor, *, exact: bool) -> Tensor:
+    """How far kvtide's logits are from the model's own, for each token of each request."""
+    found = _paged(model, device, tokens, exact=exact)
+    own = _own(model, tokens)
+    if own.isnan().any() or own.isposinf().any():
+        raise UsageError(
+            f"{type(model).__name__} isn't served: its own forward gives NaN or infinity; are its "
+            "weights whole?"
+        )
+    return _distances(found, own)
+
+
+def _requests(model: PreTrainedModel, seed: int) -> Tensor:
     """The tokens of two requests, int64 [request, token] on the host.
 
     All are different, and none is one that has a meaning of its own, such as padding.
@@ -92,7 +104,7 @@ def _requests(model: PreTrainedModel) -> Tensor:
     special = {**model.config.to_dict(), **text.to_dict()}
     named = {value for key, value in special.items() if "_token_i" in key and type(value) is int}
     vocabulary = int(model.get_input_embeddings().num_embeddings)
-    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(_SEED)).tolist()
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed)).tolist()
     tokens = itertools.cycle([token for token in order if token not in named] or order)
     limit = getattr(text, "max_position_embeddings", None) or 1 << 30
     length = min(limit, sum(dict(step).get(0, 0) for step in _STEPS))
@@ -110,7 +122,7 @@ def _paged(model: PreTrainedModel, device: Device, requests: Tensor, *, exact: b
     for plane in geometry.planes:
         for layer in range(plane.layer_count):
             pool.plane(plane.name, layer).fill_(float("nan"))
-    order = torch.randperm(pool.slot_count, generator=torch.Generator().manual_seed(_SEED))
+    order = torch.randperm(pool.slot_count, generator=torch.Generator().manual_seed(_SEEDS[0]))
     slots = order[: requests.numel()].view_as(requests)
     paged = PagedModel(model, pool, exact=_RULES if exact else None)
     logits: list[list[Tensor]] = [[] for _ in requests]
@@ -160,14 +172,6 @@ def _own(model: PreTrainedModel, tokens: Tensor, **arguments: Any) -> Tensor:
     return logits.float().cpu()
 
 
-def _refuse_nan(model: PreTrainedModel, own: Tensor) -> None:
-    if own.isnan().any() or own.isposinf().any():
-        raise UsageError(
-            f"{type(model).__name__} isn't served: its own forward gives NaN or infinity; are its "
-            "weights whole?"
-        )
-
-
 def _distances(found: Tensor, own: Tensor) -> Tensor:
     """Each row's distance [request, token], as a share of what tokens change in the logits.
 
@@ -179,15 +183,16 @@ def _distances(found: Tensor, own: Tensor) -> Tensor:
     return torch.where(distances == 0, distances, distances / spread)
 
 
-def _deviates(found: Tensor, own: Tensor) -> bool:
-    return not float(_distances(found, own).max()) <= _TOLERANCE
+def _deviates(distances: Tensor) -> bool:
+    return not float(distances.max()) <= _TOLERANCE
 
 
-def _reasons(model: PreTrainedModel, tokens: Tensor, own: Tensor) -> list[str]:
+def _reasons(model: PreTrainedModel, tokens: Tensor) -> list[str]:
     """What the model's own forward shows of why it answers otherwise."""
     reasons = []
+    own = _own(model, tokens)
     length = tokens.shape[1]
-    if length > 1 and _deviates(_own(model, tokens[:, :-1]), own[:, :-1]):
+    if length > 1 and _deviates(_distances(_own(model, tokens[:, :-1]), own[:, :-1])):
         reasons.append("its attention isn't causal (a later token changes an earlier one's logits)")
     places = torch.arange(length, device=model.device).expand(tokens.shape)
     try:
@@ -196,9 +201,9 @@ def _reasons(model: PreTrainedModel, tokens: Tensor, own: Tensor) -> list[str]:
     # Each architecture fails in its own way over an argument that it doesn't know.
     except Exception:
         return [*reasons, "it takes no positions"]
-    if _deviates(counted, own):
+    if _deviates(_distances(counted, own)):
         reasons.append("it doesn't count positions from 0")
-    elif not _deviates(stretched, own):
+    elif not _deviates(_distances(stretched, own)):
         reasons.append("it takes positions from its cache's length, not those it is given")
     return reasons
 
