@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -361,16 +362,22 @@ def _is_ready(request: Request, count: int) -> bool:
     return request.stored + count == request.token_count
 
 
+# A model that one engine has checked is the same to the next, wherever it has been moved since.
+_CHECKED: WeakKeyDictionary[torch.nn.Module, set[bool]] = WeakKeyDictionary()
+
+
 def _refuse_other_answers(source: OpenModel, device: Device, *, exact: bool) -> None:
-    """Where the model lies: what is asked of it doesn't depend on the device."""
-    if source.model.device.type != "cpu":
-        check_own_answers(source.model, device, exact=exact)
+    """Where the model lies now, for its device: what is asked doesn't depend on it."""
+    checked = _CHECKED.setdefault(source.model, set())
+    if exact in checked:
         return
-    host = CPUDevice()
+    here = CPUDevice() if source.model.device.type == "cpu" else device
     try:
-        check_own_answers(source.model, host, exact=exact)
+        check_own_answers(source.model, here, exact=exact)
     finally:
-        host.close()
+        if here is not device:
+            here.close()
+    checked.add(exact)
 
 
 def check_exact(source: OpenModel, device: Device) -> RowCheck:

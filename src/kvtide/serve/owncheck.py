@@ -76,7 +76,7 @@ def check_own_answers(model: PreTrainedModel, device: Device, *, exact: bool) ->
             tries += [_try(model, device, tokens, exact=exact) for tokens in more]
             if any(map(_deviates, tries[1:])):
                 raise _refusal(model, _reasons(model, _requests(model, _SEEDS[0])), tries[0])
-    if any(weight.dtype != torch.float32 for weight in _tensors(model)):
+    if any(tensor.dtype != torch.float32 for _, _, tensor in _holders(model)):
         rough = _try(model, device, _requests(model, _SEEDS[0]), exact=exact)
         if not float(rough.median()) <= _ROUGH_TOLERANCE:
             raise _refusal(model, [f"in {model.dtype}, though not in float32"], rough)
@@ -218,11 +218,14 @@ def _refusal(model: PreTrainedModel, reasons: list[str], distances: Tensor) -> U
     )
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-    """The module's weights and buffers of floating point."""
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        if tensor.is_floating_point():
-            yield tensor
+def _holders(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """The module's weights and buffers of floating point, with where each is held."""
+    for part in module.modules():
+        held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for holder in held:
+            for name, tensor in holder.items():
+                if tensor is not None and tensor.is_floating_point():
+                    yield holder, name, tensor
 
 
 @contextlib.contextmanager
@@ -235,9 +238,9 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
             stacks.append(module)
             inner.update(map(id, module.modules()))
     layers = [layer for stack in stacks for layer in stack]
-    within = {id(tensor) for layer in layers for tensor in _tensors(layer)}
+    within = {id(holder) for layer in layers for holder, _, _ in _holders(layer)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_widened(t for t in _tensors(model) if id(t) not in within))
+        stack.enter_context(_widened(one for one in _holders(model) if id(one[0]) not in within))
         for layer in layers:
             stack.enter_context(_widened_while_it_runs(layer))
         yield
@@ -248,7 +251,7 @@ def _widened_while_it_runs(layer: torch.nn.Module) -> Iterator[None]:
     running = contextlib.ExitStack()
 
     def begin(*_: Any) -> None:
-        running.enter_context(_widened(_tensors(layer)))
+        running.enter_context(_widened(_holders(layer)))
 
     def end(*_: Any) -> None:
         running.close()
@@ -264,13 +267,18 @@ def _widened_while_it_runs(layer: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _widened(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Float32 in place of each tensor's own numbers, which come back bit for bit."""
-    narrow = [(tensor, tensor.data) for tensor in tensors if tensor.dtype != torch.float32]
+def _widened(held: Iterable[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
+    """Float32 in place of each tensor, which comes back itself; what is held twice stays one."""
+    narrow = [(holder, name, one) for holder, name, one in held if one.dtype != torch.float32]
+    wide: dict[int, Tensor] = {}
     try:
-        for tensor, own in narrow:
-            tensor.data = own.float()
+        for holder, name, tensor in narrow:
+            if id(tensor) not in wide:
+                is_weight = isinstance(tensor, torch.nn.Parameter)
+                own = tensor.float()
+                wide[id(tensor)] = torch.nn.Parameter(own, False) if is_weight else own
+            holder[name] = wide[id(tensor)]
         yield
     finally:
-        for tensor, own in narrow:
-            tensor.data = own
+        for holder, name, tensor in narrow:
+            holder[name] = tensor
