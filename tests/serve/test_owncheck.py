@@ -122,6 +122,21 @@ def test_an_engine_is_not_built_over_such_a_model() -> None:
         Engine.build(source, EngineOptions())
 
 
+def test_a_mistake_in_the_models_own_dtype_alone_is_enough() -> None:
+    """Arithmetic in float32 hides none."""
+    model = model_of("Llama", torch.bfloat16)
+
+    def disturb(module: Any, arguments: Any, keywords: Any, hidden: torch.Tensor) -> torch.Tensor:
+        is_served = keywords.get("cache") is not None
+        return hidden.flip(1) if is_served and hidden.dtype == torch.bfloat16 else hidden
+
+    hook = model.model.layers[1].register_forward_hook(disturb, with_kwargs=True)
+    try:
+        assert "in torch.bfloat16, though not in float32" in refusal(model)
+    finally:
+        hook.remove()
+
+
 @DTYPES
 @pytest.mark.parametrize("place", range(17))
 def test_one_wrong_position_is_enough(place: int, dtype: torch.dtype) -> None:

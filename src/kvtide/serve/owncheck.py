@@ -44,10 +44,11 @@ _RULES = ExactRules(RowCounts((8, 32)))
 
 # No logit: how models rule out tokens that don't exist. A power of two, so that sums are exact.
 _LARGEST = 2.0**20
-# Of what tokens change in the logits. Right models come to 1e-5, the mildest mistake seen to 4e-3.
+# Of what tokens change in the logits. Right models come to 3e-5, the mildest mistake to 4e-3.
 _TOLERANCE = 2e-4
-# Of the middle row in another dtype: SmolLM2's 30 layers in bfloat16 come to 0.02.
-_ROUGH_TOLERANCE = 0.2
+# Of the middle row in another dtype. In bfloat16 SmolLM2 comes to 0.02, small models with random
+# weights to 0.15; what has nothing to do with the own answer is 1.4 away.
+_ROUGH_TOLERANCE = 0.5
 
 
 @dataclass(frozen=True)
