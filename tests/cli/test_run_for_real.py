@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvtide.cli.main import main
 from kvtide.cli.serving import LibraryServing
-from kvtide.serve.adapter import save
+from kvtide.serve.adapter_files import save
 from kvtide.serve.fetch import Progress
 from kvtide.serve.models import OpenModel, open_model
 from kvtide.snapshot import Snapshot
