@@ -146,6 +146,9 @@ def _try(model_type: str, changes: dict[str, Any]) -> dict[str, str]:
             answers = _answers(source, exact=exact)
         except UsageError as error:
             return _row(REFUSED, str(error))
+        # Whatever else comes of it, no user should see it.
+        except Exception as error:
+            return _row(OTHER, f"it ends with {type(error).__name__}: {str(error)[:120]}")
         if answers != expected:
             return _row(OTHER, "in exact mode" if exact else "in fast mode")
     return _row(SERVED)

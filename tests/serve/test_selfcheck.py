@@ -21,6 +21,7 @@ from kvtide.serve import attention, probes, selfcheck
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.operations import Product
 from kvtide.serve.selfcheck import RowCheck, find_rows
+from serve import small_models
 
 Change = Callable[[int, Tensor], Tensor]
 
@@ -272,3 +273,9 @@ def test_the_attention_probe_shows_another_order_of_additions(
         slots[:61] = slots[:61].flip(0)
         probe.keys, probe.values = probe.keys[slots], probe.values[slots]
     assert ((one != output()).float().mean(1) > 0.5).all()
+
+
+@pytest.mark.parametrize("family", ["GPTJ", "Olmo"])
+def test_an_operation_along_an_axis_of_its_own_is_tried(family: str) -> None:
+    """It can't be applied to a line of numbers, and so may have two ways."""
+    assert find_rows(small_models.model_of(family), CPUDevice(), max_rows=16).rules is not None

@@ -176,7 +176,10 @@ def _showing_numbers(operation: SingleOperation, device: torch.device) -> tuple[
     if any(isinstance(one, Tensor) for one in (*operation.others, *operation.named.values())):
         return _shuffled(numbers, generator), True
     call = operation.function
-    quick = call(numbers, *operation.others, **operation.named)
+    try:
+        quick = call(numbers, *operation.others, **operation.named)
+    except (IndexError, RuntimeError):  # it names an axis that a line of numbers doesn't have
+        return _shuffled(numbers, generator), True
     if quick.shape != numbers.shape:
         return _shuffled(numbers, generator), True
     # Torch's quick way is for numbers that lie side by side.
