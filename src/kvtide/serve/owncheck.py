@@ -40,7 +40,7 @@ _STEPS = (((0, 9),), ((0, 6), (1, 15)), ((0, 1), (1, 1)), ((1, 1), (0, 1)))
 _PAGE_SIZE = 16
 _SEEDS = (20240611, 20240612, 20240613)
 # Passes are padded to these, and none of the steps above has more rows.
-_RULES = ExactRules(RowCounts((8, 32)))
+_RULES = ExactRules(RowCounts((8, 32)), RowCounts((8, 32)))
 
 # No logit: how models rule out tokens that don't exist. A power of two, so that sums are exact.
 _LARGEST = 2.0**20
