@@ -109,6 +109,7 @@ bench: setup
 MODELS := $(lastword $(sort $(wildcard benchmarks/models/results/*.json)))
 soak: setup
 	$(ONE_THREAD) $(PY) benchmarks/models/sweep.py --against $(MODELS)
+	$(ONE_THREAD) $(PY) benchmarks/exact/bench.py
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so

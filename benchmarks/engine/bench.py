@@ -5,22 +5,28 @@ greedily and without end-of-text: the engine in exact mode and in fast mode, `ge
 whole batch at once, and `generate_batch` (continuous batching). They take turns within each
 round, so that what else the machine does hits all alike; given are medians over the rounds,
 wall time and CPU time, and the ratios of tokens a second. Loading, the engine's self-check and
-one unmeasured round come before.
+one unmeasured round come before. With --busy other processes want the same cores meanwhile; how
+threads wait for each other then matters, which OMP_WAIT_POLICY says (kvtide's command sets it to
+passive, this script leaves it).
 
-    python benchmarks/engine/bench.py --batch 16 --dtype bfloat16 --threads 2 [--json]
+    python benchmarks/engine/bench.py --batch 16 --dtype bfloat16 --threads 2 [--busy 2] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +52,9 @@ def main() -> None:
         100, 40_000, (options.batch, options.prompt_tokens), generator=generator
     )
     contenders = _contenders(prompts.tolist(), options)
-    report = _report(_measure(contenders, options.rounds), options)
+    with _others_busy(options.busy):
+        measured = _measure(contenders, options.rounds)
+    report = _report(measured, options)
     if options.json:
         print(json.dumps(report, indent=2))
     else:
@@ -62,6 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--busy", type=int, default=0, help="other processes that compute")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -134,6 +143,19 @@ def _generate_batch(prompts: list[list[int]], options: argparse.Namespace) -> Co
     return run
 
 
+@contextlib.contextmanager
+def _others_busy(count: int) -> Iterator[None]:
+    """So many processes count meanwhile, for an hour at most."""
+    spin = "import time; end = time.time() + 3600\nwhile time.time() < end: sum(range(10000))"
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def _measure(
     contenders: dict[str, Contender], rounds: int
 ) -> dict[str, list[tuple[float, float, int]]]:
@@ -184,6 +206,7 @@ def _machine() -> dict[str, Any]:
         "processors": len(names) or None,
         "bfloat16_instructions": [name for name in ("avx512_bf16", "amx_bf16") if name in flags],
         "python": platform.python_version(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),

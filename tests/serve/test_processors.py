@@ -17,7 +17,6 @@ import pytest
 
 BENCH = Path(__file__).parents[2] / "benchmarks" / "exact" / "bench.py"
 PROCESSORS = {
-    "this one": {},
     "without bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "AVX2 alone": {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -32,11 +31,12 @@ PROCESSORS = {
 }
 
 
-def report_on(settings: dict[str, str], *options: str) -> Any:
-    """What comes of two models, in both dtypes, with one thread and two, in three engines each."""
+def report_on(settings: dict[str, str], *options: str, threads: tuple[str, ...] = ("2",)) -> Any:
+    """What comes of two models, in both dtypes, in three engines each."""
     kept = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    fixed = ["--models", "2", "--requests", "6", "--json"]
     done = subprocess.run(
-        [sys.executable, BENCH, "--models", "2", "--requests", "6", "--json", *options],
+        [sys.executable, BENCH, *fixed, "--threads", *threads, *options],
         env=kept | {"PYTHONPATH": os.pathsep.join(sys.path)} | settings,
         capture_output=True,
         text=True,
@@ -45,7 +45,7 @@ def report_on(settings: dict[str, str], *options: str) -> Any:
     assert 0 == done.returncode, done.stderr + done.stdout
     report = json.loads(done.stdout)
     models = report["models"]
-    assert 8 == len(models)
+    assert 4 * len(threads) == len(models)
     assert all(one["compared"] > 100 and one["retractions"] for one in models)
     assert [] == [one for one in models if one["differing"] or one["exact_rows"] is None]
     return report
@@ -56,6 +56,11 @@ def test_what_is_accepted_is_exact(name: str) -> None:
     """Whatever the libraries choose their kernels for."""
     found = report_on(PROCESSORS[name])["machine"]["environment"]
     assert PROCESSORS[name].items() <= found.items()
+
+
+def test_what_is_accepted_is_exact_on_this_processor() -> None:
+    """With one thread and with two."""
+    report_on({}, threads=("1", "2"))
 
 
 def test_what_is_accepted_is_exact_where_mkl_was_not_told() -> None:
