@@ -35,6 +35,17 @@ def test_example_runs_and_moves_the_bytes() -> None:
     names["cpu"].close()
 
 
+def test_the_engines_example_answers() -> None:
+    """In docs/engine.md: it ends with an answer, and a check that found rows."""
+    text = (ROOT / "docs" / "engine.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/engine.md", "exec"), names)
+    (request,) = names["requests"]
+    assert request.finish_reason in ("length", "stop")
+    assert names["engine"].exact_check.exact_rows
+
+
 def test_example_is_short() -> None:
     """Ten lines, give or take the imports."""
     code, _ = examples()
