@@ -23,11 +23,13 @@ def write_gguf(
     tensors: Mapping[str, Array] | None = None,
     without: tuple[str, ...] = (),
     split: str = "default",
+    is_sentencepiece: bool = False,
 ) -> Path:
     """A model with its tokenizer in float32, the tensors of Llama in llama.cpp's order of rows.
 
     `more` writes further keys, `tensors` are further tensors by their names; keys and tensors whose
-    names end as one of `without` are left out. `split` is how texts are cut into words.
+    names end as one of `without` are left out. `split` is how texts are cut into words, for which
+    SentencePiece has a way of its own.
     """
     arch = arch_of(opened)
     writer = gguf.GGUFWriter(path, arch)
@@ -37,7 +39,10 @@ def write_gguf(
             writer.add_float32(name, value) if isinstance(value, float) else writer.add_uint32(
                 name, value
             )
-    write_tokenizer(opened, writer, split)
+    if is_sentencepiece:
+        write_pieces(writer, opened.model.config.vocab_size)
+    else:
+        write_tokenizer(opened, writer, split)
     more(writer)
     for name, array in {**tensors_of(opened), **(tensors or {})}.items():
         if not name.endswith(without or ("\n",)):
@@ -98,6 +103,23 @@ def write_tokenizer(opened: OpenModel, writer: Any, split: str) -> None:
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
+
+
+def write_pieces(writer: Any, count: int) -> None:
+    """A tokenizer as SentencePiece makes them, whose pieces are letters, bytes and `▁ab`."""
+    special = ["<unk>", "<s>", "</s>"]
+    letters = ["▁", "a", "b", "▁a", "ab", "▁ab"]
+    tokens = special + letters + [f"<0x{byte:02X}>" for byte in range(count - 9)]
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(number) for number in range(count)])
+    writer.add_token_types(
+        [kinds.UNKNOWN, *[kinds.CONTROL] * 2, *[kinds.NORMAL] * 6, *[kinds.BYTE] * (count - 9)]
+    )
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
 
 
 def tensors_of(opened: OpenModel) -> dict[str, Array]:

@@ -38,6 +38,35 @@ def test_a_tensor_without_a_place_is_named(folder: Path, name: str, width: int) 
     assert f"would lose 1 of its tensors, {name} first" in refusal(folder)
 
 
+@pytest.mark.parametrize("prefix", ["", "model.model."])
+@pytest.mark.parametrize("name", ["norm.weight", "layers.2.mlp.up_proj.weight"])
+def test_a_weight_that_is_there_by_two_names_is_refused(
+    folder: Path, prefix: str, name: str
+) -> None:
+    """Transformers adds what a name lacks before it, takes one of the two, and says nothing."""
+    second = prefix + name
+    change_tensors(folder, lambda held: held.update({second: held[f"model.{name}"] / 2}))
+    line = refusal(folder)
+    assert f"model.{name}" in line
+    assert second in line
+    assert "one weight of the model" in line
+
+
+def test_weights_of_the_inner_part_alone_are_the_model(folder: Path) -> None:
+    """Saved without its head's name before each. Tied weights are found by these names too."""
+
+    def shorten(held: Tensors) -> None:
+        for name in [name for name in held if name.startswith("model.")]:
+            held[name.removeprefix("model.")] = held.pop(name)
+
+    expected = open_model(str(folder), dtype="float32").model.state_dict()
+    change_tensors(folder, shorten)
+    found = open_model(str(folder), dtype="float32").model.state_dict()
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+    change_config(folder, tie_word_embeddings=True)
+    assert "of different numbers" in refusal(folder)
+
+
 def test_weights_in_8_bits_are_not_taken_for_numbers(folder: Path) -> None:
     """Without their scales they are others by orders of magnitude."""
 
@@ -142,8 +171,13 @@ def test_experts_one_by_one_and_gpt_2s_masks_are_no_reason_to_refuse(
         assert all(torch.equal(weight, opened[name]) for name, weight in model.state_dict().items())
 
 
-def test_what_a_configuration_asks_for_costs_no_memory(folder: Path) -> None:
-    """Transformers makes the weights that it misses, of whatever size."""
+def test_what_a_configuration_asks_for_costs_no_memory(folder: Path, tmp_path: Path) -> None:
+    """Transformers makes the weights that it misses, and tables of positions, of whatever size."""
     change_config(folder, intermediate_size=1 << 40)
-    line = refusal(folder)
-    assert "is incomplete: its configuration asks for" in line
+    assert "is incomplete: its configuration asks for" in refusal(folder)
+    config = tf.GPTJConfig(
+        vocab_size=260, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=8
+    )
+    tf.GPTJForCausalLM(config).save_pretrained(tmp_path / "gptj")
+    change_config(tmp_path / "gptj", n_positions=1 << 40)
+    assert "is incomplete: its configuration asks for" in refusal(tmp_path / "gptj")

@@ -50,6 +50,15 @@ def test_a_gguf_file_that_is_a_pointer_is_told_from_the_file(tmp_path: Path) -> 
     assert f"{path} is a Git LFS pointer" in refusal(path)
 
 
+def test_files_that_nobody_reads_may_be_anything(folder: Path) -> None:
+    """Mistral's own form of the weights, which many leave on the server, and notes."""
+    (folder / "consolidated.safetensors").write_text(POINTER)
+    (folder / "notes.txt").write_text("")
+    open_model(str(folder), dtype="float32")
+    (folder / "merges.txt").write_text("")
+    assert "merges.txt is empty" in refusal(folder)
+
+
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json"])
 def test_an_empty_file_is_named(folder: Path, name: str) -> None:
     """What a download leaves that never began."""

@@ -124,6 +124,8 @@ def refusal(path: Path) -> str:
         ("rope.scaling.attn_factor", 1.2),
         ("something.new", 1),
         ("vocabulary", "other"),
+        ("rope.scaling.factor", float("nan")),
+        ("rope.scaling.factor", -2.0),
     ],
 )
 def test_a_key_that_would_be_dropped_is_named(tmp_path: Path, key: str, value: Any) -> None:
@@ -162,10 +164,26 @@ def test_a_key_that_is_not_there_is_named_where_it_is_missed(tmp_path: Path) -> 
     key = "attention.layer_norm_rms_epsilon"
     line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", without=(key,)))
     assert f"doesn't say llama.{key}" in line
+    line = refusal(
+        write_gguf(tiny(), tmp_path / "tiny.gguf", without=("head_count", "dimension_count"))
+    )
+    assert "doesn't say llama.attention.head_count" in line
     keys = {"general.architecture": "llama"}
     check_keys(keys, SimpleNamespace(rope_parameters={"rope_theta": 1e4}, head_dim=16))
     with pytest.raises(UsageError, match=r"doesn't say llama.rope.freq_base, .* with 500000.0"):
         check_keys(keys, SimpleNamespace(rope_parameters={"rope_theta": 5e5}, head_dim=16))
+
+
+def test_one_of_two_keys_for_an_epsilon_is_enough() -> None:
+    """Which one a file has is its kind's affair; without either it would be a default's."""
+    nemotron = SimpleNamespace(norm_eps=1e-6)
+    keys = {"general.architecture": "nemotron"}
+    for name in ("layer_norm_epsilon", "layer_norm_rms_epsilon"):
+        check_keys({**keys, f"nemotron.attention.{name}": 1e-6}, nemotron)
+    with pytest.raises(
+        UsageError, match=r"doesn't say nemotron\.attention\.layer_norm_rms_epsilon"
+    ):
+        check_keys(keys, nemotron)
 
 
 NEUTRAL = {
@@ -201,6 +219,8 @@ OF_THE_FILE = {
     "general.sampling.temp": 0.7,
     "quantize.imatrix.file": "imatrix.dat",
     "quantize.imatrix.entries_count": 224,
+    "mradermacher.quantize_version": "2",
+    "mradermacher.quantized_at": "2025-01-25T03:07:17+01:00",
     "split.count": 1,
     "tokenizer.ggml.add_bos_token": False,
     "tokenizer.ggml.add_space_prefix": False,
@@ -223,8 +243,9 @@ def test_what_says_nothing_of_the_model_is_no_reason_to_refuse(tmp_path: Path) -
     [
         ("general.type", "mmproj", "general.type is 'mmproj'"),
         ("split.count", 3, "one of 3 parts"),
-        ("adapter.type", "lora", "adapter.type"),
-        ("clip.has_vision_encoder", True, "clip.has_vision_encoder"),
+        ("adapter.type", "lora", "it has adapter.type"),
+        ("clip.has_vision_encoder", True, "it has clip.has_vision_encoder"),
+        ("attention.head_count", 4, "it has attention.head_count"),
     ],
 )
 def test_another_kind_of_file_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
@@ -394,6 +415,39 @@ def test_an_unknown_way_to_cut_texts_is_refused(tmp_path: Path, split: str) -> N
     """The model would read other tokens than it has learned."""
     line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
     assert f"tokenizer.ggml.pre = '{split}'" in line
+
+
+def test_all_ends_of_an_answer_are_the_files(tmp_path: Path) -> None:
+    """Of a text, of a turn and of a message; a folder that is made of it has them too."""
+    ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 8}
+    opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", adding(ends)))
+    opened.model.save_pretrained(tmp_path / "folder")
+    opened.tokenizer.save_pretrained(tmp_path / "folder")
+    eos = tiny().tokenizer.eos_token_id
+    assert {eos, 7, 8} == opened.eos_ids == opened_from(tmp_path / "folder").eos_ids
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected", "text"),
+    [
+        ({}, ["▁ab"], "ab"),
+        ({"tokenizer.ggml.add_space_prefix": True}, ["▁ab"], "ab"),
+        ({"tokenizer.ggml.add_space_prefix": False}, ["ab"], " ab"),
+    ],
+)
+def test_a_space_before_a_text_is_the_files_affair(
+    tmp_path: Path, keys: dict[str, Any], expected: list[str], text: str
+) -> None:
+    """SentencePiece puts one there, and takes it from an answer, unless the file says otherwise."""
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf", adding(keys), is_sentencepiece=True)
+    opened = opened_from(path)
+    opened.model.save_pretrained(tmp_path / "folder")
+    opened.tokenizer.save_pretrained(tmp_path / "folder")
+    for one in (opened, opened_from(tmp_path / "folder")):
+        ids = one.tokenizer.encode("ab", add_special_tokens=False)
+        assert expected == one.tokenizer.convert_ids_to_tokens(ids)
+        space = one.tokenizer.convert_tokens_to_ids("▁ab")
+        assert text == one.tokenizer.decode([space])
 
 
 def test_neighbours_of_a_file_have_no_say(tmp_path: Path) -> None:

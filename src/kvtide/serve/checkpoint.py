@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from kvtide.errors import UsageError
 from kvtide.serve.adapter import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,10 +31,21 @@ from kvtide.serve.adapter_files import (
     skeleton_of,
 )
 from kvtide.serve.folder import Stored, read_folder, refuse_pointer
-from kvtide.serve.gguf_keys import ROPE_FACTORS, check_keys, complete, has_digits_apart
+from kvtide.serve.gguf_keys import (
+    ROPE_FACTORS,
+    check_keys,
+    complete,
+    ends_of,
+    has_digits_apart,
+    has_no_space_before,
+)
 
+# SentencePiece's own.
+_SPACE = "▁"
 # Packed into 32 bits each eight of them, with room to spare.
 _NUMBERS_IN_ONE = 16
+# What a model may compute besides, such as masks and tables of positions, however small it is.
+_TABLE_NUMBERS = 1 << 26
 _FREQUENCIES = "rotary_emb.inv_freq"
 _QUANTIZED_ENDS = ("scale", "scale_inv", "scales", "zeros", "qweight", "qzeros", "g_idx", "absmax")
 
@@ -50,7 +61,8 @@ def load_folder(
         config = load_config(folder)
         skeleton = skeleton_of(config)
         _check_size(what, skeleton, shapes, is_quantized=found.is_quantized)
-        _check_tied(what, skeleton, found.tensors)
+        tensors = _by_place(what, skeleton, found.tensors)
+        _check_tied(what, skeleton, tensors)
         model, loading = load_weights(folder, dtype, config)
         _check_loading(what, loading)
         _check_frequencies(what, model, found.tensors)
@@ -79,6 +91,9 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
             tokenizer = load_tokenizer(link)
         if digits_apart:
             _split_digits(tokenizer)
+        if has_no_space_before(keys):
+            _leave_beginnings(tokenizer)
+        model.generation_config.eos_token_id = ends_of(keys) or None
         return model, tokenizer
 
 
@@ -145,6 +160,16 @@ def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
     )
 
 
+def _leave_beginnings(tokenizer: PreTrainedTokenizerBase) -> None:
+    """No space is put before a text, nor taken from the beginning of an answer."""
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    backend.pre_tokenizer = None
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+
+
 def _check_magic(path: Path) -> None:
     refuse_pointer(path)
     with path.open("rb") as file:
@@ -170,7 +195,9 @@ def _check_size(
     what: str, skeleton: PreTrainedModel, shapes: Collection[Shape], *, is_quantized: bool
 ) -> None:
     """Transformers takes memory for all that the configuration asks for, wherever it comes from."""
+    computed = sum(table.numel() for table in skeleton.buffers())
     wanted = sum(weight.numel() for weight in skeleton.parameters())
+    wanted += max(0, computed - _TABLE_NUMBERS)
     held = sum(math.prod(shape) for shape in shapes)
     if wanted > held * (_NUMBERS_IN_ONE if is_quantized else 2):
         raise UsageError(
@@ -208,11 +235,35 @@ def _refuse_unexpected(what: str, names: list[str]) -> None:
     )
 
 
+def _by_place(
+    what: str, skeleton: PreTrainedModel, tensors: dict[str, Stored]
+) -> dict[str, Stored]:
+    """The tensors by the names of the weights that they become.
+
+    Transformers takes a weight's name with or without the one of the model's inner part before it.
+    Raises UsageError where a weight is there by both: one of them would be lost.
+    """
+    places, prefix = skeleton.state_dict().keys(), f"{skeleton.base_model_prefix}."
+    names: dict[str, str] = {}
+    for name in tensors:
+        inner = name
+        while inner.startswith(prefix):
+            inner = inner.removeprefix(prefix)
+        place = next((one for one in (name, prefix + inner, inner) if one in places), inner)
+        if place in names:
+            raise UsageError(
+                f"{what} has {names[place]} and {name}, which are one weight of the model: remove "
+                "one of them"
+            )
+        names[place] = name
+    return {place: tensors[name] for place, name in names.items()}
+
+
 def _check_tied(what: str, skeleton: PreTrainedModel, tensors: dict[str, Stored]) -> None:
     """A weight that is stored twice is without effect where both are the same bytes."""
     for copy, source in skeleton.all_tied_weights_keys.items():
         both = copy in tensors and source in tensors
-        if both and not _same_bytes(_read(tensors, copy), _read(tensors, source)):
+        if both and not _same_bytes(_read(tensors[copy]), _read(tensors[source])):
             raise UsageError(
                 f"{what} has {copy} and {source} of different numbers, and its configuration "
                 "makes them one: set tie_word_embeddings to false if they are meant to differ"
@@ -222,9 +273,9 @@ def _check_tied(what: str, skeleton: PreTrainedModel, tensors: dict[str, Stored]
 def _check_frequencies(what: str, model: PreTrainedModel, tensors: dict[str, Stored]) -> None:
     """Older versions of transformers saved what they had computed; it isn't read any more."""
     computed = [one for name, one in model.named_buffers() if name.endswith(_FREQUENCIES)]
-    for name in tensors:
+    for name, stored in tensors.items():
         if name.endswith(_FREQUENCIES) and computed:
-            held, meant = _read(tensors, name).float(), computed[0].float()
+            held, meant = _read(stored).float(), computed[0].float()
             if held.shape != meant.shape or not torch.allclose(held, meant, rtol=1e-2):
                 raise UsageError(
                     f"{what} has {name} with other frequencies than its configuration gives, which "
@@ -232,9 +283,9 @@ def _check_frequencies(what: str, model: PreTrainedModel, tensors: dict[str, Sto
                 )
 
 
-def _read(tensors: dict[str, Stored], name: str) -> torch.Tensor:
-    with safe_open(tensors[name].file, framework="pt") as file:
-        found: torch.Tensor = file.get_tensor(name)
+def _read(stored: Stored) -> torch.Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        found: torch.Tensor = file.get_tensor(stored.name)
     return found
 
 

@@ -20,7 +20,7 @@ from kvtide.serve.adapter_files import QUANTIZATIONS, Shape
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_READ = ("*.json", "*.safetensors", "*.model", "vocab.txt", "merges.txt", "*.jinja")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 # Mistral's own files lie beside those for transformers: the same weights by other names.
 _OTHER_FORM = "consolidated"
@@ -34,6 +34,7 @@ class Stored:
     """A tensor in a file of safetensors."""
 
     file: Path
+    name: str
     shape: Shape
     dtype: str
     """In the file format's words, such as BF16."""
@@ -64,7 +65,8 @@ def read_folder(folder: Path) -> Folder:
     _refuse_other_kinds(folder)
     for mask in _READ:
         for path in sorted(folder.glob(mask)):
-            refuse_pointer(path)
+            if not path.name.startswith(_OTHER_FORM):
+                refuse_pointer(path)
     config = _read_object(folder / _CONFIG)
     is_quantized = _refuse_unknown_quantization(folder, config)
     files = _weight_files(folder)
@@ -177,7 +179,7 @@ def _head_of(path: Path) -> Iterator[tuple[str, Stored]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 # it isn't a mapping
                 part = file.get_slice(name)
-                yield name, Stored(path, tuple(part.get_shape()), part.get_dtype())
+                yield name, Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     except OSError:
         raise
     except Exception as error:  # the format's own error, which has no public base

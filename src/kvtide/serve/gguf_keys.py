@@ -24,8 +24,10 @@ Keys = Mapping[str, Any]
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that divides the frequencies of a Llama 3.1 or later."""
 
-# What the file says of itself, and of the text around the model.
-_NO_PART_OF_THE_MODEL = ("general.", "tokenizer.", "quantize.", "imatrix.")
+# What the file says of itself, and of the text around the model. By the last a publisher of many
+# files says when and where each was made.
+_NO_PART_OF_THE_MODEL = ("general.", "tokenizer.", "quantize.", "imatrix.", "mradermacher.")
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TEXT_SPLIT = "tokenizer.ggml.pre"
 # GPT-2's way, which transformers takes where it doesn't know a name; "default" says nothing.
 _AS_GPT_2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum"}
@@ -123,11 +125,13 @@ _NONE: dict[str, tuple[Any, ...]] = {
     "pooling_type": (0,),
     "tensor_data_layout": ("Meta AI original pth",),  # the order of rows that is undone anyway
 }
-# What llama.cpp takes where a file is silent, and transformers may not; None: it wants to be told.
+# What llama.cpp takes where a file says none of these, and transformers may not; None: it wants to
+# be told.
 _DEFAULTS = {
-    "rope.freq_base": 10000.0,
-    "attention.layer_norm_rms_epsilon": None,
-    "expert_used_count": None,
+    ("rope.freq_base",): 10000.0,
+    ("attention.head_count",): None,
+    ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"): None,
+    ("expert_used_count",): None,
 }
 
 
@@ -163,11 +167,13 @@ def _scaling_of(keys: Keys, config: Any) -> dict[str, Any]:
         if key.startswith(f"{arch}.rope.scaling.")
     }
     factor = scaling.pop("factor", keys.get(f"{arch}.rope.scale_linear"))
+    if factor is not None and not 0 <= factor < math.inf:
+        raise _refuse(f"{arch}.rope.scaling.factor", factor, "which is no factor")
     kind = scaling.pop("type", None if factor in (None, 0) else "linear")
     scaling.pop("finetuned", None)  # says whether the model was trained with it
     original = scaling.pop("original_context_length", None)
     if kind == "yarn" and factor:
-        return _yarn(scaling, float(factor), original or config.max_position_embeddings)
+        return _yarn(arch, scaling, float(factor), original or config.max_position_embeddings)
     _check_unscaled(arch, scaling)
     if kind in (None, "none"):
         return {}
@@ -187,15 +193,21 @@ def check_keys(keys: Keys, config: Any) -> None:
         raise UsageError(
             f"the file is one of {parts} parts: put them together with llama-gguf-split --merge"
         )
-    own = {key.removeprefix(f"{arch}."): value for key, value in _of_the_model(keys).items()}
+    own = {}
+    for key, value in _of_the_model(keys).items():
+        if not key.startswith(f"{arch}."):
+            raise _refuse(key, value, "and the model would be run without")
+        own[key.removeprefix(f"{arch}.")] = value
     for name, value in own.items():
         if not name.startswith(_ROPE_SCALING):
             _check_key(arch, name, value, config)
-    for name, default in _DEFAULTS.items():
-        meant = _MEANINGS[name](config)
-        if name not in own and meant is not None and not (default and _same(default, meant)):
+    for names, default in _DEFAULTS.items():
+        meant = next((one for name in names if (one := _MEANINGS[name](config)) is not None), None)
+        told = meant is None or not own.keys().isdisjoint(names)
+        if not told and not (default and _same(default, meant)):
             raise UsageError(
-                f"the file doesn't say {arch}.{name}, and the model would be run with {meant}"
+                f"the file doesn't say {arch}.{' or '.join(names)}, and the model would be run "
+                f"with {meant}"
             )
 
 
@@ -211,6 +223,18 @@ def has_digits_apart(keys: Keys) -> bool:
     if split not in _DIGITS_APART:
         raise _refuse(_TEXT_SPLIT, split, "and texts would be cut into words as for GPT-2")
     return True
+
+
+def has_no_space_before(keys: Keys) -> bool:
+    """Whether a text begins as it is, where SentencePiece's way is to put a space before it."""
+    is_sentencepiece = keys.get("tokenizer.ggml.model") == "llama"
+    return is_sentencepiece and keys.get("tokenizer.ggml.add_space_prefix") is False
+
+
+def ends_of(keys: Keys) -> list[int]:
+    """The tokens that end an answer: of a text, of a turn, and of a message to a tool."""
+    told = [keys.get(f"tokenizer.ggml.{name}") for name in _ENDS]
+    return sorted({one for one in told if isinstance(one, int)})
 
 
 def _check_key(arch: str, name: str, value: Any, config: Any) -> None:
@@ -231,7 +255,7 @@ def _of_the_model(keys: Keys) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if not key.startswith(skipped)}
 
 
-def _yarn(scaling: dict[str, Any], factor: float, original: int) -> dict[str, Any]:
+def _yarn(arch: str, scaling: dict[str, Any], factor: float, original: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
@@ -244,7 +268,7 @@ def _yarn(scaling: dict[str, Any], factor: float, original: int) -> dict[str, An
     neutral["yarn_log_multiplier"] = (0,)
     for name, value in scaling.items():
         if not any(_same(value, none) for none in neutral.get(name, ())):
-            raise _refuse(f"rope.scaling.{name}", value, "which isn't served")
+            raise _refuse(f"{arch}.rope.scaling.{name}", value, "which isn't served")
     return found
 
 
