@@ -133,6 +133,27 @@ def test_a_quantization_that_is_known_is_transformers_affair(folder: Path) -> No
     assert "isn't known" not in refusal(folder)
 
 
+def test_a_scale_that_is_not_there_is_missed(folder: Path) -> None:
+    """With it transformers gives the numbers back, and without it takes those of 8 bits."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    expected: dict[str, torch.Tensor] = {}
+
+    def quantize(held: dict[str, torch.Tensor]) -> None:
+        for one in [one for one in held if "proj" in one]:
+            scale = held[one].abs().max() / 448
+            held[one] = (held[one] / scale).to(torch.float8_e4m3fn)
+            held[f"{one}_scale_inv"] = scale.reshape(1, 1)
+            expected[one] = held[one].float() * scale
+
+    change_tensors(folder, quantize)
+    told = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    change_config(folder, quantization_config=told)
+    found = open_model(str(folder), dtype="float32").model.state_dict()
+    assert all(torch.equal(weight, found[one]) for one, weight in expected.items())
+    change_tensors(folder, lambda held: held.pop(f"{name}_scale_inv"))
+    assert f"{name} in {folder / WEIGHTS} is quantized" in refusal(folder)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
 def test_weights_in_integers_are_refused(folder: Path, dtype: torch.dtype) -> None:
     """They were numbers once, with scales that lie elsewhere or nowhere."""

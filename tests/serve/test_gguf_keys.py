@@ -176,7 +176,7 @@ def test_a_key_that_is_not_there_is_named_where_it_is_missed(tmp_path: Path) -> 
 
 def test_one_of_two_keys_for_an_epsilon_is_enough() -> None:
     """Which one a file has is its kind's affair; without either it would be a default's."""
-    nemotron = SimpleNamespace(norm_eps=1e-6)
+    nemotron = SimpleNamespace(norm_eps=1e-6, head_dim=16)
     keys = {"general.architecture": "nemotron"}
     for name in ("layer_norm_epsilon", "layer_norm_rms_epsilon"):
         check_keys({**keys, f"nemotron.attention.{name}": 1e-6}, nemotron)
@@ -184,6 +184,33 @@ def test_one_of_two_keys_for_an_epsilon_is_enough() -> None:
         UsageError, match=r"doesn't say nemotron\.attention\.layer_norm_rms_epsilon"
     ):
         check_keys(keys, nemotron)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("attn_logit_softcapping", 0.0, {"attn_logit_softcapping": 50.0}),
+        ("attention.sliding_window", 0, {"sliding_window": 4096}),
+        ("expert_weights_norm", False, {"norm_topk_prob": True}),
+    ],
+)
+def test_nothing_is_not_what_the_model_has(key: str, value: Any, meant: dict[str, Any]) -> None:
+    """A file may say that there is no such part, where a default has one."""
+    keys = {"general.architecture": "gemma2", f"gemma2.{key}": value}
+    check_keys(keys, SimpleNamespace(head_dim=16))
+    with pytest.raises(UsageError, match=f"gemma2.{key} = {value}, .* would be run with"):
+        check_keys(keys, SimpleNamespace(head_dim=16, **meant))
+
+
+def test_scores_are_scaled_as_the_file_has_it() -> None:
+    """By the width of a head unless it says otherwise; a model may have another number."""
+    keys = {"general.architecture": "gemma2"}
+    own = SimpleNamespace(head_dim=16, query_pre_attn_scalar=64)
+    check_keys({**keys, "gemma2.attention.scale": 64**-0.5}, own)
+    check_keys({**keys, "gemma2.attention.scale": 0.0}, SimpleNamespace(head_dim=16))
+    for told in ({}, {"gemma2.attention.scale": 0.0}):
+        with pytest.raises(UsageError, match=r"doesn't say gemma2\.attention\.scale.* 0\.125"):
+            check_keys({**keys, **told}, own)
 
 
 NEUTRAL = {

@@ -73,7 +73,9 @@ def read_folder(folder: Path) -> Folder:
     tensors = dict(_stored_in(files))
     _refuse_more_layers(folder, config, len(tensors))
     _refuse_left_out(folder, files, tensors)
-    if not is_quantized:
+    if is_quantized:
+        _refuse_without_scale(tensors)
+    else:
         _refuse_integers(tensors)
     return Folder(tensors, is_quantized)
 
@@ -219,4 +221,15 @@ def _refuse_integers(tensors: dict[str, Stored]) -> None:
             raise UsageError(
                 f"{name} in {stored.file} holds integers ({stored.dtype}), so it is quantized, "
                 f"and {_CONFIG} doesn't say how: take the model that it was made of"
+            )
+
+
+def _refuse_without_scale(tensors: dict[str, Stored]) -> None:
+    """In 8 bits a weight's numbers are others without it, and transformers would take them so."""
+    for name, stored in tensors.items():
+        has_scale = any(f"{name}_{end}" in tensors for end in ("scale", "scale_inv"))
+        if name.endswith(".weight") and stored.dtype.startswith("F8_") and not has_scale:
+            raise UsageError(
+                f"{name} in {stored.file} is quantized ({stored.dtype}), and its scale isn't in "
+                "the folder: get it again"
             )

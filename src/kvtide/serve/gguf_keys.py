@@ -81,7 +81,9 @@ _MEANINGS: dict[str, Callable[[Any], Any]] = {
     "attention.value_length": _head_dim,
     "attention.layer_norm_rms_epsilon": _of("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": _EPSILON,
-    "attention.scale": lambda config: _head_dim(config) ** -0.5,
+    "attention.scale": lambda config: (
+        (_of("query_pre_attn_scalar")(config) or _head_dim(config)) ** -0.5
+    ),
     "attention.sliding_window": _of("sliding_window"),
     "attn_logit_softcapping": _of("attn_logit_softcapping"),
     "final_logit_softcapping": _of("final_logit_softcapping"),
@@ -104,7 +106,6 @@ _NONE: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
-    "attention.scale": (0,),
     "attention.sliding_window": (0,),
     "attn_logit_softcapping": (0,),
     "final_logit_softcapping": (0,),
@@ -127,8 +128,9 @@ _NONE: dict[str, tuple[Any, ...]] = {
 }
 # What llama.cpp takes where a file says none of these, and transformers may not; None: it wants to
 # be told.
-_DEFAULTS = {
-    ("rope.freq_base",): 10000.0,
+_DEFAULTS: dict[tuple[str, ...], Callable[[Any], Any] | None] = {
+    ("rope.freq_base",): lambda _: 10000.0,
+    ("attention.scale",): lambda config: _head_dim(config) ** -0.5,
     ("attention.head_count",): None,
     ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"): None,
     ("expert_used_count",): None,
@@ -198,13 +200,15 @@ def check_keys(keys: Keys, config: Any) -> None:
         if not key.startswith(f"{arch}."):
             raise _refuse(key, value, "and the model would be run without")
         own[key.removeprefix(f"{arch}.")] = value
+    if own.get("attention.scale") == 0:
+        del own["attention.scale"]  # as much as nothing said
     for name, value in own.items():
         if not name.startswith(_ROPE_SCALING):
             _check_key(arch, name, value, config)
     for names, default in _DEFAULTS.items():
         meant = next((one for name in names if (one := _MEANINGS[name](config)) is not None), None)
         told = meant is None or not own.keys().isdisjoint(names)
-        if not told and not (default and _same(default, meant)):
+        if not told and not (default and _same(default(config), meant)):
             raise UsageError(
                 f"the file doesn't say {arch}.{' or '.join(names)}, and the model would be run "
                 f"with {meant}"
@@ -238,16 +242,20 @@ def ends_of(keys: Keys) -> list[int]:
 
 
 def _check_key(arch: str, name: str, value: Any, config: Any) -> None:
-    if any(_same(value, none) for none in _NONE.get(name, ())):
-        return
     meant = _MEANINGS[name](config) if name in _MEANINGS else None
     if meant is not None and _same(value, meant):
+        return
+    if _stands_for_nothing(name, value) and (meant is None or _stands_for_nothing(name, meant)):
         return
     is_window = name == "attention.sliding_window" and isinstance(value, int)
     if is_window and not meant and value >= config.max_position_embeddings:
         return  # nothing ever leaves it
     run = "without" if meant is None else f"with {meant}"
     raise _refuse(f"{arch}.{name}", value, f"and the model would be run {run}")
+
+
+def _stands_for_nothing(name: str, value: Any) -> bool:
+    return any(_same(value, none) for none in _NONE.get(name, ()))
 
 
 def _of_the_model(keys: Keys) -> dict[str, Any]:
