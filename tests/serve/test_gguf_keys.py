@@ -126,6 +126,7 @@ def refusal(path: Path) -> str:
         ("vocabulary", "other"),
         ("rope.scaling.factor", float("nan")),
         ("rope.scaling.factor", -2.0),
+        ("rope.scaling.factor", "twice"),
     ],
 )
 def test_a_key_that_would_be_dropped_is_named(tmp_path: Path, key: str, value: Any) -> None:
@@ -152,8 +153,8 @@ def test_a_key_that_the_model_has_otherwise_is_named(
     path = write_gguf(tiny(), tmp_path / "tiny.gguf")
 
     def read(link: Path) -> Any:
-        keys, shapes = read_gguf_head(link)
-        return {**keys, f"llama.{key}": value}, shapes
+        keys, *rest = read_gguf_head(link)
+        return {**keys, f"llama.{key}": value}, *rest
 
     monkeypatch.setattr("kvtide.serve.checkpoint.read_gguf_head", read)
     assert f"llama.{key} = {value}, and the model would be run with" in refusal(path)
@@ -226,6 +227,7 @@ NEUTRAL = {
     "embedding_scale": 1.0,
     "expert_count": 0,
     "expert_used_count": 0,
+    "expert_feed_forward_length": 0,
     "rope.scaling.type": "none",
     "rope.scaling.factor": 8.0,
     "rope.scaling.original_context_length": 4096,
@@ -497,6 +499,24 @@ def test_the_head_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf"))
     assert 1 == len(read)
     assert gguf.GGUFReader is count
+
+
+@pytest.mark.parametrize("size", [20, 500, 400_000, -1])
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path, size: int) -> None:
+    """A download that was broken off: in the head, or in the numbers."""
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[:size])
+    assert f"{path} is cut off" in refusal(path)
+
+
+def test_a_tensor_of_an_unknown_type_is_named(tmp_path: Path) -> None:
+    """Formats of quantization are added now and then."""
+    path, name = write_gguf(tiny(), tmp_path / "tiny.gguf"), b"token_embd.weight"
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4 + 2 * 8  # past the number of its axes, and those
+    data[at : at + 4] = (99).to_bytes(4, "little")
+    path.write_bytes(data)
+    assert "token_embd.weight is of type 99" in refusal(path)
 
 
 @pytest.mark.parametrize("claim", ["layers", "texts", "numbers", "tensor", "tensors"])

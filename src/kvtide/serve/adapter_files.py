@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,16 +81,25 @@ def gguf_alone(path: Path) -> Iterator[Path]:
             gguf.GGUFReader = reader
 
 
-def read_gguf_head(path: Path) -> tuple[dict[str, Any], dict[str, Shape]]:
-    """A GGUF file's keys with their values, an array of texts by its length; and its tensors.
+def read_gguf_head(path: Path) -> tuple[dict[str, Any], dict[str, Shape], int]:
+    """A GGUF file's keys with their values, an array of texts by its length; its tensors; and how
+    many bytes it must have for them.
 
     Reads no more than there is: whatever lengths a file claims, they cost no memory. Raises what
     the reader raises, which can be anything.
     """
     blob = gguf_reader._mapped(str(path))
     keys, count, position = gguf_reader._read_metadata(blob, str(path))
-    entries, _ = gguf_reader._read_tensor_table(blob, count, position)
-    return keys, {name: shape for name, shape, *_ in entries}
+    entries, position = gguf_reader._read_tensor_table(blob, count, position)
+    alignment = keys.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+    first = whole_bytes = -(-position // alignment) * alignment
+    for name, shape, kind, offset in entries:
+        if kind not in gguf.GGML_QUANT_SIZES:
+            raise ValueError(f"{name} is of type {kind}, which isn't known")
+        block_numbers, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        size_bytes = math.prod(shape) // block_numbers * block_bytes
+        whole_bytes = max(whole_bytes, first + offset + size_bytes)
+    return keys, {name: shape for name, shape, *_ in entries}, whole_bytes
 
 
 def read_gguf_tensor(path: Path, name: str) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,7 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     """The model in a GGUF file. Raises UsageError, in one line, if it isn't whole."""
     what = f"the GGUF file {path}"
     with one_line(what), gguf_alone(path) as link:
-        _check_magic(path)
-        keys, shapes = read_gguf_head(link)
+        keys, shapes = _read_head(path, link)
         config = _gguf_config(path, link, keys, shapes)
         with _named(what):
             digits_apart = has_digits_apart(keys)
@@ -100,12 +100,22 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
 def read_gguf_config(path: Path) -> dict[str, Any]:
     """The configuration of a GGUF file as `load_gguf` makes it of its keys; no weights are read.
 
-    Raises UsageError, in one line, for a file that `load_gguf` refuses for its keys.
+    Raises UsageError, in one line, for a file that `load_gguf` refuses for its keys or its size.
     """
     with one_line(f"the GGUF file {path}"), gguf_alone(path) as link:
-        _check_magic(path)
-        fields: dict[str, Any] = _gguf_config(path, link, *read_gguf_head(link)).to_dict()
+        fields: dict[str, Any] = _gguf_config(path, link, *_read_head(path, link)).to_dict()
         return fields
+
+
+def _read_head(path: Path, link: Path) -> tuple[dict[str, Any], dict[str, Shape]]:
+    """The keys and the tensors' shapes of a file that is a GGUF file, and all of it."""
+    _check_magic(path)
+    try:
+        keys, shapes, whole_bytes = read_gguf_head(link)
+    except struct.error as error:  # there is less than what is read next
+        raise UsageError(f"{path} is cut off in its head: get it again") from error
+    _check_whole(path, whole_bytes)
+    return keys, shapes
 
 
 def _gguf_config(path: Path, link: Path, keys: dict[str, Any], shapes: dict[str, Shape]) -> Any:
@@ -176,6 +186,15 @@ def _check_magic(path: Path) -> None:
         magic = file.read(4)
     if magic != b"GGUF":
         raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+
+
+def _check_whole(path: Path, whole_bytes: int) -> None:
+    size_bytes = path.stat().st_size
+    if size_bytes < whole_bytes:
+        raise UsageError(
+            f"{path} is cut off: it has {size_bytes} bytes, and its tensors take {whole_bytes}; "
+            "get it again"
+        )
 
 
 def _check_claims(path: Path, keys: dict[str, Any], shapes: dict[str, Shape]) -> None:

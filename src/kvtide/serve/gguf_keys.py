@@ -116,6 +116,8 @@ _NONE: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
     "expert_shared_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "expert_shared_feed_forward_length": (0,),
     "expert_group_count": (0,),
     "expert_group_used_count": (0,),
     "expert_weights_scale": (0, 1),
@@ -169,7 +171,8 @@ def _scaling_of(keys: Keys, config: Any) -> dict[str, Any]:
         if key.startswith(f"{arch}.rope.scaling.")
     }
     factor = scaling.pop("factor", keys.get(f"{arch}.rope.scale_linear"))
-    if factor is not None and not 0 <= factor < math.inf:
+    is_number = isinstance(factor, int | float)
+    if factor is not None and not (is_number and 0 <= factor < math.inf):
         raise _refuse(f"{arch}.rope.scaling.factor", factor, "which is no factor")
     kind = scaling.pop("type", None if factor in (None, 0) else "linear")
     scaling.pop("finetuned", None)  # says whether the model was trained with it
