@@ -509,6 +509,14 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path, size: int) -> None:
     assert f"{path} is cut off" in refusal(path)
 
 
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Transformers takes the first, and the last would be looked at."""
+    more = adding({"llama.logit_scale": 0.25, "llama.logit_twice": 1.0})
+    path = write_gguf(tiny(), tmp_path / "tiny.gguf", more)
+    path.write_bytes(path.read_bytes().replace(b"llama.logit_twice", b"llama.logit_scale"))
+    assert "some of them twice" in refusal(path)
+
+
 def test_a_tensor_of_an_unknown_type_is_named(tmp_path: Path) -> None:
     """Formats of quantization are added now and then."""
     path, name = write_gguf(tiny(), tmp_path / "tiny.gguf"), b"token_embd.weight"

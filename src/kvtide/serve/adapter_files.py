@@ -90,6 +90,9 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], dict[str, Shape], int]:
     """
     blob = gguf_reader._mapped(str(path))
     keys, count, position = gguf_reader._read_metadata(blob, str(path))
+    key_count = int.from_bytes(bytes(blob[16:24]), "little")
+    if key_count != len(keys):  # readers differ in which of the two they take
+        raise ValueError(f"it has {key_count} keys, and some of them twice")
     entries, position = gguf_reader._read_tensor_table(blob, count, position)
     alignment = keys.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     first = whole_bytes = -(-position // alignment) * alignment
