@@ -14,11 +14,11 @@ import pytest
 
 from kvtide.arena import HostArena
 from kvtide.device import AcceleratorDevice, CPUDevice, Device
-from kvtide.errors import SlotError
+from kvtide.errors import SlotError, SlotsLost
 from kvtide.pool import PageAllocator, Pool
 from kvtide.snapshot import Snapshot, Ticket
 from kvtide.tide import Tide
-from support.broken_devices import LateDevice
+from support.broken_devices import BreakingDevice, LateDevice
 from support.interrupts import every_interrupt
 from support.lazy_device import LazyDevice, LazyJob
 from support.pools import Image, image_of, same_image, scramble, small_geometry, with_rows
@@ -103,6 +103,29 @@ def test_resume_is_whole_wherever_an_interrupt_comes(idle_device: Device) -> Non
         else:
             case.tide._books.release(case.given[0])
             assert (5, 0, 0) == books(case.tide), where
+
+
+def test_a_resume_that_fails_is_undone_wherever_an_interrupt_comes() -> None:
+    """Also where Ctrl-C comes while the device's error is on its way, and is being undone."""
+    device = BreakingDevice()
+
+    def make() -> tuple[tuple[Case, Snapshot], Callable[[], Any]]:
+        device.breaks_at = None
+        case = make_case(device)
+        snapshot = case.snapshot()
+        device.breaks_at = 0
+
+        def resume() -> None:
+            with pytest.raises(SlotsLost):
+                case.tide.resume(snapshot, 2, key="r")
+
+        return (case, snapshot), resume
+
+    for where, (case, snapshot), _ in every_interrupt(make):
+        device.breaks_at = None
+        assert (5, 0, USED) == books(case.tide), where
+        assert case.resumes(snapshot), where
+    device.close()
 
 
 def test_an_offload_keeps_nothing_wherever_an_interrupt_comes(idle_device: Device) -> None:

@@ -293,22 +293,35 @@ class Tide:
                 f"{page_count} pages of {self.pool.page_size} tokens can't hold a snapshot of "
                 f"{snapshot.token_count}"
             )
-        books, pages = self._books, list[int]()
-        block_count: int | None = None
+        books, pages, released = self._books, list[int](), list[int]()
         try:
-            if not books.acquire_to(pages, page_count):
-                return None
-            slots = self.slots_of(pages)[: snapshot.token_count]
-            self.restore(snapshot, slots, key=key, request=request, keep_extra_rows=keep_extra_rows)
-            block_count = len(snapshot.lease.blocks)
-            self.discard(snapshot)
-            return pages
+            try:
+                if not books.acquire_to(pages, page_count):
+                    return None
+                slots = self.slots_of(pages)[: snapshot.token_count]
+                self.restore(
+                    snapshot, slots, key=key, request=request, keep_extra_rows=keep_extra_rows
+                )
+                released.append(len(snapshot.lease.blocks))
+                self.discard(snapshot)
+                return pages
+            except BaseException as error:
+                self._undo_resume(error, pages, snapshot, released)
+                raise
         except BaseException as error:
-            self._settle_after(error)  # what writes the pages must end first
-            books.release(pages)
-            if block_count is not None:
-                snapshot.lease.hold_again(block_count)
+            # Once more: Ctrl-C may have come while another error was being undone.
+            self._undo_resume(error, pages, snapshot, released)
             raise
+
+    def _undo_resume(
+        self, error: BaseException, pages: list[int], snapshot: Snapshot, released: list[int]
+    ) -> None:
+        """The pages are free again, and the blocks the snapshot's if `released` says how many they
+        were; repeatable."""
+        self._settle_after(error)  # what writes the pages must end first
+        self._books.give_back(pages)
+        for block_count in released:
+            snapshot.lease.hold_again(block_count)
 
     def slots_of(self, pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The slots of `pages` in order, int64 [len(pages) * page_size].

@@ -14,6 +14,7 @@ import torch
 from kvtide.device import Block, CPUDevice, Device, open_device
 from kvtide.device.threads import Lanes, QueuedJob, drain
 from kvtide.errors import UsageError
+from support.interrupts import every_interrupt
 from support.jobs import submit
 from support.lazy_device import LazyDevice
 
@@ -297,6 +298,21 @@ def test_an_interrupt_breaks_off_the_job_at_once(device: CPUDevice) -> None:
         signal.signal(signal.SIGALRM, before)
     assert interrupts > 90
     assert [5] == submit(device, [lambda: 5]).wait(), "the queue goes on"
+
+
+def test_a_job_at_once_that_fails_ends_wherever_an_interrupt_comes(device: CPUDevice) -> None:
+    """Nothing waits for it: neither the thread that it was in, nor the jobs after it."""
+
+    def make() -> tuple[None, Callable[[], object]]:
+        def fail() -> None:
+            with pytest.raises(OSError, match="link is down"):
+                submit(device, [raising(OSError("link is down"))], at_once=True).wait()
+
+        return None, fail
+
+    for where, _, _ in every_interrupt(make):
+        assert [1] == submit(device, [lambda: 1]).wait(), where
+        assert [2] == submit(device, [lambda: 2], at_once=True).wait(), where
 
 
 def test_a_closed_device_takes_no_job_at_once(device: CPUDevice) -> None:

@@ -170,8 +170,7 @@ class JobQueue:
 
     def _withdraw(self, job: QueuedJob[Any]) -> None:
         """Sees to it that a job isn't under way, and won't be: nobody will ask for it."""
-        if not job.cancel():
-            job.settle()
+        job.give_up()
         take_out(self._jobs, job)
 
 
@@ -257,6 +256,16 @@ class QueuedJob(Generic[T]):
             return False
         self.end()
         return True
+
+    def give_up(self) -> None:
+        """Blocks until it isn't under way and won't be, for whoever queued it. Repeatable."""
+        if self.cancel():
+            return
+        if self._owner["thread"] == threading.get_ident():
+            # This thread had it, and isn't at it any more: an interrupt came while it was noting
+            # how the work had failed.
+            self.end()
+        self.settle()
 
     def error(self) -> BaseException | None:
         """Blocks until it has ended; gives its error, if it has one."""

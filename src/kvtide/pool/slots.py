@@ -45,7 +45,7 @@ class PageAllocator:
         try:
             return pages if self.acquire_to(pages, count) else None
         except BaseException:
-            self._give_back(pages)
+            self.give_back(pages)
             raise
 
     def acquire_to(self, pages: list[int], count: int) -> bool:
@@ -65,7 +65,11 @@ class PageAllocator:
 
     def release(self, pages: Iterable[int]) -> None:
         """Takes pages back; raises SlotError, and takes none, if one isn't held or comes twice."""
-        self._give_back(self.check_held(pages))
+        self.give_back(self.check_held(pages))
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Takes back pages that are held, or free already: repeatable, for whoever undoes it."""
+        call_each(self._free.setdefault, reversed(pages))
 
     def check_held(self, pages: Iterable[int]) -> list[int]:
         """The pages; raises SlotError, naming the first, if one isn't held or comes twice."""
@@ -92,7 +96,3 @@ class PageAllocator:
 
     def _is_held(self, page: int) -> bool:
         return 0 <= page < self.page_count and page not in self._free
-
-    def _give_back(self, pages: Sequence[int]) -> None:
-        """Pages that are held, or free already: repeatable."""
-        call_each(self._free.setdefault, reversed(pages))
