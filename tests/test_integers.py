@@ -65,6 +65,14 @@ def test_integers_of_several_makers_stand_together() -> None:
     assert [1] * len(ONES) == integers_of(ONES, "slot").tolist()
 
 
+def test_an_array_with_masked_entries_is_no_row_of_integers() -> None:
+    """numpy would give what lies under the mask."""
+    slots = np.ma.array([1, 2, 3], mask=[False, True, False])
+    with pytest.raises(SlotError, match=r"slots must be integers .*some of them are masked"):
+        integers_of(slots, "slot")
+    assert [1, 2, 3] == integers_of(np.ma.array([1, 2, 3]), "slot").tolist()
+
+
 def test_an_object_that_fails_to_be_read_is_no_row_of_integers() -> None:
     """Its own error is the cause."""
 

@@ -28,15 +28,15 @@ def integer_of(value: object) -> int | None:
         return value
     if isinstance(value, bool):
         return None
-    if not isinstance(value, int):
-        kind = str(getattr(value, "dtype", "")).rpartition(".")[2]
-        place = str(getattr(value, "device", "cpu")).partition(":")[0]
-        is_one = getattr(value, "shape", None) == () and kind.startswith(("int", "uint"))
-        if not is_one or place != "cpu":
-            return None
     try:
+        if not isinstance(value, int):
+            kind = str(getattr(value, "dtype", "")).rpartition(".")[2]
+            place = str(getattr(value, "device", "cpu")).partition(":")[0]
+            is_one = getattr(value, "shape", None) == () and kind.startswith(("int", "uint"))
+            if not is_one or place != "cpu" or np.ma.is_masked(value):
+                return None
         return int(operator.index(value))  # type: ignore[arg-type]
-    except Exception:  # of a tensor that has no value
+    except Exception:  # whatever a caller's object raises when it is read
         return None
 
 
@@ -72,6 +72,8 @@ def integers_of(values: Any, what: str, axis: str = "token") -> Ids:
 
 
 def _array_of(values: Any) -> NDArray[Any]:
+    if np.ma.is_masked(values):
+        raise ValueError("some of them are masked")
     if not isinstance(values, list | tuple):
         return np.asarray(values.cpu().numpy() if hasattr(values, "cpu") else values)
     # numpy would take a bool among integers for one of them.
@@ -86,10 +88,13 @@ def _array_of(values: Any) -> NDArray[Any]:
 
 def shown(value: object) -> str:
     """A value for an error's text: short, and of an array or a tensor what it is."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        axes = tuple(value.shape)
-        place = str(getattr(value, "device", "cpu"))
-        where = "" if place == "cpu" else f" on {place}"
-        if axes or where:
-            return f"{value.dtype} {list(axes)}{where}"
-    return reprlib.repr(value)
+    try:
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            axes = tuple(value.shape)
+            place = str(getattr(value, "device", "cpu"))
+            where = "" if place == "cpu" else f" on {place}"
+            if axes or where:
+                return f"{value.dtype} {list(axes)}{where}"
+        return reprlib.repr(value)
+    except Exception:  # the object's own, or an integer of more digits than Python writes
+        return f"<{type(value).__name__}>"

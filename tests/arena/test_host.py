@@ -200,6 +200,15 @@ def test_what_is_no_size_is_refused_when_the_arena_is_made(value: Any) -> None:
         make_arena(value, 64)
 
 
+@pytest.mark.parametrize("value", [None, *NO_ROWS], ids=name_of)
+def test_what_is_no_count_of_blocks_is_refused(value: Any) -> None:
+    """And nothing is leased."""
+    arena, _ = make_arena(64 * 4, 64)
+    with pytest.raises(LayoutError, match="host arena: block_count must be an integer from 0"):
+        arena.lease(value)
+    assert 0 == arena.used_bytes
+
+
 def test_blocks_without_bytes_are_refused() -> None:
     """A block holds at least one byte; a limit of none is an arena that is always full."""
     with pytest.raises(LayoutError, match="block_bytes must be an integer from 1, not 0"):

@@ -71,8 +71,8 @@ def test_planes_need_distinct_names(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ({**SIZES, "head": 0}, "'head': 0"),
-        ({**SIZES, "token": -4}, "'token': -4"),
+        ({**SIZES, "head": 0}, "head=0"),
+        ({**SIZES, "token": -4}, "token=-4"),
         ({**SIZES, "window": 3}, "window"),
         ({**SIZES, "page": 3}, "page"),
         ({name: size for name, size in SIZES.items() if name != "v_head_dim"}, "v_head_dim"),

@@ -130,6 +130,7 @@ CALLS: dict[str, Call] = {
     "acquire": lambda pages: pages.acquire(2),
     "acquire_to": lambda pages: pages.acquire_to([], 2),
     "check_held": lambda pages: pages.check_held([0]),
+    "give_back": lambda pages: pages.give_back([0]),
     "hold_again": lambda pages: pages.hold_again([0]),
     "release": lambda owner: owner.release([0]) if isinstance(owner, PageAllocator)
     else owner.release(),

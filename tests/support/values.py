@@ -15,19 +15,34 @@ ONES: list[Any] = [
 ]  # fmt: skip
 """Each is the integer 1."""
 
+
+class Unreadable:
+    """Fails whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
 NO_INTEGERS: list[Any] = [
     1.0, 2.5, float("nan"), float("inf"), "1", b"1", True, False, 1 + 0j, Fraction(1), Decimal(1),
     [], [1], (1,), [1, 2], {1}, object(), np.float64(1), np.bool_(True), np.array([1]),
     np.array(1.0), np.array(True), np.timedelta64(1), torch.tensor(2.7), torch.tensor([1]),
-    torch.tensor(True), torch.empty(0), torch.tensor(1, device="meta"),
+    torch.tensor(True), torch.empty(0), torch.tensor(1, device="meta"), Unreadable(),
+    np.ma.array(1, mask=True),
 ]  # fmt: skip
 """None of them is exactly one integer, though Python or torch would make one of many."""
 
-NO_ROWS: list[Any] = [*NO_INTEGERS, -1, 2**63, -(2**63) - 1, 2**200]
+NO_ROWS: list[Any] = [*NO_INTEGERS, -1, 2**63, -(2**63) - 1, 2**200, 10**5000]
 """Nor are these an index or a count of anything."""
 
 
 def name_of(value: object) -> str:
     """For a test's id: the same in each process."""
-    text = repr(value).partition(" at 0x")[0]
+    try:
+        text = repr(value).partition(" at 0x")[0]
+    except Exception:  # Unreadable, or too many digits
+        text = ""
     return f"{type(value).__name__}-{text}"[:40].replace("\n", " ")

@@ -58,7 +58,10 @@ class HostArena:
         return self._peak_count * self.block_bytes
 
     def lease(self, block_count: int) -> Lease:
-        """`block_count` blocks (zero is valid), or ArenaFull and nothing taken."""
+        """`block_count` blocks (zero is valid), or ArenaFull and nothing taken.
+
+        Raises LayoutError for what is no count.
+        """
         lease = Lease(self)
         try:
             lease.extend(block_count)
@@ -73,7 +76,7 @@ class HostArena:
 
     def _move_to(self, blocks: list[Block], block_count: int) -> None:
         """Free blocks to a lease's list, or ArenaFull and nothing taken."""
-        assert block_count >= 0, "a lease can't be of less than nothing"
+        block_count = _size(block_count, "block_count", 0)
         self._reclaim()
         used_count = len(self._all) - len(self._free)
         if used_count + block_count > self._block_limit:

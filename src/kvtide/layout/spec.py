@@ -10,7 +10,7 @@ from math import prod
 from typing import final
 
 from kvtide.errors import LayoutError
-from kvtide.integers import LARGEST, checked_integer, integer_of
+from kvtide.integers import LARGEST, checked_integer, integer_of, shown
 from kvtide.layout.rules import EveryNth, EveryToken, OfRequest, Rule
 
 DTYPE_BYTES = {
@@ -189,9 +189,12 @@ class Layout:
         counts = {
             axis: size if isinstance(size, int) else len(size) for axis, size in exact.items()
         }
-        low = {axis: size for axis, size in {**sizes, "token": token}.items() if counts[axis] < 1}
+        low = [axis for axis in counts if counts[axis] < 1]
         if low:
-            raise LayoutError(f"layout {self.name!r}: sizes must be integers from 1, not {low}")
+            given_low = ", ".join(f"{one}={shown(sizes.get(one, token))}" for one in low)
+            raise LayoutError(
+                f"layout {self.name!r}: sizes must be integers from 1, not {given_low}"
+            )
         what = f"layout {self.name!r}"
         first_layer = checked_integer(first_layer, f"{what}: first_layer", error=LayoutError)
         rank = checked_integer(rank, f"{what}: rank", error=LayoutError)

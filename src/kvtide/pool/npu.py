@@ -2,7 +2,7 @@
 
     pool = NPUMHATokenToKVPool(size=…, page_size=128, dtype=torch.bfloat16, …, device="npu")
     copy = pool.get_cpu_copy(slots)            # copy[layer][chunk] -> [k, v], on the host
-    pool.load_cpu_copy(copy, other_slots)      # the same bytes, or an error and none
+    pool.load_cpu_copy(copy, other_slots)      # the same bytes, or an error
     copy.release()
 
 They run on any device that kvtide can open.
