@@ -23,6 +23,7 @@ from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
 from kvtide.serve.batch import PackedBatch, Segment
 from kvtide.serve.models import OpenModel
+from kvtide.serve.options import EngineOptions
 from kvtide.serve.owncheck import check_own_answers
 from kvtide.serve.paged import PagedModel
 from kvtide.serve.repeatable import is_mkl_repeatable
@@ -35,27 +36,7 @@ from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How an engine is built; sizes in bytes, `page_size` and `chunk_tokens` in tokens.
-
-    `kv_memory_bytes` None makes a pool that holds all requests named at `build`;
-    `host_memory_bytes` None takes a quarter of the memory that is free. `threads` None leaves
-    torch's. `keep_logits` keeps a digest of the logits behind each token.
-    """
-
-    kv_memory_bytes: int | None = None
-    host_memory_bytes: int | None = None
-    on_pressure: str = "offload"
-    page_size: int = 16
-    chunk_tokens: int = 256
-    threads: int | None = None
-    exact: bool = True
-    device: str = "cpu"
-    max_running: int = 64
-    keep_logits: bool = False
+__all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
 
 
 @final

@@ -1,0 +1,54 @@
+"""EngineOptions: how an engine is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from kvtide.errors import UsageError
+from kvtide.integers import checked_integer, shown
+
+_LEAST = {
+    "kv_memory_bytes": 0,
+    "host_memory_bytes": 0,
+    "page_size": 1,
+    "chunk_tokens": 1,
+    "threads": 1,
+    "max_running": 1,
+}
+_OPEN = ("kv_memory_bytes", "host_memory_bytes", "threads")
+"""Those that may be None."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine is built; sizes in bytes, `page_size` and `chunk_tokens` in tokens.
+
+    `kv_memory_bytes` None makes a pool that holds all requests named at `build`;
+    `host_memory_bytes` None takes a quarter of the memory that is free. `threads` None leaves
+    torch's. `keep_logits` keeps a digest of the logits behind each token.
+    """
+
+    kv_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    on_pressure: str = "offload"
+    page_size: int = 16
+    chunk_tokens: int = 256
+    threads: int | None = None
+    exact: bool = True
+    device: str = "cpu"
+    max_running: int = 64
+    keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what can't be meant; `parse_size` makes a size of a text."""
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPEN:
+                checked_integer(value, f"engine: {name}", least=least, error=UsageError)
+        if self.on_pressure not in ("offload", "recompute"):
+            raise UsageError(
+                "engine: on_pressure must be 'offload' or 'recompute', not "
+                f"{shown(self.on_pressure)}"
+            )
