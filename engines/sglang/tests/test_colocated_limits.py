@@ -35,15 +35,20 @@ def test_requests_of_some_kinds_arent_saved(reason: str) -> None:
 class TokenToKVPoolAllocator:
     """Named as SGLang's."""
 
+    __module__ = "sglang.srt.mem_cache.allocator.token"
+
 
 class ReqToTokenPool:
     """Named as SGLang's, with the methods that are looked for."""
 
+    __module__ = "sglang.srt.mem_cache.memory_pool"
     available_size = alloc = write = alloc_aux_to_lengths = print
 
 
 class RadixCache:
     """Named as SGLang's."""
+
+    __module__ = "sglang.srt.mem_cache.radix_cache"
 
 
 class ServerArgs(SimpleNamespace):
@@ -120,6 +125,16 @@ def test_servers_of_some_kinds_arent_covered(special: dict[str, Any]) -> None:
     refuse_server(server())
     with pytest.raises(Refused, match="colocated serving isn't covered with "):
         refuse_server(server(**special))
+
+
+@pytest.mark.parametrize("owner", ["token_to_kv_pool_allocator", "req_to_token_pool", "tree_cache"])
+def test_a_class_of_another_package_is_none_of_sglangs(owner: str) -> None:
+    """Whatever it is called: it may give a request more than is known."""
+    ordinary = server()
+    kind = type(getattr(ordinary, owner))
+    setattr(ordinary, owner, type(kind.__name__, (kind,), {"__module__": "vendor.pools"})())
+    with pytest.raises(Refused, match=rf"vendor\.pools\.{kind.__name__}, which isn't known"):
+        refuse_server(ordinary)
 
 
 def test_what_will_be_needed_is_looked_for_at_the_start() -> None:

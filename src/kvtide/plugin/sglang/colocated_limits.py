@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtide.plugin.sglang import colocated_resume, colocated_slots, pending
+from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.parts import Refused
 from kvtide.plugin.sglang.reader import Reader, Table
 
@@ -131,7 +132,7 @@ def refuse_server(scheduler: Any) -> None:
         *_holding(Reader(of["server_args"], READS), _ARGUMENTS),
         *_holding(Reader(of["model_config"], READS), _MODELS),
     ]
-    kinds = {owner: type(of[owner]).__name__ for owner in _KNOWN}
+    kinds = {owner: name_of(of[owner]) for owner in _KNOWN}
     reasons += [
         f"{kind}, which isn't known" for owner, kind in kinds.items() if kind not in _KNOWN[owner]
     ]

@@ -38,6 +38,9 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "mem_cache.unified_draft_pool": (
         *("UnifiedDraftKVPool", "UnifiedDraftSWAKVPool", "UnifiedDraftMambaPool"),
     ),
+    "mem_cache.allocator.token": ("TokenToKVPoolAllocator",),
+    "mem_cache.allocator.paged": ("PagedTokenToKVPoolAllocator",),
+    "mem_cache.allocator.swa": ("SWATokenToKVPoolAllocator",),
     "mem_cache.allocator.unified_mamba": ("UnifiedMambaTokenToKVPoolAllocator",),
     "mem_cache.allocator.unified_hybrid_swa": ("UnifiedMambaSWATokenToKVPoolAllocator",),
     "mem_cache.deepseek_v4_memory_pool": (
@@ -45,6 +48,9 @@ HOMES: Mapping[str, tuple[str, ...]] = {
         *("DeepSeekV4IndexerPool", "DeepSeekV4UnifiedKVPool", "HiSparseC4DevicePool"),
     ),
     "mem_cache.deepseek_v4_compress_state": ("CompressStatePool",),
+    "mem_cache.radix_cache": ("RadixCache",),
+    "mem_cache.unified_radix_cache": ("UnifiedRadixCache",),
+    "hardware_backend.npu.allocator_npu": ("NPUPagedTokenToKVPoolAllocator",),
     "hardware_backend.npu.memory_pool_npu": (
         *("NPUMHATokenToKVPool", "NPUMHATokenToKOnlyPool", "NPUMiniMaxSparseKVPool"),
         "NPUMLATokenToKVPool",
