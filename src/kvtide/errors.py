@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from contextlib import suppress
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -83,9 +84,16 @@ def to_keep(error: E) -> E:
 
 def to_raise(error: E) -> E:
     """The error anew, for each who asks: what is raised holds the frames of who asked."""
-    try:
-        again = copy.copy(error)
-    except Exception:
-        return error  # of a class that can't be copied
-    again.__cause__ = error.__cause__
+    for copied in (copy.copy, _made_bare):
+        with suppress(Exception):  # of a class that is made in a way of its own
+            again = copied(error)
+            again.__cause__ = error.__cause__
+            return again
+    return error
+
+
+def _made_bare(error: E) -> E:
+    """A copy without a call of `__init__`, which may want other arguments than the error keeps."""
+    again = type(error).__new__(type(error), *error.args)
+    vars(again).update(vars(error))
     return again

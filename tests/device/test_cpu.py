@@ -167,7 +167,7 @@ def test_an_error_of_an_item_is_raised_at_each_wait(
 
 
 class PickyError(Exception):
-    """Can't be copied: it is made of two things, and keeps one."""
+    """Copying fails: it is made of two things, and keeps one."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
@@ -186,6 +186,8 @@ def test_an_error_says_where_it_was_though_its_frames_are_let_go(
         (note,) = caught.value.__notes__
         assert "test_cpu.py" in note
         assert "of the item" in note
+        assert caught.value.__traceback__ is not None
+        assert error.__traceback__ is None, "whoever keeps it holds nobody's frames"
 
 
 def test_an_interrupt_ends_the_wait_and_not_the_move(device: CPUDevice) -> None:
