@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtide.device import CPUDevice
 from kvtide.serve import attention, probes, selfcheck
 from kvtide.serve.batch import ExactRules, RowCounts
-from kvtide.serve.operations import Product
+from kvtide.serve.operations import Product, SingleOperation
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from serve import small_models
 
@@ -264,7 +264,7 @@ def test_the_attention_probe_shows_another_order_of_additions(
     def output() -> Tensor:
         found = probe.outcome(1)
         assert found is not None
-        return found.view(6, 64)
+        return found.view(dtype).view(6, 64)
 
     one = output()
     probe.query, probe.keys = probe.query.flip(2), probe.keys.flip(2)
@@ -279,3 +279,29 @@ def test_the_attention_probe_shows_another_order_of_additions(
 def test_an_operation_along_an_axis_of_its_own_is_tried(family: str) -> None:
     """It can't be applied to a line of numbers, and so may have two ways."""
     assert find_rows(small_models.model_of(family), CPUDevice(), max_rows=16).rules is not None
+
+
+def norm_probe(width: int, weight: float = 1.0) -> probes.SingleProbe:
+    """The probe of a norm in bfloat16 with these weights."""
+    weights = torch.full((width,), weight).bfloat16(), torch.zeros(width).bfloat16()
+    call = torch.ops.aten.layer_norm.default
+    norm = SingleOperation(
+        call, (1, None, width), (0, 1, 2), torch.bfloat16, ([width], *weights), {}
+    )
+    return probes.SingleProbe(norm, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_a_norm_is_tried_with_numbers_that_it_can_take(width: int) -> None:
+    """Of the largest numbers of bfloat16 it would make NaN or zeros, which show nothing."""
+    outcome = norm_probe(width).outcome(3)
+    assert outcome is not None
+    found = outcome.view(torch.bfloat16)
+    assert found.isfinite().all()
+    assert 16 < len(set(found.flatten().tolist()))
+
+
+def test_rows_that_are_not_a_number_agree() -> None:
+    """NaN isn't equal to itself, but bits are what exact mode promises."""
+    probe = norm_probe(64, weight=torch.nan)
+    assert {3: 0, 5: 0} == selfcheck._kinds_of(probe, [3, 5])

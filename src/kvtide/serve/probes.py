@@ -32,7 +32,7 @@ class Probe(Protocol):
     """What it is, for people."""
 
     def outcome(self, count: int) -> Tensor | None:
-        """What comes of each of ``count`` rows, [1, any], or None where a row's place matters."""
+        """What comes of each of ``count`` rows, as bytes, or None where a row's place matters."""
 
 
 class ProductProbe:
@@ -118,9 +118,12 @@ class AttentionProbe:
 
 
 def _first_of_equal(rows: Tensor) -> Tensor | None:
-    """The first of ``rows``, [1, any], or None if one of them differs from it in a bit."""
+    """The first of ``rows``, as bytes, or None if one of them differs from it in a bit.
+
+    NaN isn't equal to itself, but its bytes are.
+    """
     data = rows.contiguous().view(torch.uint8)
-    return rows[:1] if torch.equal(data, data[:1].expand_as(data)) else None
+    return data[:1] if torch.equal(data, data[:1].expand_as(data)) else None
 
 
 def _numbers(count: int, width: int, generator: torch.Generator, spread: int = 3) -> Tensor:
@@ -163,32 +166,26 @@ def _showing_numbers(operation: SingleOperation, device: torch.device) -> tuple[
     """Numbers for which the operation's two ways differ, and whether it may have two ways.
 
     Looked for among all numbers of 16 bits, or many of 32. An operation that isn't number by number
-    gets random numbers, and may have two ways.
+    gets random numbers, and may have two ways: of the largest ones a norm would make NaN.
     """
     generator = torch.Generator().manual_seed(_SEED)
+    random = 4 * torch.randn(_TRIED_NUMBERS, generator=generator)
+    numbers = random = random.to(operation.dtype).to(device)
     if operation.dtype.itemsize == 2:
         every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(operation.dtype)
-        numbers = every[every.isfinite()]
-    else:
-        numbers = torch.randn(_TRIED_NUMBERS, generator=generator).to(operation.dtype)
-        numbers = numbers * 4
-    numbers = numbers.to(device)
+        numbers = every[every.isfinite()].to(device)
     if any(isinstance(one, Tensor) for one in (*operation.others, *operation.named.values())):
-        return _shuffled(numbers, generator), True
+        return random, True
     call = operation.function
     try:
         quick = call(numbers, *operation.others, **operation.named)
     except (IndexError, RuntimeError):  # it names an axis that a line of numbers doesn't have
-        return _shuffled(numbers, generator), True
+        return random, True
     if quick.shape != numbers.shape:
-        return _shuffled(numbers, generator), True
+        return random, True
     # Torch's quick way is for numbers that lie side by side.
     apart = numbers.repeat_interleave(2)[::2]
     slow = call(apart, *operation.others, **operation.named)
     differs = (quick != slow) & ~(quick.isnan() & slow.isnan())
     found = numbers[differs]
     return (found, True) if len(found) else (numbers, False)
-
-
-def _shuffled(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return numbers[torch.randperm(len(numbers), generator=generator).to(numbers.device)]
