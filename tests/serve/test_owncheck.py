@@ -235,13 +235,14 @@ def test_one_layer_at_a_time_is_held_twice() -> None:
     assert {(wide, narrow), (narrow, wide), (narrow, narrow)} == seen
 
 
+@pytest.mark.parametrize("layer", [0, 1])
 @DTYPES
-def test_weights_that_are_not_numbers_are_named(dtype: torch.dtype) -> None:
-    """The model's own forward shows it."""
+def test_weights_that_are_not_numbers_are_named(dtype: torch.dtype, layer: int) -> None:
+    """The model's own forward shows it, whether or not a layer caches what comes of them."""
     torch.manual_seed(3)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).to(dtype).eval()
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+        model.model.layers[layer].mlp.up_proj.weight[3, 5] = float("nan")
     assert "its own forward gives NaN" in refusal(model)
 
 

@@ -69,6 +69,8 @@ class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leave
         """Does what is planted in place of torch's own."""
         if func is torch.ops.aten.linear.default:
             return self._product(*args)
+        if func is torch.ops.aten.addmm.default:
+            return self._product(args[1], args[2].T, args[0])
         if func is torch.ops.aten.silu.default:
             given = self._activation(args[0]).double()
             return (given * given.sigmoid()).to(args[0].dtype)
@@ -219,6 +221,17 @@ def test_the_products_alone_show_where_the_place_matters(
     monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     assert rules(1) == check(model, 12, planted).rules
+
+
+def test_products_of_weights_that_lie_the_other_way_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GPT-2 keeps its weights [in, out], and multiplies by another operation than others do."""
+    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
+    planted = Planted(lambda count, out: out if count > 9 else out + 1e-3, out_features=256)
+    found = check(small_models.model_of("GPT2"), 16, planted).rules
+    assert found is not None
+    assert found.rows.counts[0] > 9
 
 
 def test_a_large_head_is_measured_over_the_range(

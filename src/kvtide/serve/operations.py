@@ -33,6 +33,19 @@ class Product:
     out_features: int
     in_features: int
     has_bias: bool
+    is_turned: bool = False
+    """Whether the weight lies as [in, out], as GPT-2's do."""
+
+    @classmethod
+    def of(cls, function: Any, arguments: tuple[Any, ...]) -> Product | None:
+        """The product that this call is, if it is one."""
+        if function is torch.ops.aten.linear.default:
+            out, width = arguments[1].shape
+            return cls(out, width, has_bias=len(arguments) > 2 and arguments[2] is not None)
+        if function is torch.ops.aten.addmm.default:
+            width, out = arguments[2].shape
+            return cls(out, width, has_bias=True, is_turned=True)
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +100,8 @@ class PassWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch lea
         """Lets the operation happen, and keeps it if it is of a kind that may matter."""
         named = kwargs or {}
         outcome = func(*args, **named)
-        if func is torch.ops.aten.linear.default:
-            out, width = args[1].shape
-            product = Product(out, width, has_bias=len(args) > 2 and args[2] is not None)
+        product = Product.of(func, args)
+        if product is not None:
             if self._is_new(product):
                 self.products.append(product)
         elif isinstance(outcome, Tensor) and args and isinstance(args[0], Tensor):

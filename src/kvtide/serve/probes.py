@@ -54,11 +54,17 @@ class ProductProbe:
         row = pad(_numbers(1, width // 2, generator).repeat(1, 2), odd)[:, order]
         self.weight = weight.to(device)
         self.inputs = row.repeat(max_rows, 1).to(dtype).to(device)
-        self._bias = self.weight.new_zeros(out) if product.has_bias else None
+        self._zeros = self.weight.new_zeros(out)
+        self._has_bias = product.has_bias
+        self._turned = self.weight.T.contiguous() if product.is_turned else None
 
     def outcome(self, count: int) -> Tensor | None:
         """The first row, if all are like it."""
-        return _first_of_equal(linear(self.inputs[:count], self.weight, self._bias))
+        rows = self.inputs[:count]
+        if self._turned is not None:
+            return _first_of_equal(torch.addmm(self._zeros, rows, self._turned))
+        bias = self._zeros if self._has_bias else None
+        return _first_of_equal(linear(rows, self.weight, bias))
 
 
 class SingleProbe:
