@@ -32,7 +32,7 @@ help:
 	@echo 'make test-sglang  the tests under SGLang alone'
 	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
 	@echo 'make soak         what takes too long for make test: all models of transformers against their'
-	@echo '                  own answers (five minutes)'
+	@echo '                  own answers, and forty small models in exact mode (many minutes)'
 	@echo 'make clean        remove the environments and everything else that make and tests made'
 	@echo
 	@echo 'PYTHON=python3.12 make ... picks another Python; KV_MEMORY=64MiB make demo another pool.'

@@ -60,6 +60,7 @@ def test_what_the_environment_has_chosen_stays() -> None:
     show = "import os, kvtide.serve; print(os.environ['MKL_CBWR'])"
     assert ["COMPATIBLE"] == run(show, MKL_CBWR="COMPATIBLE")
     assert ["AUTO"] == run(show)
+    assert ["AUTO"] == run(show, MKL_CBWR="")  # as MKL and OpenMP take it: nothing was chosen
 
 
 def test_the_command_sets_how_threads_wait_before_torch_is_loaded() -> None:
@@ -70,4 +71,5 @@ def test_the_command_sets_how_threads_wait_before_torch_is_loaded() -> None:
         "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     )
     assert "passive False" == run(show)[-1]
+    assert "passive False" == run(show, OMP_WAIT_POLICY="")[-1]
     assert "active False" == run(show, OMP_WAIT_POLICY="active")[-1]

@@ -27,7 +27,12 @@ def ask_for_repeatable_results() -> None:
 
     Without effect where MKL has computed something in this process already.
     """
-    os.environ.setdefault(MKL_MODE, "AUTO")
+    set_unless_chosen(MKL_MODE, "AUTO")
+
+
+def set_unless_chosen(name: str, value: str) -> None:
+    """Sets an environment variable that is unset or empty, which chooses nothing."""
+    os.environ[name] = os.environ.get(name) or value
 
 
 def is_mkl_repeatable() -> bool | None:
