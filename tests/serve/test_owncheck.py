@@ -268,3 +268,14 @@ def test_a_short_context_is_not_exceeded() -> None:
     del sizes["num_key_value_heads"], sizes["intermediate_size"]
     model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes)).eval()
     assert check_own_answers(model, CPUDevice(), exact=False).deviation < 2e-5
+
+
+@DTYPES
+def test_experts_of_any_width_are_compared(dtype: torch.dtype) -> None:
+    """The form of experts that transformers prefers takes rows of whole 16 bytes only."""
+    torch.manual_seed(3)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 35}
+    model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SMALL, **experts)).to(dtype).eval()
+    before = model.config._experts_implementation
+    assert check_own_answers(model, CPUDevice(), exact=True).deviation < 1e-4
+    assert before == model.config._experts_implementation

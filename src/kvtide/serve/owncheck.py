@@ -168,7 +168,13 @@ def _pack(requests: Tensor, slots: Tensor, parts: list[tuple[int, range]]) -> Pa
 
 def _own(model: PreTrainedModel, tokens: Tensor, **arguments: Any) -> Tensor:
     """The logits [request, token, vocab] of the model's own forward, float32 on the host."""
-    output = model(input_ids=tokens.to(model.device), use_cache=False, **arguments)
+    experts = model.config._experts_implementation
+    # The plain form: the one that transformers prefers takes no experts of some widths.
+    model.set_experts_implementation("eager")
+    try:
+        output = model(input_ids=tokens.to(model.device), use_cache=False, **arguments)
+    finally:
+        model.set_experts_implementation(experts)
     logits: Tensor = output.logits
     return logits.float().cpu()
 
