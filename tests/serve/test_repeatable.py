@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +54,16 @@ def test_a_program_that_computed_first_is_told() -> None:
     assert "UserWarning: torch has computed before kvtide.serve was imported" in told
     assert "set MKL_CBWR=AUTO" in told
     assert "UserWarning" not in "".join(run(build))
+
+
+@needs_mkl
+def test_the_command_that_answers_prompts_is_in_time(tmp_path: Path) -> None:
+    """Torch is loaded before the engine there, to look for the device."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "a"}\n')
+    options = f"'{prompts}', '--model', 'tiny-random', '--max-new-tokens', '2'"
+    answer = f"import sys; sys.argv = ['kvtide', 'run', {options}]; from kvtide.cli import start"
+    assert "True" in run(f"{answer}; start(){ASK}")
 
 
 def test_what_the_environment_has_chosen_stays() -> None:

@@ -145,7 +145,7 @@ def test_where_the_place_matters_each_row_runs_alone(model: Any) -> None:
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     found = check(model, 12, planted)
     assert rules(1) == found.rules
-    why = "that is slow: passes of 1 rows only, since other numbers of rows change a product"
+    why = "that is slow: no passes but of 1 row, since other numbers of rows change a product"
     assert why in found.detail
     assert "--fast" in found.detail
 

@@ -6,9 +6,8 @@ commands, so that help and errors of input are there at once.
 
 from __future__ import annotations
 
+import os
 import sys
-
-from kvtide.serve.repeatable import ask_for_repeatable_results, set_unless_chosen
 
 
 def start() -> int:
@@ -18,8 +17,7 @@ def start() -> int:
     """
     # OpenMP reads this when torch is loaded. By default its threads wait for each other by
     # spinning: where other programs want the cores, a step then takes many times as long.
-    set_unless_chosen("OMP_WAIT_POLICY", "passive")
-    ask_for_repeatable_results()
+    os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "passive"
     try:
         from kvtide.cli.main import main
 

@@ -53,7 +53,9 @@ class LibraryServing:
     def check_device(self, name: str, *, schedule: str | None = None) -> None:
         """See Serving."""
         from kvtide.device import open_device
+        from kvtide.serve.repeatable import ask_for_repeatable_results
 
+        ask_for_repeatable_results()  # before anything is computed, on a simulated device too
         if schedule is not None:
             simulate(name, schedule)
         open_device(name).close()

@@ -27,12 +27,7 @@ def ask_for_repeatable_results() -> None:
 
     Without effect where MKL has computed something in this process already.
     """
-    set_unless_chosen(MKL_MODE, "AUTO")
-
-
-def set_unless_chosen(name: str, value: str) -> None:
-    """Sets an environment variable that is unset or empty, which chooses nothing."""
-    os.environ[name] = os.environ.get(name) or value
+    os.environ[MKL_MODE] = os.environ.get(MKL_MODE) or "AUTO"  # an empty one chooses nothing
 
 
 def is_mkl_repeatable() -> bool | None:

@@ -101,9 +101,9 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) ->
     else:
         chunk_rows = _ALONE
     rules = rules_with(rows, chunk_rows)
-    detail = f"passes of {rows} rows agree bit for bit"
+    detail = f"passes of {_counted(rows)} agree bit for bit"
     if rows != chunk_rows:
-        detail += f", for prompts of {chunk_rows}"
+        detail += f", for prompts of {_counted(chunk_rows)}"
     detail += _explain_speed(rules, of_rows, of_attention)
     return RowCheck(rules, detail, time.perf_counter() - start)
 
@@ -186,11 +186,15 @@ def _explain_speed(rules: ExactRules, of_rows: Sequence[str], of_attention: Sequ
     ways = []
     if rows.most < 16 or rows.padded(1) > 8:
         why = f", since other numbers of rows change {' and '.join(of_rows)}" if of_rows else ""
-        ways.append(f"passes of {rows} rows only{why}")
+        ways.append(f"no passes but of {_counted(rows)}{why}")
     if not rules.share_attention:
         changed = " and ".join(of_attention)
         ways.append(f"a call of the attention for each request, since company changes {changed}")
     return f"; that is slow: {'; '.join(ways)}; {_remedy()}" if ways else ""
+
+
+def _counted(rows: RowCounts) -> str:
+    return "1 row" if rows.counts == (1,) else f"{rows} rows"
 
 
 def _remedy() -> str:
