@@ -6,8 +6,8 @@ whole batch at once, and `generate_batch` (continuous batching). They take turns
 round, so that what else the machine does hits all alike; given are medians over the rounds,
 wall time and CPU time, and the ratios of tokens a second. Loading, the engine's self-check and
 one unmeasured round come before. With --busy other processes want the same cores meanwhile; how
-threads wait for each other then matters, which OMP_WAIT_POLICY says (kvtide's command sets it to
-passive, this script leaves it).
+threads wait for each other then matters, which OMP_WAIT_POLICY and GOMP_SPINCOUNT say (kvtide's
+command sets them to passive and 1000, this script leaves them).
 
     python benchmarks/engine/bench.py --batch 16 --dtype bfloat16 --threads 2 [--busy 2] [--json]
 """
@@ -207,6 +207,7 @@ def _machine() -> dict[str, Any]:
         "bfloat16_instructions": [name for name in ("avx512_bf16", "amx_bf16") if name in flags],
         "python": platform.python_version(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),

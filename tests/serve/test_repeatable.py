@@ -20,7 +20,7 @@ COMPUTE = "import torch; torch.ones(99, 99) @ torch.ones(99, 99)"
 
 def run(code: str, **settings: str) -> list[str]:
     """What a new process prints that runs this, its environment without what is set here."""
-    names = ("MKL_CBWR", "OMP_WAIT_POLICY")
+    names = ("MKL_CBWR", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
@@ -79,8 +79,10 @@ def test_the_command_sets_how_threads_wait_before_torch_is_loaded() -> None:
     show = (
         "import os, sys; sys.argv = ['kvtide', '--version']; "
         "from kvtide.cli import start; start(); "
-        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+        "print(os.environ['OMP_WAIT_POLICY'], os.environ.get('GOMP_SPINCOUNT'), "
+        "'torch' in sys.modules)"
     )
-    assert "passive False" == run(show)[-1]
-    assert "passive False" == run(show, OMP_WAIT_POLICY="")[-1]
-    assert "active False" == run(show, OMP_WAIT_POLICY="active")[-1]
+    assert "passive 1000 False" == run(show)[-1]
+    assert "passive 1000 False" == run(show, OMP_WAIT_POLICY="")[-1]
+    assert "passive 7 False" == run(show, GOMP_SPINCOUNT="7")[-1]
+    assert "active None False" == run(show, OMP_WAIT_POLICY="active")[-1]

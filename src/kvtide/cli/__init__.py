@@ -15,9 +15,7 @@ def start() -> int:
 
     It needs no package itself, so that it can say which one is missing.
     """
-    # OpenMP reads this when torch is loaded. By default its threads wait for each other by
-    # spinning: where other programs want the cores, a step then takes many times as long.
-    os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "passive"
+    _let_threads_wait()
     try:
         from kvtide.cli.main import main
 
@@ -34,3 +32,15 @@ def start() -> int:
         # Pressed while the modules load; `main` answers for what comes after.
         sys.stderr.write("kvtide: interrupted\n")
         return 130
+
+
+def _let_threads_wait() -> None:
+    """Has OpenMP's threads wait for each other without spinning for long, unless that is chosen.
+
+    OpenMP reads it when torch is loaded. By default they spin: where other programs want the cores,
+    a step then takes many times as long. If they don't spin at all, to wake them takes a third of a
+    small model's step (docs/engine.md). An empty variable chooses nothing.
+    """
+    if not os.environ.get("OMP_WAIT_POLICY"):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT") or "1000"
