@@ -85,18 +85,20 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) ->
     def rules_with(rows: RowCounts, chunk_rows: RowCounts) -> ExactRules:
         return ExactRules(rows, chunk_rows, share_attention=not of_attention)
 
-    def is_safe(rules: ExactRules, rows: RowCounts, *, chunks: bool) -> bool:
-        return all(_agree(probe, rows) for probe in large) and trial.passes_agree(rules, chunks)
+    def is_safe(rules: ExactRules, *, chunks: bool) -> bool:
+        rows = rules.chunk_rows if chunks else rules.rows
+        known = chunks and rows == rules.rows  # those of large weights were tried for answers
+        agree = known or all(_agree(probe, rows) for probe in large)
+        return agree and trial.passes_agree(rules, chunks)
 
     candidates = _candidates(sets, (1, 2, 4, 8, 16, 32, 64))
-    safe = (one for one in candidates if is_safe(rules_with(one, _ALONE), one, chunks=False))
-    rows = next(safe, None)
+    rows = next((one for one in candidates if is_safe(rules_with(one, _ALONE), chunks=False)), None)
     if rows is None:
         tried = "; ".join(map(str, candidates)) or "none"
         detail = f"no row count up to {max_rows} is safe here (tried {tried}); {_remedy()}"
         return RowCheck(None, detail, time.perf_counter() - start)
     for chunk_rows in _candidates(sets, (16, 32, 64, 128, 256)):
-        if is_safe(rules_with(rows, chunk_rows), chunk_rows, chunks=True):
+        if is_safe(rules_with(rows, chunk_rows), chunks=True):
             break
     else:
         chunk_rows = _ALONE
