@@ -32,7 +32,7 @@ ORDER = (
     ("snapshot",),
     ("tier",),
     ("tide",),
-    ("pool.npu", "conformance", "plugin", "serve"),
+    ("npu", "conformance", "plugin", "serve"),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
@@ -52,13 +52,6 @@ def parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def part_of(steps: list[str]) -> str:
-    """The part that a module is in. SGLang's NPU pools are named beside the pools, and stand on
-    top: their copies are a tide's."""
-    is_npu = steps[0] == "pool" and steps[1:2] and steps[1].startswith("npu")
-    return "pool.npu" if is_npu else steps[0]
-
-
 @dataclass(frozen=True)
 class Source:
     """A parsed file; `path` is relative to the package, with slashes."""
@@ -74,7 +67,7 @@ class Source:
     @property
     def part(self) -> str:
         """The first step of the path: `pool` for pool/slots.py, `tide` for tide.py."""
-        return part_of(self.path.removesuffix(".py").split("/"))
+        return self.path.removesuffix(".py").split("/")[0]
 
 
 def imports(source: Source) -> Iterator[tuple[int, str]]:
@@ -107,8 +100,8 @@ def check_order(source: Source) -> list[str]:
         steps = name.split(".")
         if name.startswith("."):
             problems.append(f"{source.path}:{line}: {name}: imports are written in full")
-        elif steps[0] == "kvtide" and steps[1] in RANK and part_of(steps[1:]) != source.part:
-            if RANK[part_of(steps[1:])] >= rank:
+        elif steps[0] == "kvtide" and steps[1] in RANK and steps[1] != source.part:
+            if RANK[steps[1]] >= rank:
                 problems.append(f"{source.path}:{line}: {source.part} stands below {steps[1]}")
         elif steps[0] == "kvtide" and steps[1] not in RANK and source.part != "cli":
             problems.append(f"{source.path}:{line}: {name}: import it from where it is defined")
@@ -263,8 +256,8 @@ BAD = [
     ("order", "serve/engine.py", "from kvtide.cli.run import run"),
     ("order", "layout/spec.py", "from .gqa import GQA"),
     ("order", "__init__.py", "from kvtide.serve.engine import Engine"),
-    ("order", "pool/__init__.py", "from kvtide.pool.npu import NPUMHATokenToKVPool"),
-    ("order", "pool/npu_base.py", "from kvtide.serve.engine import Engine"),
+    ("order", "pool/__init__.py", "from kvtide.npu import NPUMHATokenToKVPool"),
+    ("order", "npu/base.py", "from kvtide.serve.engine import Engine"),
     ("order", "pool/pool.py", "from kvtide import Tide"),
     ("order", "helpers.py", ""),
     ("dependencies", "snapshot.py", "import rich"),
@@ -298,7 +291,7 @@ GOOD = [
     ("order", "cli/run.py", "from kvtide.serve.engine import Engine"),
     ("order", "pool/pool.py", "from kvtide.pool.slots import PageAllocator"),
     ("order", "errors.py", "import sys"),
-    ("order", "pool/npu_base.py", "from kvtide.tide import Tide"),
+    ("order", "npu/base.py", "from kvtide.tide import Tide"),
     ("dependencies", "snapshot.py", "import xxhash, json"),
     ("dependencies", "serve/adapter.py", "import transformers"),
     ("devices", "device/accelerator.py", "import torch\ntorch.cuda.synchronize()"),

@@ -15,8 +15,8 @@ from kvtide.conformance.reference import Bytes
 from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS, Ids
 from kvtide.device import CPUDevice
+from kvtide.npu import NPUTokenToKVPool
 from kvtide.pool import Pool
-from kvtide.pool.npu import NPUTokenToKVPool
 from support import npu_pools
 from support.simulated import SCHEDULES, simulated
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import LayoutError, SlotError
-from kvtide.pool.npu import NPUPagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvtide.npu import NPUPagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from support.npu_pools import differences, image_of, mha, scramble, with_tokens
 from support.simulated import SCHEDULES, simulated
 from support.values import NO_ROWS, name_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtide.errors import ArenaFull, LayoutError, SlotsLost
-from kvtide.pool.npu import CPUCopy, NPUTokenToKVPool
+from kvtide.npu import CPUCopy, NPUTokenToKVPool
 from support.broken_devices import BreakingDevice
 from support.npu_pools import (
     CHUNK,

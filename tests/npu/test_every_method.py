@@ -1,4 +1,4 @@
-"""Every public method of every class of kvtide.pool: its signature is its base's, and it works.
+"""Every public method of every class of kvtide.pool and kvtide.npu works, by its base's signature.
 
 The classes are found by scanning the package. A new one without a maker here, or a new method
 without a call, fails.
@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+import kvtide.npu
 import kvtide.pool
 from kvtide.device import CPUDevice
 from kvtide.errors import LayoutError
-from kvtide.pool import PageAllocator, Pool
-from kvtide.pool.maps import EngineMap
-from kvtide.pool.npu import (
+from kvtide.npu import (
     CPUCopy,
     NPUMHATokenToKVPool,
     NPUMLATokenToKVPool,
@@ -29,8 +28,10 @@ from kvtide.pool.npu import (
     NPUTokenToKVPool,
     TokenToKVPoolAllocator,
 )
-from kvtide.pool.npu_copy import CopyPart, LayerCopy
-from kvtide.pool.npu_planes import PlaneBuffer
+from kvtide.npu.copy import CopyPart, LayerCopy
+from kvtide.npu.planes import PlaneBuffer
+from kvtide.pool import PageAllocator, Pool
+from kvtide.pool.maps import EngineMap
 from support.npu_pools import AnyLayer, mha, mla, packed
 from support.pools import small_geometry
 
@@ -178,14 +179,16 @@ CALLS: dict[str, Call] = {
 
 
 def pool_classes() -> list[type]:
-    """All public classes that modules of kvtide.pool define, in any depth."""
+    """All public classes that modules of kvtide.pool and kvtide.npu define, in any depth."""
     found: set[type] = set()
-    for module in pkgutil.walk_packages(kvtide.pool.__path__, "kvtide.pool."):
-        for name, one in vars(importlib.import_module(module.name)).items():
-            is_own = inspect.isclass(one) and one.__module__ == module.name
-            if is_own and not name.startswith("_") and not getattr(one, "_is_protocol", False):
-                found.add(one)
-    return sorted(found, key=lambda one: one.__name__)
+    for package in (kvtide.pool, kvtide.npu):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for name, kind in vars(importlib.import_module(module.name)).items():
+                is_defined_here = inspect.isclass(kind) and kind.__module__ == module.name
+                is_public = not name.startswith("_") and not getattr(kind, "_is_protocol", False)
+                if is_defined_here and is_public:
+                    found.add(kind)
+    return sorted(found, key=lambda kind: kind.__name__)
 
 
 def methods_of(one: type) -> Iterator[str]:

@@ -170,7 +170,7 @@ def test_rows_that_a_pool_has_not_are_said_to_be_left_out_once(
 ) -> None:
     """SGLang gives them to every pool, and saves the state that they name beside."""
     said: list[str] = []
-    log = logging.getLogger("kvtide.pool.npu_planes")
+    log = logging.getLogger("kvtide.npu.planes")
     monkeypatch.setattr(log, "warning", lambda text, name: said.append(text % name))
     pool = mha("cpu")
     first = pool.get_cpu_copy([4], mamba_indices=torch.tensor(1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtide.errors import LayoutError, SlotError
-from kvtide.pool.npu import NPUTokenToKVPool
+from kvtide.npu import NPUTokenToKVPool
 from support.npu_pools import (
     FIRST_LAYER,
     KINDS,

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.device import AcceleratorDevice, CPUDevice, Device
-from kvtide.pool.npu import NPUMHATokenToKVPool, NPUMLATokenToKVPool, NPUTokenToKVPool
+from kvtide.npu import NPUMHATokenToKVPool, NPUMLATokenToKVPool, NPUTokenToKVPool
 
 Bytes = NDArray[np.uint8]
 Image = dict[tuple[str, int], Bytes]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvtide.npu import NPUMHATokenToKVPool
 from kvtide.plugin.sglang.checkup.cases import CASES
 from kvtide.plugin.sglang.checkup.trips import Built, Case
 from kvtide.plugin.sglang.describe import Subject, describe
 from kvtide.plugin.sglang.draft import describe_with_draft
 from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.parts import Refused
-from kvtide.pool.npu import NPUMHATokenToKVPool
 
 
 def case(name: str) -> Case:
@@ -58,8 +58,8 @@ def test_a_class_of_another_package_is_none_of_sglangs(name: str) -> None:
 def test_a_pool_of_kvtides_own_is_none_of_sglangs() -> None:
     """Two of them have the names of SGLang's."""
     pool = NPUMHATokenToKVPool(64, 4, torch.bfloat16, 1, 8, 1, "cpu", False)
-    assert "kvtide.pool.npu.NPUMHATokenToKVPool" == name_of(pool)
-    with pytest.raises(Refused, match=r"kvtide\.pool\.npu\.NPUMHATokenToKVPool isn't known"):
+    assert "kvtide.npu.mha.NPUMHATokenToKVPool" == name_of(pool)
+    with pytest.raises(Refused, match=r"kvtide\.npu\.mha\.NPUMHATokenToKVPool isn't known"):
         describe(Subject(pool))
     pool.close()
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvtide.device.accelerator import find_accelerator
 from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import checked_integer, integer_of, integers_of, shown
-from kvtide.pool.npu_planes import slots_on
+from kvtide.npu.planes import slots_on
 from kvtide.pool.slots import PageAllocator
 
 _PADDING_PAGE = 0

@@ -22,8 +22,8 @@ from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import integer_of, shown
 from kvtide.layout import Geometry
-from kvtide.pool.npu_copy import CopyPart, CPUCopy, planes_of_lists
-from kvtide.pool.npu_planes import (
+from kvtide.npu.copy import CopyPart, CPUCopy, planes_of_lists
+from kvtide.npu.planes import (
     KEPT_AS_BYTES,
     BufferInfos,
     Layer,

@@ -1,12 +1,4 @@
-"""SGLang's NPU pools and allocators over kvtide: the public names, and the pool for MHA and GQA.
-
-    pool = NPUMHATokenToKVPool(size=…, page_size=128, dtype=torch.bfloat16, …, device="npu")
-    copy = pool.get_cpu_copy(slots)            # copy[layer][chunk] -> [k, v], on the host
-    pool.load_cpu_copy(copy, other_slots)      # the same bytes, or an error
-    copy.release()
-
-They run on any device that kvtide can open.
-"""
+"""SGLang's NPU pool for multi-head and grouped-query attention, over a kvtide Pool."""
 
 from __future__ import annotations
 
@@ -17,20 +9,8 @@ import torch
 from kvtide.device import Device
 from kvtide.errors import LayoutError
 from kvtide.layout import GQA
-from kvtide.pool.npu_allocator import NPUPagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from kvtide.pool.npu_base import NPUTokenToKVPool
-from kvtide.pool.npu_copy import CPUCopy
-from kvtide.pool.npu_mla import NPUMLATokenToKVPool
-from kvtide.pool.npu_planes import PlaneBuffer, dtype_name, refuse, size_of
-
-__all__ = [
-    "CPUCopy",
-    "NPUMHATokenToKVPool",
-    "NPUMLATokenToKVPool",
-    "NPUPagedTokenToKVPoolAllocator",
-    "NPUTokenToKVPool",
-    "TokenToKVPoolAllocator",
-]
+from kvtide.npu.base import NPUTokenToKVPool
+from kvtide.npu.planes import PlaneBuffer, dtype_name, refuse, size_of
 
 
 @final

@@ -12,9 +12,9 @@ from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import integers_of, shown
 from kvtide.layout import Geometry
 from kvtide.layout.mla import MLA_NZ, MLA_PACKED, MLA_SPLIT
-from kvtide.pool.npu_base import NPUTokenToKVPool
-from kvtide.pool.npu_copy import TILE_COLUMNS
-from kvtide.pool.npu_planes import PlaneBuffer, dtype_name, refuse, size_of
+from kvtide.npu.base import NPUTokenToKVPool
+from kvtide.npu.copy import TILE_COLUMNS
+from kvtide.npu.planes import PlaneBuffer, dtype_name, refuse, size_of
 
 _SCALE_COLUMNS = 128
 _LARGEST_FP8 = 448.0  # of e4m3fn

@@ -12,7 +12,7 @@ import torch
 
 from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import checked_integer, shown
-from kvtide.pool.npu_copy import TILE_COLUMNS
+from kvtide.npu.copy import TILE_COLUMNS
 
 logger = logging.getLogger(__name__)
 

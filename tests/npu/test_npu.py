@@ -10,7 +10,7 @@ import torch
 
 from kvtide.device import CPUDevice
 from kvtide.errors import LayoutError, UsageError
-from kvtide.pool.npu import NPUTokenToKVPool
+from kvtide.npu import NPUTokenToKVPool
 from support.npu_pools import (
     CHUNK,
     FIRST_LAYER,
