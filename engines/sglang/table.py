@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtide.plugin.sglang.census import census
+from kvtide.plugin.census import census
 from kvtide.plugin.sglang.checkup.installed import Trip, all_cases, make_trips, reachable
 from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip
-from kvtide.plugin.sglang.colocated_limits import reasons
-from kvtide.plugin.sglang.versions import installed_version
+from kvtide.plugin.sglang.ordinary.coverage import reasons
+from kvtide.plugin.versions import installed_version
 
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
 BEGIN, END = "<!-- made by engines/sglang/table.py -->", "<!-- end of what it made -->"

@@ -11,8 +11,8 @@ import pytest
 from requests_of import ALONE, SETTINGS, Config, Place, Scheduler, config
 from sglang.srt import runtime_context
 
-from kvtide.plugin.sglang import attach as attaching
-from kvtide.plugin.sglang.attach import Attachment, attach
+from kvtide.plugin.sglang import attachment as attaching
+from kvtide.plugin.sglang.attachment import Attachment, attach
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from kvtide.plugin.sglang import colocated
-from kvtide.plugin.sglang.colocated import Shelf
+from kvtide.plugin.sglang.ordinary import shelf as shelving
+from kvtide.plugin.sglang.ordinary.shelf import Shelf
 
 
 class Req:
@@ -102,7 +102,7 @@ def shelved(scheduler: Scheduler, *saved: Req) -> tuple[Shelf, FakeKeeper]:
     """The scheduler's shelf, found by the hooks, with the backups of some of the waiting."""
     keeper = FakeKeeper()
     shelf = Shelf(scheduler, keeper)  # type: ignore[arg-type]
-    colocated._SHELVES[scheduler] = shelf
+    shelving._SHELVES[scheduler] = shelf
     for req in saved:
         shelf.keep(req)
     keeper.calls.clear()

@@ -17,15 +17,16 @@ from typing import Any
 from unittest.mock import patch
 
 from kvtide.cli.main import main
-from kvtide.plugin.sglang import attention, versions
+from kvtide.plugin import versions
+from kvtide.plugin.description import Description
 from kvtide.plugin.sglang.checkup import installed
-from kvtide.plugin.sglang.describe import Subject
-from kvtide.plugin.sglang.parts import Description
-from kvtide.plugin.sglang.source import Source
+from kvtide.plugin.sglang.pools import keys_values
+from kvtide.plugin.sglang.pools.describe import Subject
+from kvtide.plugin.source import Source
 
 # Read once for all runs: that takes two seconds.
 SOURCE = Source.of_installed()
-DESCRIBERS: dict[str, Any] = attention.DESCRIBERS  # type: ignore[assignment]
+DESCRIBERS: dict[str, Any] = keys_values.DESCRIBERS  # type: ignore[assignment]
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -71,7 +72,7 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
         with patch.dict(DESCRIBERS):
             del DESCRIBERS["MHATokenToKOnlyPool"]
             yield "unknown class", run("--json")
-        with patch.object(attention, "READS", {**attention.READS, **MOVED}):
+        with patch.object(keys_values, "READS", {**keys_values.READS, **MOVED}):
             yield "moved reads", run("--json")
             with patch.object(versions, "installed_version", lambda: "0.6.0"):
                 yield "moved reads of another version", run("--json")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kvtide.plugin.sglang.attach import Attachment
+from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.sglang.attachment import Attachment
 from kvtide.plugin.sglang.checkup.cases_attention import mha
-from kvtide.plugin.sglang.keeper import Keeper
 from kvtide.plugin.sglang.settings import Settings
 
 SETTINGS = Settings(host_memory_bytes=1 << 20)

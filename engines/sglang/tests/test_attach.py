@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from requests_of import ALONE, SETTINGS, Config, Place, Scheduler, keeper_of, raising
 
-from kvtide.plugin.sglang import attach as attaching
-from kvtide.plugin.sglang import hooks, status
-from kvtide.plugin.sglang.attach import Attachment, attach, draft_pools, rank_count, would_cover
-from kvtide.plugin.sglang.keeper import Keeper
-from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.description import Refused
+from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.sglang import attachment as attaching
+from kvtide.plugin.sglang import hooks, status_line
+from kvtide.plugin.sglang.attachment import Attachment, attach, draft_pools, rank_count, would_cover
 from kvtide.plugin.sglang.settings import Settings
 
 pytest_plugins = ["attached_case"]
@@ -158,7 +158,7 @@ def test_strict_turns_what_is_wrong_into_an_error(
 ) -> None:
     """SGLang ends a server whose scheduler can't be made."""
     monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: [])
-    monkeypatch.setattr("kvtide.plugin.sglang.describe.describers", dict)
+    monkeypatch.setattr("kvtide.plugin.sglang.pools.describe.describers", dict)
     begin = hooks._beginning(Settings(mode))
     made = Scheduler(place.allocator, place.request_pool)
     if mode == "on":
@@ -215,7 +215,7 @@ def test_one_line_says_what_is_covered_or_why_not(
     told = Attachment(attachment.scheduler, SETTINGS, attachment.keeper, refusal)
     if refusal:
         told.keeper = None
-    wrong = status.report(told, loose)
+    wrong = status_line.report(told, loose)
     (record,) = caplog.records
     assert level == record.levelno
     assert said in record.getMessage()
@@ -229,9 +229,9 @@ def test_one_rank_speaks_for_those_in_step_with_it(
     """Each says what is wrong with itself."""
     configure({**ALONE, "attn_tp_rank": 1})
     caplog.set_level(logging.INFO)
-    status.report(attachment, [])
+    status_line.report(attachment, [])
     assert [] == caplog.records
-    status.report(attachment, ["a.b"])
+    status_line.report(attachment, ["a.b"])
     assert 1 == len(caplog.records)
 
 
@@ -240,7 +240,7 @@ def test_a_draft_that_is_left_out_is_a_warning(
 ) -> None:
     """With what is covered all the same."""
     keeper_of(attachment).draft_refusal = "StrangeDraftPool isn't known"
-    assert "the draft model's KV isn't kept" in status.report(attachment, [])
+    assert "the draft model's KV isn't kept" in status_line.report(attachment, [])
     (record,) = caplog.records
     assert "covers MHATokenToKVPool (k, v)" in record.getMessage()
     assert "StrangeDraftPool isn't known" in record.getMessage()
@@ -270,7 +270,7 @@ def test_an_arena_without_room_for_anything_is_a_warning(
     scheduler = Scheduler(place.allocator, place.request_pool)
     found = attach(scheduler, Settings(host_memory_bytes=0))
     configure(disaggregation_mode=mode)
-    assert f"so {fate}; raise KVTIDE_HOST_MEMORY" in status.report(found, [])
+    assert f"so {fate}; raise KVTIDE_HOST_MEMORY" in status_line.report(found, [])
     (record,) = caplog.records
     assert "KVTIDE_SGLANG=0" in record.getMessage()
     found.close()
@@ -283,9 +283,9 @@ def test_an_ordinary_servers_line_names_no_backend(
     """It has none, whatever the setting says, and aborts nothing."""
     configure(disaggregation_mode="null", disaggregation_decode_retraction_backup=backend)
     caplog.set_level(logging.INFO)
-    assert "" == status.report(attachment, [])
+    assert "" == status_line.report(attachment, [])
     refused = Attachment(attachment.scheduler, SETTINGS, refusal="X: no")
-    assert "left to SGLang: X: no" == status.report(refused, [])
+    assert "left to SGLang: X: no" == status_line.report(refused, [])
     covered, left = (record.getMessage() for record in caplog.records)
     assert covered.endswith("on this rank, for 2730 tokens")
     assert left.endswith("with SGLang 0.5.23: left to SGLang: X: no")
@@ -304,7 +304,7 @@ def test_a_server_with_nothing_to_do_says_why(
     """An ordinary one says what would give it something."""
     configure(disaggregation_mode=mode)
     caplog.set_level(logging.INFO)
-    assert "" == status.report(None, [])
+    assert "" == status_line.report(None, [])
     assert said in caplog.text
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.plugin.sglang.census import ABSTRACT, WITHIN, PoolClass, census
-from kvtide.plugin.sglang.describe import describers
+from kvtide.plugin.census import ABSTRACT, WITHIN, PoolClass, census
 from kvtide.plugin.sglang.homes import HOMES
-from kvtide.plugin.sglang.source import Source
+from kvtide.plugin.sglang.pools.describe import describers
+from kvtide.plugin.source import Source
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from colocated_fakes import Req, Scheduler, shelved
 
-from kvtide.plugin.sglang.colocated_limits import refuse_server, why_not
-from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.description import Refused
+from kvtide.plugin.sglang.ordinary.coverage import refuse_server, why_not
 
 KINDS: dict[str, dict[str, Any]] = {
     "a beam group": {"beam_group": object()},

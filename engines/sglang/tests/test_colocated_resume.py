@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from kvtide.plugin.sglang.colocated_resume import batch_of
+from kvtide.plugin.sglang.ordinary.resume import batch_of
 
 
 class Unset:

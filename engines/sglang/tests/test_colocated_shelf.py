@@ -12,8 +12,8 @@ from sglang.srt.lora.lora_drainer import LoRADrainer
 from sglang.srt.lora.lora_manager import LoRAManager
 
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged
-from kvtide.plugin.sglang import colocated
-from kvtide.plugin.sglang.colocated_resume import recount_penalties
+from kvtide.plugin.sglang.ordinary import shelf as shelving
+from kvtide.plugin.sglang.ordinary.resume import recount_penalties
 
 Place = SimpleNamespace
 
@@ -22,14 +22,14 @@ Place = SimpleNamespace
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     """What SGLang's pool says to a request that comes back; `room` and `slots` may be changed."""
     said = Place(room=True, slots=True, given_back=[])
-    monkeypatch.setattr(colocated, "bind_to_root", lambda scheduler, req: None)
-    monkeypatch.setattr(colocated, "has_room", lambda scheduler, req, running: said.room)
-    monkeypatch.setattr(colocated, "take_slots", lambda scheduler, req: said.slots)
+    monkeypatch.setattr(shelving, "bind_to_root", lambda scheduler, req: None)
+    monkeypatch.setattr(shelving, "has_room", lambda scheduler, req, running: said.room)
+    monkeypatch.setattr(shelving, "take_slots", lambda scheduler, req: said.slots)
     monkeypatch.setattr(
-        colocated, "give_slots_back", lambda scheduler, req: said.given_back.append(req.rid)
+        shelving, "give_slots_back", lambda scheduler, req: said.given_back.append(req.rid)
     )
-    monkeypatch.setattr(colocated, "batch_of", lambda scheduler, req: Batch(req))
-    monkeypatch.setattr(colocated, "recount_penalties", lambda batch, req, is_late: False)
+    monkeypatch.setattr(shelving, "batch_of", lambda scheduler, req: Batch(req))
+    monkeypatch.setattr(shelving, "recount_penalties", lambda batch, req, is_late: False)
     return said
 
 
@@ -41,7 +41,7 @@ def plan(scheduler: Scheduler, running: Batch) -> tuple[list[str], list[str] | N
         shown.append(_names(scheduler.waiting_queue))
         return SimpleNamespace(running_batch=running)
 
-    planned = colocated._plan_prefill(original, scheduler, running)
+    planned = shelving._plan_prefill(original, scheduler, running)
     return _names(planned.running_batch.reqs), shown[0] if shown else None
 
 
@@ -177,7 +177,7 @@ def test_what_cant_be_saved_is_left_to_sglang() -> None:
     scheduler = Scheduler()
     shelf, keeper = shelved(scheduler)
     keeper.error = ArenaFull("no room")
-    colocated._keep(req=Req("refused"), tree_cache=scheduler.tree_cache, remaing_req_count=1)
+    shelving._keep(req=Req("refused"), tree_cache=scheduler.tree_cache, remaing_req_count=1)
     assert (["save refused"], 0) == (keeper.calls, len(shelf))
 
 
@@ -185,8 +185,8 @@ def test_sglang_says_when_a_backup_is_of_no_use() -> None:
     """A request that it aborts, or will compute under other weights, isn't saved."""
     scheduler = Scheduler()
     _, keeper = shelved(scheduler)
-    colocated._keep(req=Req("aborted"), tree_cache=scheduler.tree_cache, offload_kv=False)
-    colocated._keep(req=Req("another's"), tree_cache=object())
+    shelving._keep(req=Req("aborted"), tree_cache=scheduler.tree_cache, offload_kv=False)
+    shelving._keep(req=Req("another's"), tree_cache=object())
     assert [] == keeper.calls
 
 
@@ -196,17 +196,17 @@ def test_who_waits_no_more_has_no_backup() -> None:
     scheduler = Scheduler(gone, there)
     _, keeper = shelved(scheduler, gone, there)
     scheduler.waiting_queue.remove(gone)
-    colocated._after_abort(None, scheduler, "an abort")
+    shelving._after_abort(None, scheduler, "an abort")
     assert ["discard gone"] == keeper.calls
 
 
 @pytest.mark.parametrize(
     ("happen", "discarded"),
     [
-        (lambda scheduler: colocated._after_flush(True, scheduler), True),
-        (lambda scheduler: colocated._after_flush(False, scheduler), False),
-        (lambda scheduler: colocated._before_update(SimpleNamespace(scheduler=scheduler)), True),
-        (colocated._before_shutdown, True),
+        (lambda scheduler: shelving._after_flush(True, scheduler), True),
+        (lambda scheduler: shelving._after_flush(False, scheduler), False),
+        (lambda scheduler: shelving._before_update(SimpleNamespace(scheduler=scheduler)), True),
+        (shelving._before_shutdown, True),
     ],
     ids=["flushed", "not flushed", "other weights", "shutdown"],
 )
@@ -246,7 +246,7 @@ def test_penalties_count_as_if_nothing_had_happened(is_late: bool, given: int) -
     if is_late:
         shelf._late.add(req)
     for step in range(given, given + 3):
-        colocated._count(sglang_counts, batch)
+        shelving._count(sglang_counts, batch)
         # An overlapped step's token is known only when the next one is under way.
         undisturbed = ([8] if is_late else []) + list(range(100, 100 + step))
         assert undisturbed[:step] == counted
@@ -281,7 +281,7 @@ def test_what_nobody_thought_of_closes_the_shelf(
     first, second = Req("first"), Req("second")
     scheduler = Scheduler(first, second)
     shelf, keeper = shelved(scheduler, first, second)
-    monkeypatch.setattr(colocated, "batch_of", moved)
+    monkeypatch.setattr(shelving, "batch_of", moved)
     assert (["running"], ["first", "second"]) == plan(scheduler, Batch(Req("running")))
     assert ["first"] == place.given_back
     assert ["restore first", "discard second"] == keeper.calls
@@ -301,7 +301,7 @@ def test_so_does_what_comes_before_a_restore(
     saved = Req("saved")
     scheduler = Scheduler(saved)
     shelf, keeper = shelved(scheduler, saved)
-    monkeypatch.setattr(colocated, name, moved)
+    monkeypatch.setattr(shelving, name, moved)
     assert (["running"], ["saved"]) == plan(scheduler, Batch(Req("running")))
     assert (["discard saved"], []) == (keeper.calls, place.given_back)
     assert 0 == len(shelf)
@@ -311,7 +311,7 @@ def test_a_request_that_is_retracted_again_is_not_late(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it is computed again, SGLang counts its tokens as any other's."""
-    monkeypatch.setattr(colocated, "recount_penalties", lambda batch, req, is_late: True)
+    monkeypatch.setattr(shelving, "recount_penalties", lambda batch, req, is_late: True)
     req = Req("late", output_ids=[5, 6])
     scheduler = Scheduler(req, enable_overlap=True)
     shelf, keeper = shelved(scheduler, req)

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from kvtide.plugin.sglang.checkup.cases_state import state_params
 from kvtide.plugin.sglang.checkup.cases_window import allocator_of, extend, window_pool
-from kvtide.plugin.sglang.colocated_slots import longest_window_slots, take_slots
+from kvtide.plugin.sglang.ordinary.allocation import longest_window_slots, take_slots
 
 WINDOW = 20
 

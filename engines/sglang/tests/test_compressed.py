@@ -22,13 +22,13 @@ from sglang.srt.mem_cache import memory_pool
 
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, rows_of
-from kvtide.plugin.sglang import colocated_slots
+from kvtide.plugin.description import Refused
+from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, mha
 from kvtide.plugin.sglang.checkup.cases_compressed import attach, grow, request_pool
 from kvtide.plugin.sglang.checkup.cases_state import STATE_LAYERS, state_params
-from kvtide.plugin.sglang.describe import Subject, describe
-from kvtide.plugin.sglang.keeper import Keeper
-from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.ordinary import allocation
+from kvtide.plugin.sglang.pools.describe import Subject, describe
 from kvtide.plugin.sglang.rules import EntriesOfRequest
 from kvtide.plugin.sglang.settings import Settings
 
@@ -291,7 +291,7 @@ def test_a_request_that_was_retracted_reads_what_another_would(
     other = server.admit("b")
     for _ in range(token_count + 3):
         server.step(other)
-    assert colocated_slots.take_slots(server, req)
+    assert allocation.take_slots(server, req)
     server.keeper.restore(req, backup)
     for _ in range(10):
         expected, found = control.step(never), server.step(req)
@@ -309,7 +309,7 @@ def test_what_comes_back_takes_and_gives_as_many_slots_as_before(server: Server)
     backup = server.keeper.save(req)
     server.retract(req)
     assert before == server.free_counts()
-    assert colocated_slots.take_slots(server, req)
+    assert allocation.take_slots(server, req)
     server.keeper.restore(req, backup)
     assert held == server.free_counts()
     server.retract(req)
@@ -326,8 +326,8 @@ def test_without_slots_for_them_a_request_waits(
     server.retract(req)
     before, server.cache.free_slots = server.free_counts(), server.cache.free_slots[:5]
     given_back = []
-    monkeypatch.setattr(colocated_slots, "give_slots_back", lambda _, req: given_back.append(req))
-    assert not colocated_slots.take_slots(server, req)
+    monkeypatch.setattr(allocation, "give_slots_back", lambda _, req: given_back.append(req))
+    assert not allocation.take_slots(server, req)
     assert ([req], 5) == (given_back, len(server.cache.free_slots))
     server.retract(req)
     assert before[:2] == server.free_counts()[:2]

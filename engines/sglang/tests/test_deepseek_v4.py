@@ -7,7 +7,7 @@ import torch
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, rows_of
 from kvtide.plugin.sglang.checkup.cases_deepseek_v4 import CASES
-from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import Subject, describe
 from kvtide.plugin.sglang.rules import PagesOfRequest
 
 TABLE = torch.tensor([[0, 0, 0], [7, 3, 5], [2, 0, 0]])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.plugin.sglang.census import census
+from kvtide.plugin.census import census
 from kvtide.plugin.sglang.checkup.cases import CASES
 
 SCRIPT = Path(__file__).parent / "doctor_runs.py"

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvtide.npu import NPUMHATokenToKVPool
+from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup.cases import CASES
 from kvtide.plugin.sglang.checkup.trips import Built, Case
-from kvtide.plugin.sglang.describe import Subject, describe
-from kvtide.plugin.sglang.draft import describe_with_draft
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
 
 
 def case(name: str) -> Case:

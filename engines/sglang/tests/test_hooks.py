@@ -15,9 +15,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtide.arena import Lease
 from kvtide.errors import SlotError, SlotsLost
+from kvtide.plugin.keeper import Backup
 from kvtide.plugin.sglang import hooks
-from kvtide.plugin.sglang.attach import Attachment, is_saved
-from kvtide.plugin.sglang.keeper import Backup
+from kvtide.plugin.sglang.attachment import Attachment, is_saved
 from kvtide.plugin.sglang.settings import Settings
 
 pytest_plugins = ["attached_case"]
@@ -201,7 +201,7 @@ def test_an_open_choice_falls_on_the_backend_without_a_pool(
     monkeypatch.setattr(runtime_context, "get_context", lambda: context)
     configure(**disagg)
     if not is_known:
-        monkeypatch.setattr("kvtide.plugin.sglang.describe.describers", dict)
+        monkeypatch.setattr("kvtide.plugin.sglang.pools.describe.describers", dict)
     worker = SimpleNamespace(get_memory_pool=lambda: (place.request_pool, place.allocator))
     found = hooks.resolve_decode_retraction_backup(lambda tp_worker: "resolved", tp_worker=worker)
     assert "resolved" == found

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtide.plugin.sglang import host
-from kvtide.plugin.sglang.host import Gather, gather_alone, measure_with
+from kvtide.plugin import host_memory
+from kvtide.plugin.host_memory import Gather, gather_alone, measure_with
 
 GIB = 1 << 30
 RANKS = range(4)
@@ -47,7 +47,7 @@ def measure_on(
 ) -> dict[int, tuple[int, int]]:
     """What each rank hears: of those in `order`, one after the other, the first `touched` have
     written to their pools when they ask. Who has its answer takes an arena."""
-    monkeypatch.setattr(host, "free_memory_bytes", machine.free_bytes)
+    monkeypatch.setattr(host_memory, "free_memory_bytes", machine.free_bytes)
     heard: dict[int, tuple[int, int]] = {}
 
     def run(rank: int, untouched_bytes: int) -> None:
@@ -81,8 +81,8 @@ def test_ranks_agree_in_whatever_order_they_write_to_their_pools(
 
 def test_ranks_of_other_hosts_take_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """They answer, as all must, and their memory is their own."""
-    monkeypatch.setattr(host, "_host_id", lambda: 1)
-    monkeypatch.setattr(host, "free_memory_bytes", lambda: 9)
+    monkeypatch.setattr(host_memory, "_host_id", lambda: 1)
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9)
     others = [[1, 4], [2, 1]]
     assert (3 + 4, 4) == measure_with(lambda numbers: [numbers, *others], 2)(3)
 
@@ -90,5 +90,5 @@ def test_ranks_of_other_hosts_take_nothing_here(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_that_take_no_part_count_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a server share the host, and have no group in common: nobody hears what they
     have written to."""
-    monkeypatch.setattr(host, "free_memory_bytes", lambda: 9)
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9)
     assert (4 * 3, 9) == measure_with(gather_alone, 4)(3)

@@ -16,10 +16,10 @@ from sglang.srt.mem_cache import memory_pool
 
 from kvtide.device import Plan
 from kvtide.errors import ArenaFull, SlotError, SlotsLost, SnapshotDamaged, SnapshotMiss
+from kvtide.plugin.description import Refused
+from kvtide.plugin.keeper import REASONS, DeviceFailed, Keeper, RankFailed, StateAhead
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
-from kvtide.plugin.sglang.keeper import REASONS, DeviceFailed, Keeper, RankFailed, StateAhead
-from kvtide.plugin.sglang.parts import Refused
 from kvtide.plugin.sglang.rules import LastTokens
 from kvtide.plugin.sglang.settings import Settings
 

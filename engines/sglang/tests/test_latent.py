@@ -8,10 +8,10 @@ from sglang.srt.layers.dcp.layout import localize_dcp_indices, maybe_dcp_kernel_
 
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, rows_of
+from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup import cases_deepseek_v4, cases_latent, cases_npu
 from kvtide.plugin.sglang.checkup.trips import Refusal, randomise, same
-from kvtide.plugin.sglang.describe import Subject, describe
-from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.sglang.pools.describe import Subject, describe
 from kvtide.plugin.sglang.rules import Striped
 
 REFUSED = [*cases_latent.REFUSED, *cases_npu.REFUSED, *cases_deepseek_v4.REFUSED]

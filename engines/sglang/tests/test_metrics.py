@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from requests_of import Place
 
 from kvtide.errors import ArenaFull
-from kvtide.plugin.sglang.keeper import Keeper
-from kvtide.plugin.sglang.metrics import metrics_of
+from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.metrics import metrics_of
 from kvtide.plugin.sglang.settings import Settings
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}

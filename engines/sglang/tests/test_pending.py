@@ -12,10 +12,10 @@ import requests_of
 from colocated_fakes import Batch, Req, Scheduler
 from sglang.srt import runtime_context
 
-from kvtide.plugin.sglang import attach, hooks
-from kvtide.plugin.sglang.attach import Attachment
+from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.sglang import attachment, hooks
+from kvtide.plugin.sglang.attachment import Attachment
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
-from kvtide.plugin.sglang.keeper import Keeper
 from kvtide.plugin.sglang.settings import Settings
 
 
@@ -31,7 +31,7 @@ def attached(scheduler: Scheduler, *, has_state: bool = True) -> Attachment:
     """Makes kvtide the scheduler's."""
     found = Attachment(scheduler, Settings())
     found.keeper = SimpleNamespace(has_recurrent_state=has_state)  # type: ignore[assignment]
-    attach._attachments[:] = [found]
+    attachment._attachments[:] = [found]
     return found
 
 
@@ -66,7 +66,7 @@ def retracting(
 @pytest.fixture(autouse=True)
 def _nobody_attached() -> Any:
     yield
-    attach._attachments.clear()
+    attachment._attachments.clear()
 
 
 def test_results_are_looked_at_before_a_retraction() -> None:

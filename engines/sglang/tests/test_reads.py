@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.plugin.sglang.source import Source, gone
-from kvtide.plugin.sglang.versions import tables
+from kvtide.plugin.source import Source, gone
+from kvtide.plugin.versions import tables
 
 
 @pytest.fixture(scope="module")

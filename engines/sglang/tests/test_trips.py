@@ -10,9 +10,9 @@ import torch
 
 from kvtide.device import open_device
 from kvtide.errors import LayoutError
+from kvtide.plugin.description import Description, Part
 from kvtide.plugin.sglang.checkup import cases_state
 from kvtide.plugin.sglang.checkup.trips import Built, KvtideWay, Outcome, round_trip
-from kvtide.plugin.sglang.parts import Description, Part
 
 BESIDE_STATE = next(case for case in cases_state.CASES if case.name == "MHA beside state")
 QSA = next(case for case in cases_state.CASES if case.name.startswith("QSA: "))

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.plugin.sglang import attention, versions
-from kvtide.plugin.sglang.parts import Refused
-from kvtide.plugin.sglang.reader import Table
-from kvtide.plugin.sglang.source import Source
-from kvtide.plugin.sglang.versions import refuse_if_moved
+from kvtide.plugin import versions
+from kvtide.plugin.description import Refused
+from kvtide.plugin.reader import Table
+from kvtide.plugin.sglang.pools import keys_values
+from kvtide.plugin.source import Source
+from kvtide.plugin.versions import refuse_if_moved
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
 def install(monkeypatch: pytest.MonkeyPatch, number: str, reads: Table) -> None:
     """SGLang of that version, of which kvtide reads these things as well."""
     monkeypatch.setattr(versions, "installed_version", lambda: number)
-    monkeypatch.setattr(attention, "READS", {**attention.READS, **reads})
+    monkeypatch.setattr(keys_values, "READS", {**keys_values.READS, **reads})
 
 
 def test_the_installed_sglang_is_a_tested_one() -> None:

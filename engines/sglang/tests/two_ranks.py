@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed
 from torch import multiprocessing
 
-from kvtide.plugin.sglang.attach import least_among
+from kvtide.plugin.sglang.attachment import least_among
 
 
 def ask(values: list[list[int]], folder: Path) -> list[list[int]]:

@@ -60,7 +60,7 @@ class SGLangReport:
     @property
     def is_refused(self) -> bool:
         """Whether kvtide leaves all pools to this SGLang, as `attach` finds that it has moved."""
-        from kvtide.plugin.sglang.versions import TESTED
+        from kvtide.plugin.versions import TESTED
 
         return bool(self.gone) and self.versions["sglang"] not in TESTED
 
@@ -112,7 +112,7 @@ def _look_around() -> SGLangReport:
 
 
 def _look_for_reads(console: Console, report: SGLangReport) -> None:
-    from kvtide.plugin.sglang.versions import what_is_gone
+    from kvtide.plugin.versions import what_is_gone
 
     print_heading(console, "Whether this SGLang is one that kvtide can read")
     report.gone = what_is_gone()
@@ -230,7 +230,7 @@ def _versions() -> dict[str, str]:
     import torch
 
     from kvtide import __version__
-    from kvtide.plugin.sglang.versions import installed_version
+    from kvtide.plugin.versions import installed_version
 
     return {"sglang": installed_version(), "kvtide": __version__, "torch": torch.__version__}
 

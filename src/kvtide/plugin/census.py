@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from kvtide.plugin.sglang.describe import NeverMoved, describers
 from kvtide.plugin.sglang.homes import is_at_home
-from kvtide.plugin.sglang.source import Source, SourceClass
-from kvtide.plugin.sglang.state import STATE_POOLS
+from kvtide.plugin.sglang.pools.describe import NeverMoved, describers
+from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS
+from kvtide.plugin.source import Source, SourceClass
 
 ROOTS = ("KVCache", "MambaPool", "CompressStatePool")
 """Those and all that derive from them are pools, and so is what has a copy method of its own."""

@@ -36,11 +36,11 @@ from kvtide.errors import (
     SnapshotMiss,
 )
 from kvtide.layout import OfRequest
-from kvtide.plugin.sglang.describe import Subject, describe
-from kvtide.plugin.sglang.host import Measure, gather_alone, limit_bytes_of, measure_with
-from kvtide.plugin.sglang.own_rows import rows_of_request
-from kvtide.plugin.sglang.parts import Description, Refused
-from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.description import Description, Refused
+from kvtide.plugin.host_memory import Measure, gather_alone, limit_bytes_of, measure_with
+from kvtide.plugin.reader import Table
+from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.requests import rows_of_request
 from kvtide.plugin.sglang.rules import LastTokens
 from kvtide.plugin.sglang.settings import Settings
 from kvtide.pool import Pool
@@ -384,7 +384,7 @@ def _adopt(
     """The pool with those of the draft, or without them and the reason."""
     refusal = ""
     if draft_pools:
-        from kvtide.plugin.sglang.draft import describe_with_draft
+        from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
 
         try:
             description = describe_with_draft(subject, draft_pools)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from kvtide.plugin.sglang.keeper import REASONS, Keeper
+from kvtide.plugin.keeper import REASONS, Keeper
 
 _TOTALS = {
     "retractions": ("retracted_requests", "Retracted requests that kvtide was to save."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from kvtide.plugin.sglang.parts import Refused
+from kvtide.plugin.description import Refused
 
 Table = Mapping[str, tuple[str, ...]]
 """Of each class, by name: what is read of it. A name that ends in `?` may be absent or None."""

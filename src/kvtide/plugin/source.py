@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import final
 
-from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.reader import Table
 
 _CLASS = re.compile(r"^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^)]*)\))?", re.MULTILINE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -13,9 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvtide.errors import first_line
 from kvtide.plugin import sglang as plugin
-from kvtide.plugin.sglang.parts import Refused
-from kvtide.plugin.sglang.reader import Table
-from kvtide.plugin.sglang.source import Source, gone
+from kvtide.plugin.description import Refused
+from kvtide.plugin.reader import Table
+from kvtide.plugin.sglang import ordinary, pools
+from kvtide.plugin.source import Source, gone
 
 TESTED = ("0.5.23",)
 _NAMED_COUNT = 5
@@ -31,7 +32,12 @@ def installed_version(package: str = "sglang") -> str:
 
 def tables() -> list[Table]:
     """What kvtide reads of SGLang: the `READS` of all modules of the plugin that have one."""
-    names = [one.name for one in pkgutil.iter_modules(plugin.__path__, f"{plugin.__name__}.")]
+    packages = (plugin, pools, ordinary)
+    names = [
+        found.name
+        for package in packages
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ]
     modules = [importlib.import_module(name) for name in names]
     return [module.READS for module in modules if hasattr(module, "READS")]
 

@@ -51,10 +51,10 @@ def register() -> None:
     HookRegistry.register(plan, _plan, HookType.AROUND)
     HookRegistry.register(f"{queue}.resume_retracted_reqs", _resume, HookType.AROUND)
     HookRegistry.register(sent, _send, HookType.AFTER)
-    unseen = "kvtide.plugin.sglang.pending.Pending._unseen"
+    unseen = "kvtide.plugin.sglang.unseen_results.Pending._unseen"
     HookRegistry.register(unseen, _unseen, HookType.AFTER)
     if os.environ.get("KVTIDE_MEDDLE") == "refuse":
-        from kvtide.plugin.sglang import describe
+        from kvtide.plugin.sglang.pools import describe
 
         describe.describers = dict
 
@@ -158,7 +158,7 @@ def _is_meant(prefix: str, req: Any) -> bool:
 
 @contextmanager
 def _full_arena(is_full: bool) -> Iterator[None]:
-    from kvtide.plugin.sglang.attach import attached
+    from kvtide.plugin.sglang.attachment import attached
 
     if not is_full:
         yield
@@ -176,7 +176,7 @@ def _full_arena(is_full: bool) -> Iterator[None]:
 
 @contextmanager
 def _nothing_restored(is_skipped: bool) -> Iterator[None]:
-    from kvtide.plugin.sglang.keeper import Keeper
+    from kvtide.plugin.keeper import Keeper
 
     if not is_skipped:
         yield

@@ -54,7 +54,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
-    keeper = "kvtide.plugin.sglang.keeper.Keeper"
+    keeper = "kvtide.plugin.keeper.Keeper"
     HookRegistry.register(f"{keeper}.save", _save, HookType.AROUND)
     HookRegistry.register(f"{keeper}.restore", _restore, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.update_running_batch", _abort, HookType.AFTER)

@@ -15,15 +15,15 @@ from typing import Any, final
 import torch
 
 from kvtide.errors import ArenaFull, KvtideError
-from kvtide.plugin.sglang import colocated, colocated_slots
-from kvtide.plugin.sglang.host import gather_among, measure_with
-from kvtide.plugin.sglang.keeper import Backup, Keeper
-from kvtide.plugin.sglang.metrics import metrics_of
-from kvtide.plugin.sglang.parts import Refused
-from kvtide.plugin.sglang.pending import Pending
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.description import Refused
+from kvtide.plugin.host_memory import gather_among, measure_with
+from kvtide.plugin.keeper import Backup, Keeper
+from kvtide.plugin.metrics import metrics_of
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang.ordinary import allocation, shelf
 from kvtide.plugin.sglang.settings import Settings
-from kvtide.plugin.sglang.versions import refuse_if_moved
+from kvtide.plugin.sglang.unseen_results import Pending
+from kvtide.plugin.versions import refuse_if_moved
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _serve(scheduler: Any, keeper: Keeper) -> None:
     except Exception:
         logger.exception("kvtide goes without metrics")
     if get_disagg().disaggregation_mode == "null":
-        colocated.attach(scheduler, keeper)
+        shelf.attach(scheduler, keeper)
 
 
 def would_cover(request_pool: Any, allocator: Any) -> bool:
@@ -245,7 +245,7 @@ def _window_tokens(of: Reader) -> int | None:
     disagg, page_size = get_disagg(), int(of["token_to_kv_pool_allocator"].page_size)
     if disagg.disaggregation_mode == "null":
         is_shared = of["tree_cache"].supports_prefix_sharing()
-        return colocated_slots.window_tokens(size, page_size, is_shared=is_shared)
+        return allocation.window_tokens(size, page_size, is_shared=is_shared)
     is_cached = disagg.disaggregation_mode == "decode" and (
         disagg.disaggregation_decode_enable_radix_cache
     )

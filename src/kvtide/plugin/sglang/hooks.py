@@ -25,8 +25,9 @@ from http import HTTPStatus
 from typing import Any
 
 from kvtide.errors import UsageError
-from kvtide.plugin.sglang import colocated
-from kvtide.plugin.sglang.attach import (
+from kvtide.plugin.description import Refused
+from kvtide.plugin.reader import Reader
+from kvtide.plugin.sglang.attachment import (
     READS,
     Attachment,
     attach,
@@ -34,10 +35,9 @@ from kvtide.plugin.sglang.attach import (
     is_saved,
     would_cover,
 )
-from kvtide.plugin.sglang.parts import Refused
-from kvtide.plugin.sglang.reader import Reader
+from kvtide.plugin.sglang.ordinary import shelf
 from kvtide.plugin.sglang.settings import Settings, read_settings
-from kvtide.plugin.sglang.status import report
+from kvtide.plugin.sglang.status_line import report
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
         f"{builder}.resolve_decode_retraction_backup": _choosing(settings),
     }
     hooks = [(target, hook, "around") for target, hook in around.items()]
-    return [*hooks, *(colocated.hooks() if settings.is_colocated else [])]
+    return [*hooks, *(shelf.hooks() if settings.is_colocated else [])]
 
 
 def hooks_not_in_place(settings: Settings) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvtide.errors import SlotError
 from kvtide.integers import integer_of, shown
-from kvtide.plugin.sglang.parts import Description
-from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.description import Description
+from kvtide.plugin.reader import Table
 
 READS: Table = {"ReqKvInfo": ("req_pool_idx", "mamba_pool_idx?")}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvtide.plugin.sglang.attach import Attachment
-from kvtide.plugin.sglang.keeper import Keeper
-from kvtide.plugin.sglang.versions import installed_version
+from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.sglang.attachment import Attachment
+from kvtide.plugin.versions import installed_version
 from kvtide.sizes import format_size
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, final
 from weakref import WeakSet
 
-from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.reader import Table
 
 READS: Table = {
     "Scheduler": ("result_queue?", "process_batch_result", "spec_algorithm"),

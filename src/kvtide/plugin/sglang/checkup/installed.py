@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from kvtide.errors import UsageError, first_line
-from kvtide.plugin.sglang.census import census
+from kvtide.plugin.census import census
 from kvtide.plugin.sglang.settings import Settings
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtide.plugin.sglang import colocated_resume, colocated_slots, pending
+from kvtide.plugin.description import Refused
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang import unseen_results
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.parts import Refused
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.sglang.ordinary import allocation, resume
 
 Cases = tuple[tuple[Callable[[Reader], bool], str], ...]
 """When something can't be covered, and why, in words."""
@@ -142,7 +143,7 @@ def refuse_server(scheduler: Any) -> None:
 
 def _read_all(scheduler: Any) -> None:
     """Raises Refused for what is missing of that on which requests depend later."""
-    for table in (colocated_resume.READS, colocated_slots.READS, pending.READS):
+    for table in (resume.READS, allocation.READS, unseen_results.READS):
         owners = [scheduler, scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool]
         for owner in [*owners, scheduler.tree_cache, *_adapters(scheduler)]:
             of = Reader(owner, table)
@@ -155,7 +156,7 @@ def _adapters(scheduler: Any) -> list[Any]:
     """Who has a server's LoRA adapters, and on the way there; nobody in one without."""
     owner, owners = scheduler, []
     for name in ("tp_worker", "model_runner", "lora_manager") if scheduler.enable_lora else ():
-        owner = Reader(owner, colocated_resume.READS)[name]
+        owner = Reader(owner, resume.READS)[name]
         owners.append(owner)
     return owners
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from kvtide.plugin.sglang.colocated_slots import longest_window_slots
-from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.reader import Table
+from kvtide.plugin.sglang.ordinary.allocation import longest_window_slots
 
 READS: Table = {
     "Scheduler": (

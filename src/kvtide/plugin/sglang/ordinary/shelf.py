@@ -23,17 +23,17 @@ from typing import Any, final
 from weakref import WeakSet
 
 from kvtide.errors import KvtideError
-from kvtide.plugin.sglang.colocated_limits import refuse_server, why_not
-from kvtide.plugin.sglang.colocated_resume import (
+from kvtide.plugin.keeper import Backup, Keeper
+from kvtide.plugin.sglang.ordinary.allocation import give_slots_back, take_slots
+from kvtide.plugin.sglang.ordinary.coverage import refuse_server, why_not
+from kvtide.plugin.sglang.ordinary.resume import (
     batch_of,
     bind_to_root,
     has_adapter,
     has_room,
     recount_penalties,
 )
-from kvtide.plugin.sglang.colocated_slots import give_slots_back, take_slots
-from kvtide.plugin.sglang.keeper import Backup, Keeper
-from kvtide.plugin.sglang.pending import without_last_tokens
+from kvtide.plugin.sglang.unseen_results import without_last_tokens
 
 logger = logging.getLogger(__name__)
 

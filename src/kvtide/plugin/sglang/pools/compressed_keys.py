@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from kvtide.layout import EveryToken, OfRequest
+from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.parts import Description, Part, Refused
-from kvtide.plugin.sglang.reader import Reader, Table
 from kvtide.plugin.sglang.rules import EntriesOfRequest
 
 READS: Table = {

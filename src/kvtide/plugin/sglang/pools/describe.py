@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from kvtide.plugin.sglang.compressed import with_compressed_keys
+from kvtide.plugin.description import Description, Refused
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.parts import Description, Refused
+from kvtide.plugin.sglang.pools.compressed_keys import with_compressed_keys
 
 Describer = Callable[["Subject"], Description]
 """Makes a description of a pool of its class. Raises Refused."""
@@ -51,18 +51,26 @@ class NeverMoved:
 
 def describers() -> Mapping[str, Describer]:
     """Of each known class, by its name in SGLang."""
-    from kvtide.plugin.sglang import (
-        attention,
+    from kvtide.plugin.sglang.pools import (
+        ascend,
         deepseek_v4,
+        keys_values,
         latent,
-        npu,
-        state,
-        unified,
-        window,
+        recurrent_state,
+        sliding_window,
+        unified_memory,
     )
 
     known: dict[str, Describer] = {}
-    for module in (attention, latent, window, state, unified, npu, deepseek_v4):
+    for module in (
+        keys_values,
+        latent,
+        sliding_window,
+        recurrent_state,
+        unified_memory,
+        ascend,
+        deepseek_v4,
+    ):
         known.update(module.DESCRIBERS)
     return known
 
@@ -72,7 +80,7 @@ def describe(subject: Subject) -> Description:
 
     Raises Refused, with the reason, for what kvtide won't move.
     """
-    from kvtide.plugin.sglang.state import with_state_of_requests
+    from kvtide.plugin.sglang.pools.recurrent_state import with_state_of_requests
 
     description = with_state_of_requests(subject, _describe_pool(subject))
     return with_compressed_keys(subject.request_pool, description)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from kvtide.layout import Mapped, Rule
-from kvtide.plugin.sglang.describe import Subject, describe
+from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.parts import Description, Part, Refused
-from kvtide.plugin.sglang.state import STATE_POOLS, with_state
+from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS, with_state
 
 
 def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Description:

@@ -6,19 +6,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvtide.layout import EveryToken, Rule
-from kvtide.plugin.sglang import attention_quantized, kv_cache
-from kvtide.plugin.sglang.attention_quantized import scales
-from kvtide.plugin.sglang.describe import Describer, NeverMoved, Subject
-from kvtide.plugin.sglang.kv_cache import described, evenly, pages, refuse_shares, share_of_context
-from kvtide.plugin.sglang.parts import Description, Part, Refused
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang.pools import keys_values_quantized, kv_cache
+from kvtide.plugin.sglang.pools.describe import Describer, NeverMoved, Subject
+from kvtide.plugin.sglang.pools.keys_values_quantized import scales
+from kvtide.plugin.sglang.pools.kv_cache import (
+    described,
+    evenly,
+    pages,
+    refuse_shares,
+    share_of_context,
+)
 from kvtide.plugin.sglang.rules import Striped
 
 READS: Table = {
     **kv_cache.READS,
-    **attention_quantized.READS,
+    **keys_values_quantized.READS,
     "MHATokenToKVPool": (
-        *attention_quantized.READS["MHATokenToKVPool"],
+        *keys_values_quantized.READS["MHATokenToKVPool"],
         "kv_cache_layout",
     ),
     "MHATokenToKOnlyPool": ("k_buffer",),
@@ -79,7 +85,7 @@ def describe_minimax(subject: Subject) -> Description:
 
 
 DESCRIBERS: Mapping[str, Describer] = {
-    **attention_quantized.DESCRIBERS,
+    **keys_values_quantized.DESCRIBERS,
     "MHATokenToKVPool": describe_mha,
     "MHATokenToKOnlyPool": describe_keys,
     "MiniMaxSparseKVPool": describe_minimax,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtide.plugin.sglang import kv_cache
-from kvtide.plugin.sglang.describe import Describer, Subject
-from kvtide.plugin.sglang.kv_cache import described, evenly, pages, refuse_shares
-from kvtide.plugin.sglang.parts import Description, Part
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.description import Description, Part
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang.pools import kv_cache
+from kvtide.plugin.sglang.pools.describe import Describer, Subject
+from kvtide.plugin.sglang.pools.kv_cache import described, evenly, pages, refuse_shares
 
 READS: Table = {
     **kv_cache.READS,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from kvtide.layout import EveryNth
-from kvtide.plugin.sglang.describe import Subject
-from kvtide.plugin.sglang.parts import Description, Part, Refused
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang.pools.describe import Subject
 
 READS: Table = {
     "KVCache": ("size", "page_size", "start_layer?"),

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from kvtide.layout import EveryNth, EveryToken, OfRequest
-from kvtide.plugin.sglang import kv_cache
-from kvtide.plugin.sglang.describe import Describer, NeverMoved, Subject
-from kvtide.plugin.sglang.kv_cache import described, evenly, share_of_context
-from kvtide.plugin.sglang.parts import Description, Part, Refused
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang.pools import kv_cache
+from kvtide.plugin.sglang.pools.describe import Describer, NeverMoved, Subject
+from kvtide.plugin.sglang.pools.kv_cache import described, evenly, share_of_context
 from kvtide.plugin.sglang.rules import Striped
 
 READS: Table = {

@@ -14,7 +14,7 @@ import torch
 
 from kvtide.errors import SlotError
 from kvtide.layout import Ids
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.reader import Reader, Table
 
 READS: Table = {
     "MultiEndedAllocator": ("virtual_to_physical", "pool_page_size", "num_virtual_ids"),

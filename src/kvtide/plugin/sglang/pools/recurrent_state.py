@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from kvtide.layout import EveryNth, Mapped, OfRequest, Rule
-from kvtide.plugin.sglang.describe import Describer, Subject
+from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.parts import Description, Part, Refused
-from kvtide.plugin.sglang.reader import Reader, Table
-from kvtide.plugin.sglang.virtual import PageTable
+from kvtide.plugin.sglang.pools.describe import Describer, Subject
+from kvtide.plugin.sglang.pools.page_table import PageTable
 
 READS: Table = {
     "MambaPool": (

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvtide.layout import Mapped, Rule
-from kvtide.plugin.sglang.describe import Describer, Subject
-from kvtide.plugin.sglang.parts import Description, Refused
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.description import Description, Refused
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang.pools.describe import Describer, Subject
 from kvtide.plugin.sglang.rules import LastTokens
 
 READS: Table = {

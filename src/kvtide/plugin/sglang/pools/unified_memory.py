@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from kvtide.layout import Mapped, Rule
-from kvtide.plugin.sglang.describe import Describer, Subject
-from kvtide.plugin.sglang.kv_cache import described, evenly
-from kvtide.plugin.sglang.parts import Description, Part, Refused
-from kvtide.plugin.sglang.reader import Reader, Table
+from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.sglang.pools.describe import Describer, Subject
+from kvtide.plugin.sglang.pools.kv_cache import described, evenly
+from kvtide.plugin.sglang.pools.page_table import PageTable
+from kvtide.plugin.sglang.pools.recurrent_state import with_state
+from kvtide.plugin.sglang.pools.sliding_window import last_tokens
 from kvtide.plugin.sglang.rules import Striped
-from kvtide.plugin.sglang.state import with_state
-from kvtide.plugin.sglang.virtual import PageTable
-from kvtide.plugin.sglang.window import last_tokens
 
 READS: Table = {
     "KVCache": ("page_size",),

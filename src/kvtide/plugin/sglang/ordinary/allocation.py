@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvtide.plugin.sglang.reader import Table
+from kvtide.plugin.reader import Table
 from kvtide.plugin.sglang.rules import LastTokens
 
 READS: Table = {

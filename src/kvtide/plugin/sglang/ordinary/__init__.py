@@ -1,0 +1,1 @@
+"""Ordinary servers: those without disaggregation save and restore retracted requests as well."""
