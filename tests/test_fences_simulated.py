@@ -185,9 +185,9 @@ def keeps_host_memory_from_another_device(device: AcceleratorDevice) -> bool:
     before, submit = image_of(tide.pool), device.submit
     snapshot, rest = tide.offload(SOURCE), tide.arena.lease(5)
 
-    def submit_and_meddle(plan: Any, **options: Any) -> Any:
+    def submit_and_meddle(phases: Any, **options: Any) -> Any:
         def meddling() -> Iterable[Any]:
-            for number, phase in enumerate(plan()):
+            for number, phase in enumerate(phases()):
                 if number == 1:
                     snapshot.lease.release()
                     with suppress(ArenaFull):

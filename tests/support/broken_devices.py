@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from kvtide.device import CPUDevice, Job, Plan, Step
+from kvtide.device import CPUDevice, Job, Phases, Step
 
 T = TypeVar("T")
 
@@ -39,9 +39,9 @@ class FakeDevice:
         return self._cpu.upload(index)
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> Job[list[T]]:
-        return self._cpu.submit(plan, staging_bytes=staging_bytes, at_once=at_once)
+        return self._cpu.submit(phases, staging_bytes=staging_bytes, at_once=at_once)
 
     def close(self) -> None:
         self.closed = True
@@ -56,10 +56,10 @@ class FlippingDevice(FakeDevice):
         self._early = before_it_is_sealed
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> Job[list[T]]:
         def flipping() -> Iterable[Sequence[Step[T]]]:
-            for phase in plan():
+            for phase in phases():
                 yield [self._flip(phase[0]), *phase[1:]] if phase[0].issue else phase
 
         return self._cpu.submit(flipping, staging_bytes=staging_bytes, at_once=at_once)
@@ -86,10 +86,10 @@ class BreakingDevice(FakeDevice):
         self.breaks_at = breaks_at
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> Job[list[T]]:
         def breaking() -> Iterable[Sequence[Step[T]]]:
-            for number, phase in enumerate(plan()):
+            for number, phase in enumerate(phases()):
                 yield self._broken(phase) if number == 1 else phase
 
         return self._cpu.submit(breaking, staging_bytes=staging_bytes, at_once=at_once)
@@ -111,10 +111,10 @@ class GatedDevice(FakeDevice):
         self.gate.set()
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> Job[list[T]]:
         def gated() -> Iterable[Sequence[Step[T]]]:
-            for phase in plan():
+            for phase in phases():
                 if phase[0].issue is not None:
                     self.is_there.set()
                     self.gate.wait()
@@ -127,7 +127,7 @@ class FullDevice(FakeDevice):
     """Takes no jobs."""
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> Job[list[T]]:
         raise RuntimeError("the queue is full\nand more that nobody needs")
 
@@ -136,7 +136,7 @@ class LateDevice(FakeDevice):
     """Its jobs fail, and say so when they are waited for."""
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> Job[list[T]]:
         def failing() -> Iterable[Sequence[Step[T]]]:
             raise OSError("the link is down")

@@ -15,7 +15,7 @@ def submit(
 ) -> Job[list[T]]:
     """A job of these phases, whose items are work for the host alone."""
 
-    def plan() -> list[list[Step[T]]]:
+    def make_phases() -> list[list[Step[T]]]:
         return [[Step(item) for item in phase] for phase in phases]
 
-    return device.submit(plan, at_once=at_once)
+    return device.submit(make_phases, at_once=at_once)

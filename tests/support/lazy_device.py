@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 
-from kvtide.device import Plan, Step
+from kvtide.device import Phases, Step
 
 T = TypeVar("T")
 
@@ -111,11 +111,11 @@ class LazyDevice:
         return index
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> LazyJob[list[T]]:
         """See Device."""
         del at_once
-        return self._queue.submit(lambda: self._run(plan, staging_bytes))
+        return self._queue.submit(lambda: self._run(phases, staging_bytes))
 
     def run_next(self) -> None:
         """Runs the oldest job that hasn't run."""
@@ -125,13 +125,14 @@ class LazyDevice:
         """See Device."""
         self._queue.close()
 
-    def _run(self, plan: Plan[T], staging_bytes: int) -> list[T]:
-        results: dict[int, T] = {}
-        for phase in plan():
-            results = {}
+    def _run(self, phases: Phases[T], staging_bytes: int) -> list[T]:
+        results: list[T] = []
+        for phase in phases():
+            found: dict[int, T] = {}
             for number in self._random.sample(range(len(phase)), len(phase)):
-                results[number] = self._do(phase[number], staging_bytes)
-        return [results[number] for number in range(len(results))]
+                found[number] = self._do(phase[number], staging_bytes)
+            results += [found[number] for number in range(len(phase))]
+        return results
 
     def _do(self, step: Step[T], staging_bytes: int) -> T:
         if step.issue is not None:

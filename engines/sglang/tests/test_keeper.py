@@ -14,7 +14,7 @@ from requests_of import Place, Req, ReqToTokenPool, raising, same
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
 from sglang.srt.mem_cache import memory_pool
 
-from kvtide.device import Plan
+from kvtide.device import Phases
 from kvtide.errors import ArenaFull, SlotError, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.plugin.description import Refused
 from kvtide.plugin.keeper import REASONS, DeviceFailed, Keeper, RankFailed, StateAhead
@@ -207,8 +207,8 @@ def test_slots_that_a_restore_lost_are_counted_and_not_served(
     device = keeper.tide.pool.device
     submit = device.submit
 
-    def breaking(plan: Plan[Any], **options: Any) -> Any:
-        return submit(lambda: broken(plan()), **options)
+    def breaking(phases: Phases[Any], **options: Any) -> Any:
+        return submit(lambda: broken(phases()), **options)
 
     def broken(phases: Iterable[Any]) -> Iterator[Any]:
         for number, phase in enumerate(phases):

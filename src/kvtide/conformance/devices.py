@@ -120,11 +120,15 @@ class DeviceTests(ABC):
         with pytest.raises(OSError, match="of the step"):
             bad.wait()
 
-    def test_results_are_those_of_the_last_phase(self, device: Device) -> None:
-        """In the order of its steps, however they ran; each time it is asked."""
-        job = device.submit(lambda: [[Step(lambda: 9)], [Step(lambda n=n: n) for n in range(5)]])  # type: ignore[misc]
-        assert [0, 1, 2, 3, 4] == job.wait()
-        assert [0, 1, 2, 3, 4] == job.wait()
+    def test_results_are_those_of_all_phases(self, device: Device) -> None:
+        """They come in the order of the phases and of their steps, at each `wait`."""
+        phases: list[list[Step[int]]] = [
+            [Step(lambda n=n: n) for n in numbers]  # type: ignore[misc]
+            for numbers in ((9,), (), (0, 1, 2, 3, 4), (7, 8))
+        ]
+        job = device.submit(lambda: phases)
+        assert [9, 0, 1, 2, 3, 4, 7, 8] == job.wait()
+        assert [9, 0, 1, 2, 3, 4, 7, 8] == job.wait()
 
     def test_job_may_have_nothing_to_do(self, device: Device) -> None:
         """No phases, or one without steps: zero tokens are a valid request."""

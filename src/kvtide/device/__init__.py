@@ -1,7 +1,7 @@
 """Where bytes live, and when a copy of them is done."""
 
 from kvtide.device.accelerator import AcceleratorDevice
-from kvtide.device.base import Block, Device, Job, Plan, Step
+from kvtide.device.base import Block, Device, Job, Phases, Step
 from kvtide.device.cpu import CPUDevice
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "CPUDevice",
     "Device",
     "Job",
-    "Plan",
+    "Phases",
     "Step",
     "open_device",
 ]

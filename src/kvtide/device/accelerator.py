@@ -25,7 +25,7 @@ from typing import TypeVar, final
 
 import torch
 
-from kvtide.device.base import Plan, Step
+from kvtide.device.base import Phases, Step
 from kvtide.device.threads import JobQueue, Lanes, QueuedJob, first_error
 from kvtide.errors import ProcessForked, UsageError
 
@@ -79,11 +79,11 @@ class AcceleratorDevice:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def upload(self, index: torch.Tensor) -> torch.Tensor:
-        """See Device. Blocks, which in a plan holds up nobody else."""
+        """See Device. Blocks, which in a job holds up nobody else."""
         return index.to(self.torch_device)
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> QueuedJob[list[T]]:
         """See Device. Always in its own thread, which may make this device its current one.
 
@@ -97,7 +97,7 @@ class AcceleratorDevice:
             )
         ready = torch.Event(device=self.torch_device)
         ready.record(torch.accelerator.current_stream(self.torch_device))
-        return self._queue.submit(lambda: self._run(plan, ready, staging_bytes))
+        return self._queue.submit(lambda: self._run(phases, ready, staging_bytes))
 
     def close(self) -> None:
         """See Device."""
@@ -108,16 +108,16 @@ class AcceleratorDevice:
     # ---- in the queue's thread --------------------------------------------------------
 
     @torch.inference_mode()
-    def _run(self, plan: Plan[T], ready: torch.Event, staging_bytes: int) -> list[T]:
+    def _run(self, phases: Phases[T], ready: torch.Event, staging_bytes: int) -> list[T]:
         results: list[T] = []
         torch.accelerator.set_device_index(self.torch_device.index)
         with self._settled():
             for way in self._ways:
                 way.stream.wait_event(ready)
                 way.prepare(staging_bytes)
-            with self._ways[0].stream:  # for what a plan uploads
-                for phase in plan():
-                    results = self._run_phase(phase)
+            with self._ways[0].stream:  # for what the phases upload
+                for phase in phases():
+                    results += self._run_phase(phase)
         return results
 
     @contextmanager

@@ -50,8 +50,8 @@ class Step(Generic[T]):
     (uint8 [staging_bytes], of any contents), or None where copies need none."""
 
 
-Plan = Callable[[], Iterable[Sequence[Step[T]]]]
-"""Makes a job's phases, one after the other."""
+Phases = Callable[[], Iterable[Sequence[Step[T]]]]
+"""Makes a job's phases. A phase is some steps that may run side by side."""
 
 
 class Device(Protocol):
@@ -97,22 +97,23 @@ class Device(Protocol):
         ...
 
     def upload(self, index: torch.Tensor) -> torch.Tensor:
-        """`index`, a host tensor, where this device's kernels read it. To be called by plans."""
+        """`index`, a host tensor, where the device's kernels read it; only phases call this."""
         ...
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> Job[list[T]]:
-        """Queues a job and returns at once; its result is that of the last phase, in order.
+        """Queues a job and returns at once.
 
-        With `at_once` the caller would only wait for it: then the device may do it before it
-        returns, in the calling thread. An interrupt breaks that off, and is raised by `submit`.
+        The job's result lists what its steps' `finish` returned: the steps of all phases, in
+        order. The steps of a phase may run side by side, so they must not depend on each other.
+        `phases` is called when the job begins, in a thread of the device. The next phase is made
+        when all steps of the phase before it have ended. After an error no further step and no
+        further phase begins, and the job ends when no step runs any more.
 
-        `plan` is called when the job begins, in a thread of the device's or, `at_once`, the
-        caller's. Steps of a phase may run side by side, so they must not depend on each other. A
-        phase is asked for when the one before it has ended, and not at all if that one raised.
-        After an error the steps that have not begun are dropped, and nothing is running any more
-        when the job has ended.
+        `at_once` says that the caller would only wait for the job. Then the device may do the
+        job in the calling thread before `submit` returns. Ctrl-C ends such a job, and `submit`
+        raises the interrupt when nothing runs any more.
         """
         ...
 

@@ -7,7 +7,7 @@ from typing import TypeVar, final
 
 import torch
 
-from kvtide.device.base import Plan, Step
+from kvtide.device.base import Phases, Step
 from kvtide.device.threads import JobQueue, Lanes, QueuedJob
 
 T = TypeVar("T")
@@ -52,22 +52,22 @@ class CPUDevice:
         return index
 
     def submit(
-        self, plan: Plan[T], *, staging_bytes: int = 0, at_once: bool = False
+        self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> QueuedJob[list[T]]:
         """See Device. Copies go straight there: no staging."""
         del staging_bytes
         submit = self._queue.submit_at_once if at_once else self._queue.submit
-        return submit(lambda: self._run(plan))
+        return submit(lambda: self._run(phases))
 
     def close(self) -> None:
         """See Device."""
         self._queue.close()
         self._lanes.close()
 
-    def _run(self, plan: Plan[T]) -> list[T]:
+    def _run(self, phases: Phases[T]) -> list[T]:
         results: list[T] = []
-        for phase in plan():
-            results = self._lanes.run([_whole(step) for step in phase])
+        for phase in phases():
+            results += self._lanes.run([_whole(step) for step in phase])
         return results
 
 

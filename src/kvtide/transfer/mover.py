@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import final
 
 import torch
@@ -72,17 +71,12 @@ class Mover:
 
         def phases() -> _Phases:
             _ = owner  # whom whoever has the plan, or is at work on it, holds with it
-            parts, checksums = self._parts(rows, blocks, chunk_bytes), list[int]()
-            for part in parts:
+            for part in self._parts(rows, blocks, chunk_bytes):
                 pieces = self._pieces(part)
                 if seal:
                     yield [Step(piece.checksum, piece.gather_hashing) for piece in pieces]
                 else:
                     yield [Step(_nothing, piece.gather) for piece in pieces]
-                if len(parts) > 1:
-                    checksums += [piece.checksum() if seal else 0 for piece in pieces]
-            if len(parts) > 1:  # a job's results are those of its last phase
-                yield [Step(partial(int, one)) for one in checksums]
 
         return self._submit(phases, chunk_bytes, at_once)
 
