@@ -230,25 +230,25 @@ class _NoEvent:
 
 def no_synchronise(patch: pytest.MonkeyPatch) -> None:
     """The mover's jobs end when all is issued, not when it has happened."""
-    issue = accelerator_module._Way.issue
+    issue = accelerator_module.CopyStream.issue
 
-    def issue_alone(way: Any, step: Any) -> Any:
-        issue(way, step)
+    def issue_alone(copy_stream: Any, step: Any) -> Any:
+        issue(copy_stream, step)
         return _NoEvent()
 
-    patch.setattr(accelerator_module._Way, "issue", issue_alone)
+    patch.setattr(accelerator_module.CopyStream, "issue", issue_alone)
     patch.setattr(AcceleratorDevice, "_settled", lambda self: nullcontext())
 
 
 def no_event(patch: pytest.MonkeyPatch) -> None:
     """A chunk is hashed before it has arrived; the job as a whole still waits."""
-    issue = accelerator_module._Way.issue
+    issue = accelerator_module.CopyStream.issue
 
-    def issue_alone(way: Any, step: Any) -> Any:
-        issue(way, step)
+    def issue_alone(copy_stream: Any, step: Any) -> Any:
+        issue(copy_stream, step)
         return _NoEvent()
 
-    patch.setattr(accelerator_module._Way, "issue", issue_alone)
+    patch.setattr(accelerator_module.CopyStream, "issue", issue_alone)
 
 
 def wrong_stream(patch: pytest.MonkeyPatch) -> None:

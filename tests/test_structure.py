@@ -46,5 +46,5 @@ def test_kv_meets_few_classes_on_its_way(figures: Any) -> None:
 def test_trace_sees_the_whole_way(figures: Any) -> None:
     """What is called in a lane's thread too."""
     assert ["Tide"] == figures["classes"]["tide"]
-    assert {"CPUDevice", "Lanes", "Step"} <= {*figures["classes"]["device"]}
+    assert {"CPUDevice", "Threads", "Step"} <= {*figures["classes"]["device"]}
     assert "Device" in figures["protocols"]["device"]

@@ -43,14 +43,14 @@ def test_device_that_does_not_wait_is_found(
 ) -> None:
     """Copies that are taken for done when they were only asked for: no round trip is exact."""
 
-    def issue(way: Any, step: Step[Any]) -> torch.Event:
-        with way.stream:
-            event: torch.Event = way.stream.record_event()
+    def issue(copy_stream: Any, step: Step[Any]) -> torch.Event:
+        with copy_stream.stream:
+            event: torch.Event = copy_stream.stream.record_event()
             if step.issue is not None:
-                step.issue(way._staging)
+                step.issue(copy_stream._staging)
         return event
 
-    monkeypatch.setattr("kvtide.device.accelerator._Way.issue", issue)
+    monkeypatch.setattr("kvtide.device.accelerator.CopyStream.issue", issue)
     with simulated("lazy"):
         code = main(["doctor", "--simulate", "--size", "1MiB"])
         lines = capsys.readouterr().out.splitlines()

@@ -372,14 +372,14 @@ def test_nothing_is_found_where_nothing_was_planted(names: tuple[str, ...]) -> N
 def staging_shared(patch: pytest.MonkeyPatch) -> None:
     """Both streams stage in the same memory."""
     shared: list[Any] = []
-    prepare = accelerator_module._Way.prepare
+    prepare = accelerator_module.CopyStream.prepare
 
     def prepare_one(self: Any, staging_bytes: int) -> None:
         prepare(self, staging_bytes)
         shared[:] = [one for one in shared if one.numel() >= staging_bytes] or [self._staging]
         self._staging = shared[0]
 
-    patch.setattr(accelerator_module._Way, "prepare", prepare_one)
+    patch.setattr(accelerator_module.CopyStream, "prepare", prepare_one)
 
 
 def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -389,13 +389,13 @@ def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         def synchronize(self) -> None:
             """Doesn't."""
 
-    issue = accelerator_module._Way.issue
+    issue = accelerator_module.CopyStream.issue
 
     def issue_alone(self: Any, step: Any) -> Any:
         issue(self, step)
         return Over()
 
-    patch.setattr(accelerator_module._Way, "issue", issue_alone)
+    patch.setattr(accelerator_module.CopyStream, "issue", issue_alone)
 
 
 DEVICE_PLANTED: list[tuple[Plant, str, str]] = [

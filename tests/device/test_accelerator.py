@@ -288,4 +288,4 @@ def test_closing_waits_for_the_queue_and_frees_the_staging(lazy_npu: str) -> Non
     assert ticket.done()
     tide.discard(ticket.wait())
     device.close()
-    assert [] == device._ways
+    assert [] == device._streams

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtide.device import Block, CPUDevice, Device, open_device
-from kvtide.device.threads import Lanes, QueuedJob, drain
+from kvtide.device.threads import QueuedJob, Threads, drain
 from kvtide.errors import UsageError
 from support.interrupts import every_interrupt
 from support.jobs import submit
@@ -339,17 +339,17 @@ def test_a_job_runs_or_is_cancelled() -> None:
 
 def test_lanes_that_have_not_begun_are_not_waited_for() -> None:
     """Their threads may be at another job still; there is nothing left for them to do."""
-    lanes, gate, started = Lanes(2), threading.Event(), threading.Event()
+    lane, gate, started = Threads(1, "lane"), threading.Event(), threading.Event()
 
     def busy() -> None:
         started.set()
         gate.wait(PATIENCE_S)
 
-    lanes.start(busy)
+    lane.start(busy)
     started.wait(PATIENCE_S)
-    assert [1, 2, 3] == lanes.run([lambda n=n: n for n in (1, 2, 3)])  # type: ignore[misc]
+    assert [1, 2, 3] == lane.run([lambda n=n: n for n in (1, 2, 3)])  # type: ignore[misc]
     gate.set()
-    lanes.close()
+    lane.close()
 
 
 def test_threads_end_with_what_they_belong_to() -> None:

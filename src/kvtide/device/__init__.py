@@ -1,4 +1,4 @@
-"""Where bytes live, and when a copy of them is done."""
+"""Devices: where bytes live, and when a copy of them is done."""
 
 from kvtide.device.accelerator import AcceleratorDevice
 from kvtide.device.base import Block, Device, Job, Phases, Step
@@ -17,5 +17,5 @@ __all__ = [
 
 
 def open_device(name: str) -> Device:
-    """The device of that name; raises UsageError for one that torch doesn't have here."""
+    """Opens a device by its name. Raises UsageError if torch doesn't have it here."""
     return CPUDevice() if name == "cpu" else AcceleratorDevice(name)

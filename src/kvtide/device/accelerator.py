@@ -1,17 +1,17 @@
 """Any accelerator that torch knows, through torch's device-neutral API alone.
 
-Nothing here names a vendor: `torch.accelerator`, `torch.Stream` and `torch.Event` serve CUDA,
-Ascend NPUs, XPUs and whatever registers itself with torch. What is used of them:
+This module names no vendor: `torch.accelerator`, `torch.Stream` and `torch.Event` serve CUDA,
+Ascend NPUs, XPUs and every other device that registers itself with torch. Time runs to the right:
 
     caller's stream   ... writes slots ...  ready --.
                                                     v
-    way 0             wait for ready | gather, copy | event |     gather, copy | event | ...
-    way 1             wait for ready |     gather, copy | event |     gather, copy | event
+    copy stream 0     wait for ready | gather, copy | event |     gather, copy | event | ...
+    copy stream 1     wait for ready |     gather, copy | event |     gather, copy | event
     a lane                                        hash chunk 0    hash chunk 1 ...
 
-A *way* is a stream with staging of its own. Chunks take the two ways in turn, so that the
-gather of one runs beside the copy of the other, and at most two are in flight. A way's staging is
-used again in the order of its stream; the host's part of a chunk begins after its event.
+A copy stream has its own staging memory. Chunks alternate between the two copy streams: one chunk
+is gathered while the other is copied, and at most two are in flight. A stream keeps its work in
+order, so it uses its staging again without a wait. The host hashes a chunk after its event.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from typing import TypeVar, final
 import torch
 
 from kvtide.device.base import Phases, Step
-from kvtide.device.threads import JobQueue, Lanes, QueuedJob, first_error
+from kvtide.device.threads import JobQueue, QueuedJob, Threads, first_error
 from kvtide.errors import ProcessForked, UsageError
 
 T = TypeVar("T")
 
-_WAY_COUNT = 2
+_STREAM_COUNT = 2
 
 
 @final
 class AcceleratorDevice:
-    """The accelerator of that name, such as `npu` or `cuda:1`: copies on streams of their own.
+    """An accelerator by its name, such as `npu` or `cuda:1`; it copies on two streams.
 
-    Device staging is `2 * staging_bytes` of the largest job so far. Host memory is pinned; where
-    the system won't lock that much it is pageable, with a warning that says what to raise. A job
-    waits for the calling thread's current stream, and for no other one.
+    Staging takes `2 * staging_bytes` of device memory, by the largest job so far. Host memory is
+    pinned. If the system can't lock that much, the memory is pageable, and a warning says which
+    limit to raise. A job waits for the calling thread's current stream and for no other stream.
     """
 
-    # Large enough that what a chunk costs the host is hidden behind its copy over the link.
+    # Large enough that the copy over the link hides what a chunk costs the host.
     chunk_bytes = 8 << 20
     move_bytes = chunk_bytes
-    # What is moved are bytes. On Ascend's A2 and A3 the AI core's own kernels know these integers
-    # (aclnnIndexCopy: of 32 and 64 bits), and complex numbers go another, slow way.
+    # Bytes move as integers, which the AI cores of Ascend's A2 and A3 have kernels for
+    # (aclnnIndexCopy: 32 and 64 bits). Complex numbers, though wider, take a slow path there.
     elements = (torch.int64, torch.int32, torch.uint8)
 
     def __init__(self, name: str) -> None:
@@ -55,9 +55,9 @@ class AcceleratorDevice:
         self.torch_device = find_accelerator(name)
         self.name = name
         self._process = os.getpid()
-        self._lanes = Lanes(_WAY_COUNT)
-        self._queue = JobQueue()  # made last, so that it ends first: its jobs need lanes
-        self._ways = [_Way(self.torch_device) for _ in range(_WAY_COUNT)]
+        self._lane = Threads(1, "kvtide-lane")
+        self._queue = JobQueue()  # made last, so it ends first: its jobs need the lane
+        self._streams = [CopyStream(self.torch_device) for _ in range(_STREAM_COUNT)]
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """See Device."""
@@ -79,15 +79,16 @@ class AcceleratorDevice:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def upload(self, index: torch.Tensor) -> torch.Tensor:
-        """See Device. Blocks, which in a job holds up nobody else."""
+        """See Device. Blocks the thread that does the job, and no other."""
         return index.to(self.torch_device)
 
     def submit(
         self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> QueuedJob[list[T]]:
-        """See Device. Always in its own thread, which may make this device its current one.
+        """See Device. `at_once` changes nothing: the queue's thread does every job.
 
-        Raises ProcessForked in a process that was forked from the one that opened the device.
+        Only that thread may make this device torch's current device. Raises ProcessForked in a
+        process that was forked after the device was opened.
         """
         del at_once
         if self._process != os.getpid():
@@ -102,8 +103,8 @@ class AcceleratorDevice:
     def close(self) -> None:
         """See Device."""
         self._queue.close()
-        self._lanes.close()
-        self._ways.clear()
+        self._lane.close()
+        self._streams.clear()
 
     # ---- in the queue's thread --------------------------------------------------------
 
@@ -112,63 +113,64 @@ class AcceleratorDevice:
         results: list[T] = []
         torch.accelerator.set_device_index(self.torch_device.index)
         with self._settled():
-            for way in self._ways:
-                way.stream.wait_event(ready)
-                way.prepare(staging_bytes)
-            with self._ways[0].stream:  # for what the phases upload
+            for copy_stream in self._streams:
+                copy_stream.stream.wait_event(ready)
+                copy_stream.prepare(staging_bytes)
+            with self._streams[0].stream:  # the phases upload on it
                 for phase in phases():
                     results += self._run_phase(phase)
         return results
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """However this ends, nothing is moving any more; raises the device's own errors."""
+        """Waits for both streams at the end, after an error too; raises the device's errors."""
         with ExitStack() as stack:
-            for way in self._ways:
-                stack.callback(way.stream.synchronize)
+            for copy_stream in self._streams:
+                stack.callback(copy_stream.stream.synchronize)
             yield
 
     def _run_phase(self, phase: Sequence[Step[T]]) -> list[T]:
         if all(step.issue is None for step in phase):
-            return self._lanes.run([step.finish for step in phase])
+            return self._lane.run([step.finish for step in phase])
         in_flight: deque[tuple[torch.Event, Step[T]]] = deque()
         finishing: list[QueuedJob[T]] = []
 
         def finish_oldest() -> None:
             event, step = in_flight.popleft()
             event.synchronize()
-            finishing.append(self._lanes.start(step.finish))
+            finishing.append(self._lane.start(step.finish))
 
         try:
             for number, step in enumerate(phase):
-                if len(in_flight) == _WAY_COUNT:
+                if len(in_flight) == _STREAM_COUNT:
                     finish_oldest()
-                in_flight.append((self._ways[number % _WAY_COUNT].issue(step), step))
+                copy_stream = self._streams[number % _STREAM_COUNT]
+                in_flight.append((copy_stream.issue(step), step))
             while in_flight:
                 finish_oldest()
         finally:
             error = first_error(finishing)
         if error is not None:
             raise error
-        return [one.wait() for one in finishing]
+        return [job.wait() for job in finishing]
 
 
 @final
-class _Way:
-    """A stream and its staging."""
+class CopyStream:
+    """A stream and its staging memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device=device)
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
 
     def prepare(self, staging_bytes: int) -> None:
-        """Makes the staging that large, if it is smaller. Nothing is under way then."""
+        """Enlarges the staging to at least `staging_bytes`. Only called when the stream is idle."""
         if self._staging.numel() < staging_bytes:
             with self.stream:
                 self._staging = self._staging.new_empty(staging_bytes)
 
     def issue(self, step: Step[T]) -> torch.Event:
-        """Asks for the device's part of a step; the event tells when it has happened."""
+        """Queues the device's part of a step; gives an event that ends when it has happened."""
         with self.stream:
             if step.issue is not None:
                 step.issue(self._staging)
@@ -176,8 +178,8 @@ class _Way:
 
 
 def find_accelerator(name: str) -> torch.device:
-    """The torch device of that name, with its index; raises UsageError if it isn't here."""
-    # What torch was built for may still not be here.
+    """The torch device of that name, with its index. Raises UsageError if it isn't here."""
+    # torch may be built for an accelerator that this machine doesn't have.
     here = torch.accelerator.current_accelerator(check_available=True)
     kinds = "cpu" if here is None else f"cpu, {here.type}"
     kind, _, index = name.partition(":")

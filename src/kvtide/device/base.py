@@ -1,4 +1,4 @@
-"""The contract of a device: memory at both ends, and one queue of copies between them."""
+"""The contract of a device: memory at both ends of a copy, and a queue of copies between them."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ T = TypeVar("T")
 
 
 class Job(Protocol, Generic[T_co]):
-    """Work handed to a device's queue."""
+    """Work in a device's queue."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly; doesn't block."""
+        """Whether the job has ended, well or badly. Doesn't block."""
         ...
 
     def wait(self) -> T_co:
-        """Blocks until it has ended; gives its result or raises its error, each time."""
+        """Blocks until the job has ended; gives its result or raises its error, at each call."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of host memory: bytes of a slab (uint8 [bytes]) from `offset` on."""
+    """Some host memory: the bytes of a slab (uint8 [bytes]) from `offset` on."""
 
     slab: torch.Tensor
     offset: int
 
     def bytes_view(self, size_bytes: int) -> memoryview:
-        """The block's first bytes, writable: the slab's own memory."""
+        """The block's first bytes: a writable view of the slab's memory."""
         return self.slab.numpy().data[self.offset : self.offset + size_bytes]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Step(Generic[T]):
-    """A piece of a job: what the device does, and what the host does once that has happened."""
+    """A step of a job: first the device's part, if it has one, then the host's part."""
 
     finish: Callable[[], T]
-    """The host's part. It runs in a thread of the device's, and its value is the result."""
+    """The host's part. A thread of the device calls it, and its value is the step's result."""
     issue: Callable[[torch.Tensor | None], None] | None = None
-    """The device's part, if there is one: it is only asked for here, and has happened when
-    `finish` is called. It is given staging, device memory that is the step's own until then
-    (uint8 [staging_bytes], of any contents), or None where copies need none."""
+    """The device's part. It only queues work on the device; the device calls `finish` once that
+    work has happened. Its argument is staging: device memory that no other step uses until then
+    (uint8 [staging_bytes], contents undefined), or None on a device that copies directly."""
 
 
 Phases = Callable[[], Iterable[Sequence[Step[T]]]]
@@ -57,15 +57,18 @@ Phases = Callable[[], Iterable[Sequence[Step[T]]]]
 class Device(Protocol):
     """What the mover and the arena need of a device.
 
-    The queue keeps order: a job begins after all earlier jobs of this device have ended, and
-    after everything that the calling thread gave the device to compute (on its current stream)
-    before `submit`. That is the fence which makes an offload wait for the slots' writer, and a
-    restore for their earlier readers. When a job has ended, all that it did has happened.
+    Guaranteed by the device:
+
+    - A job begins after all earlier jobs of this device have ended.
+    - A job begins after all work that the calling thread queued on its current stream before
+      `submit`. So an offload sees what was written to its slots, and a restore doesn't overwrite
+      slots that are still read.
+    - When a job has ended, all its copies have happened, at both ends.
     """
 
     @property
     def name(self) -> str:
-        """The name by which people ask for it, such as `cpu`."""
+        """The name that people give to open it, such as `cpu`."""
         ...
 
     @property
@@ -75,29 +78,29 @@ class Device(Protocol):
 
     @property
     def chunk_bytes(self) -> int:
-        """How much is best moved at once."""
+        """The best size of a chunk, in bytes."""
         ...
 
     @property
     def move_bytes(self) -> int:
-        """The most that one operation within a chunk should move."""
+        """The most bytes that one copy operation within a chunk should move."""
         ...
 
     @property
     def elements(self) -> tuple[torch.dtype, ...]:
-        """The dtypes to move bytes in, the widest first, the last one a byte wide."""
+        """The dtypes in which bytes may be moved: the widest first, a byte wide last."""
         ...
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Device memory, uint8 [size_bytes], zeroed; raises what torch raises when it is out."""
+        """Zeroed device memory, uint8 [size_bytes]. Raises torch's error when it is out."""
         ...
 
     def allocate_host(self, size_bytes: int) -> torch.Tensor:
-        """Host memory, uint8 [size_bytes], pinned where copies gain by it; contents undefined."""
+        """Host memory, uint8 [size_bytes], contents undefined; pinned if that speeds up copies."""
         ...
 
     def upload(self, index: torch.Tensor) -> torch.Tensor:
-        """`index`, a host tensor, where the device's kernels read it; only phases call this."""
+        """`index`, a host tensor, where the device's kernels read it. Only phases call this."""
         ...
 
     def submit(
@@ -113,10 +116,10 @@ class Device(Protocol):
 
         `at_once` says that the caller would only wait for the job. Then the device may do the
         job in the calling thread before `submit` returns. Ctrl-C ends such a job, and `submit`
-        raises the interrupt when nothing runs any more.
+        raises the interrupt when no step runs any more.
         """
         ...
 
     def close(self) -> None:
-        """Waits for the queue and frees what the device holds; further calls are harmless."""
+        """Waits for all jobs and frees what the device holds. Repeatable."""
         ...

@@ -1,4 +1,4 @@
-"""The CPU as a device: both ends are host memory, and copies run on threads of their own."""
+"""The CPU as a device: both ends of a copy are host memory, and the device's threads copy."""
 
 from __future__ import annotations
 
@@ -8,36 +8,33 @@ from typing import TypeVar, final
 import torch
 
 from kvtide.device.base import Phases, Step
-from kvtide.device.threads import JobQueue, Lanes, QueuedJob
+from kvtide.device.threads import JobQueue, QueuedJob, Threads
 
 T = TypeVar("T")
 
 
 @final
 class CPUDevice:
-    """Copies in `lanes` threads (default: torch's thread count), jobs in the order submitted.
+    """Copies in `lanes` threads (default: torch's thread count), job after job.
 
-    Lanes, and not torch's own parallel loops, because a lane hashes a chunk while its core
-    still has it in cache; a hash over memory costs twice as much.
+    A lane hashes a chunk while the chunk is still in its core's cache; hashing from memory costs
+    twice as much. torch's own parallel loops would spread a chunk over the caches of all cores.
     """
 
     name = "cpu"
     torch_device = torch.device("cpu")
-    # Small enough for a core's cache, and large enough to hide what a call costs.
+    # Small enough for a core's cache, and large enough to hide the cost of a call.
     chunk_bytes = 1 << 20
-    # torch runs an operation of up to 32,768 elements (at::internal::GRAIN_SIZE) on the calling
-    # thread alone. Moves of that many 16-byte elements stay within their lane.
+    # torch runs an operation of up to 32,768 elements (at::internal::GRAIN_SIZE) in the calling
+    # thread alone, so a move of that many 16-byte elements stays in its lane.
     move_bytes = 32_768 * 16
     elements = (torch.complex128, torch.int64, torch.uint8)
 
     def __init__(self, *, lanes: int | None = None) -> None:
-        self._lanes = Lanes(lanes or torch.get_num_threads())
-        self._queue = JobQueue()  # made last, so that it ends first: its jobs need lanes
-
-    @property
-    def lanes(self) -> int:
-        """How many threads copy."""
-        return self._lanes.count
+        self.lanes = lanes or torch.get_num_threads()
+        """How many threads copy: the thread that does the job, and its helpers."""
+        self._helpers = Threads(self.lanes - 1, "kvtide-lane")
+        self._queue = JobQueue()  # made last, so it ends first: its jobs need the helpers
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """See Device."""
@@ -54,7 +51,7 @@ class CPUDevice:
     def submit(
         self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
     ) -> QueuedJob[list[T]]:
-        """See Device. Copies go straight there: no staging."""
+        """See Device. The steps copy directly, without staging."""
         del staging_bytes
         submit = self._queue.submit_at_once if at_once else self._queue.submit
         return submit(lambda: self._run(phases))
@@ -62,17 +59,17 @@ class CPUDevice:
     def close(self) -> None:
         """See Device."""
         self._queue.close()
-        self._lanes.close()
+        self._helpers.close()
 
     def _run(self, phases: Phases[T]) -> list[T]:
         results: list[T] = []
         for phase in phases():
-            results += self._lanes.run([_whole(step) for step in phase])
+            results += self._helpers.run([_whole(step) for step in phase])
         return results
 
 
 def _whole(step: Step[T]) -> Callable[[], T]:
-    """Both parts of a step as one: on this device what is issued has happened."""
+    """Both parts of a step in one call: on this device `issue` has copied when it returns."""
     issue, finish = step.issue, step.finish
     if issue is None:
         return finish

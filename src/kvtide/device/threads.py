@@ -1,7 +1,12 @@
-"""The library's threads, all of them: a queue of jobs, and lanes for work side by side.
+"""The only threads of the library: a queue of jobs, and lanes that work side by side.
 
-There are no locks that a signal's handler (Ctrl-C) could leave locked, or a fork: what must happen
-at once is one call of C, on a deque or a dict.
+    JobQueue   does jobs in order, in its thread or in the thread of a blocking caller
+    Threads    some threads with one queue of work; the lanes are such threads
+    QueuedJob  work that one thread does and other threads wait for
+
+A signal's handler (Ctrl-C) may interrupt Python code between any two instructions, and a fork
+copies a lock as it is. Either could leave a lock locked for ever. So no lock guards shared state
+here: each change of it is one C call on a deque or a dict, which nothing interrupts.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ _Work = Callable[[], None]
 class Threads:
     """`count` threads that take work from one queue, in order.
 
-    Not an executor: an interrupt (Ctrl-C) may come while the main thread hands out work, and would
-    leave an executor's lock locked for ever. A SimpleQueue has none that Python code holds.
+    This is not an executor: an interrupt in `submit` would leave an executor's lock locked for
+    ever. A SimpleQueue holds no lock while Python code runs.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -38,27 +43,30 @@ class Threads:
     def _start(self) -> None:
         work: SimpleQueue[_Work | None] = SimpleQueue()
         threads = [
-            threading.Thread(target=_take, args=(work,), name=f"{self._name}_{number}", daemon=True)
+            threading.Thread(
+                target=_do_work, args=(work,), name=f"{self._name}_{number}", daemon=True
+            )
             for number in range(self._count)
         ]
         for thread in threads:
             thread.start()
         self._work = work
         self._process = os.getpid()
-        # Also when it is forgotten, and at the process's end: before what was there before it.
-        self._end = weakref.finalize(self, _end, work, threads)
+        # The threads also end when this object is forgotten, and when the process ends. atexit
+        # calls its newest function first: the threads end before the objects that are older.
+        self._end = weakref.finalize(self, _end_threads, work, threads)
         self._end.atexit = False
         atexit.register(self._end)
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes work."""
+        """Whether the threads take work."""
         return self._end.alive
 
     def put(self, work: _Work) -> None:
-        """Queues work that doesn't raise; RuntimeError after `close`.
+        """Queues work that doesn't raise. Raises RuntimeError after `close`.
 
-        In a process that was forked the threads, which the fork left behind, are made anew.
+        A fork leaves the threads behind. The forked process starts new ones here.
         """
         if not self.is_open:
             raise RuntimeError("this device is closed: it takes no more jobs")
@@ -68,42 +76,99 @@ class Threads:
             self._start()
         self._work.put(work)
 
+    def start(self, item: Callable[[], T]) -> QueuedJob[T]:
+        """Queues an item and returns at once."""
+        job = QueuedJob(item)
+        self.put(job.run)
+        return job
+
+    def run(self, items: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs items in these threads and in the calling thread; gives their results in order.
+
+        After an error the items that have not begun are dropped. When this returns or raises, no
+        item is running. Ctrl-C may come at any instruction and must not prevent that:
+
+            1 begin   start helpers, run items in this thread       done once only
+            2 drop    remove the items that nobody has begun        after an error, at step 1
+            3 join    cancel the helpers that have not begun,       or 2 or 3: keep the error and
+                      wait for the others                           go (back) to step 2
+            4 end     raise the kept error, or return the results
+        """
+        left = deque(enumerate(items))  # its popleft is one C call, so the threads need no lock
+        results: dict[int, T] = {}
+        helpers: list[QueuedJob[None]] = []
+        failure: BaseException | None = None
+        has_begun = has_ended = False
+        while not has_ended:
+            try:
+                if not has_begun:
+                    has_begun = True
+                    for _ in range(min(self._count, len(items) - 1)):
+                        helpers.append(QueuedJob(lambda: drain(left, results)))
+                        self.put(helpers[-1].run)
+                    drain(left, results)
+                left.clear()
+                working = (helper for helper in helpers if not helper.cancel())
+                failure = first_error(working) or failure
+                has_ended = True
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return [results[number] for number in range(len(items))]
+
     def close(self) -> None:
-        """Waits for what was queued; further calls are harmless."""
+        """Waits for the queued work and ends the threads. Repeatable."""
         self._end()
         atexit.unregister(self._end)
 
 
-def _take(work: SimpleQueue[_Work | None]) -> None:
+def _do_work(work: SimpleQueue[_Work | None]) -> None:
+    """Does work until None comes: the body of each thread."""
     while (item := work.get()) is not None:
         item()
-        del item  # and with it the memory that it holds, before the next wait
+        del item  # frees the memory that the work holds before the next wait
 
 
-def _end(work: SimpleQueue[_Work | None], threads: Sequence[threading.Thread]) -> None:
+def _end_threads(work: SimpleQueue[_Work | None], threads: Sequence[threading.Thread]) -> None:
     for _ in threads:
         work.put(None)
     for thread in threads:
-        if thread is not threading.current_thread():  # which may be the last to forget a device
+        # A device may be forgotten in its own thread, which can't wait for itself.
+        if thread is not threading.current_thread():
             thread.join()
+
+
+def drain(items: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
+    """Runs numbered items until none is left. When an item raises, it drops the others first."""
+    while True:
+        try:
+            number, item = items.popleft()
+        except IndexError:
+            return
+        try:
+            results[number] = item()
+        except BaseException:
+            items.clear()
+            raise
 
 
 @final
 class JobQueue:
-    """Jobs in the order submitted, one at a time: in a thread of its own, or in the caller's.
+    """Does jobs one at a time, in the order submitted.
 
-    An interrupt (Ctrl-C) reaches the main thread alone. A thread of its own it never ends in the
-    middle of a job.
+    A job runs in the queue's thread, or in the thread of a caller that blocks. Ctrl-C interrupts
+    the main thread only, so it never ends a job that runs in the queue's thread.
     """
 
     def __init__(self) -> None:
         self._thread = Threads(1, "kvtide-queue")
         self._jobs: deque[QueuedJob[Any]] = deque()
-        """Those that haven't ended, in order: whoever appends a job has its place."""
+        """The jobs that have not ended, in order. A job gets its place when it is appended."""
         _queues.add(self)
 
     def submit(self, work: Callable[[], T]) -> QueuedJob[T]:
-        """Queues `work` and returns at once. When it raises, the work isn't under way."""
+        """Queues `work` and returns at once. When this raises, `work` won't run."""
         job = QueuedJob(work)
         try:
             self._jobs.append(job)
@@ -114,10 +179,10 @@ class JobQueue:
             raise
 
     def submit_at_once(self, work: Callable[[], T]) -> QueuedJob[T]:
-        """Does `work` in the calling thread, if nothing is queued before it.
+        """Does `work` in the calling thread if no earlier job is left, otherwise queues it.
 
-        Two changes of threads cost as much as it takes to copy a megabyte. What breaks the work
-        off, such as an interrupt, is raised; the work isn't under way then.
+        Handing work to another thread and back costs as much as copying a megabyte. When this
+        raises, as it does after Ctrl-C in the middle of the work, `work` no longer runs.
         """
         job = QueuedJob(work)
         try:
@@ -125,7 +190,7 @@ class JobQueue:
             if self._thread.is_open and self._is_next(job):
                 job.run()
                 take_out(self._jobs, job)
-                job.raise_if_broken_off()
+                job.raise_interrupt()
             else:
                 self._thread.put(self._run_all)
             return job
@@ -134,13 +199,13 @@ class JobQueue:
             raise
 
     def close(self) -> None:
-        """Waits for what was submitted, and for another thread's job at once; repeatable."""
+        """Waits for all jobs, including a job that another thread does at once. Repeatable."""
         self._thread.close()
         for job in tuple(self._jobs):
             job.settle()
 
     def abandon(self) -> None:
-        """Ends all jobs with an error: those who would do them are threads of another process."""
+        """Ends all jobs with ProcessForked: their threads exist in the parent process only."""
         while self._jobs:
             error = ProcessForked(
                 "this move was under way when the process forked: it goes on in the old process, "
@@ -149,14 +214,14 @@ class JobQueue:
             self._jobs.popleft().end(error)
 
     def _is_next(self, job: QueuedJob[Any]) -> bool:
-        """Whether all that was submitted before it has ended."""
+        """Whether all jobs before this one have ended."""
         for other in tuple(self._jobs):
             if other is job or not other.done():
                 return other is job
         return False
 
     def _run_all(self) -> None:
-        """All jobs up to now, in order; those of other threads it only waits for."""
+        """Runs all jobs in order. It only waits for a job that another thread does at once."""
         while (job := self._oldest()) is not None:
             job.run()
             job.settle()
@@ -165,11 +230,11 @@ class JobQueue:
     def _oldest(self) -> QueuedJob[Any] | None:
         try:
             return self._jobs[0]
-        except IndexError:  # another thread took out its own
+        except IndexError:  # another thread just removed its own job
             return None
 
     def _withdraw(self, job: QueuedJob[Any]) -> None:
-        """Sees to it that a job isn't under way, and won't be: nobody will ask for it."""
+        """Removes a job that nobody will ask for, once it can no longer run."""
         job.give_up()
         take_out(self._jobs, job)
 
@@ -178,7 +243,7 @@ _queues: weakref.WeakSet[JobQueue] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In the new process."""
+    """Runs in the forked process."""
     for queue in tuple(_queues):
         queue.abandon()
 
@@ -186,13 +251,17 @@ def _after_fork() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
+_NOBODY = 0  # no thread has this identifier
+
 
 @final
 class QueuedJob(Generic[T]):
-    """See device.base.Job. One thread waits, another one runs it.
+    """Work that one thread does and other threads wait for; see device.base.Job.
 
-    Not a Future: an interrupt within its condition's lock can come out as another error, which
-    would be taken for the job's own. Here each who waits has a lock of his own.
+    The first thread that calls `run` or `cancel` owns the job: `_owner.setdefault` is one C call.
+
+    This is not a Future. An interrupt inside a Future's condition can come out as another error,
+    which would look like the job's error. Here each thread that waits has its own lock.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -208,13 +277,13 @@ class QueuedJob(Generic[T]):
         return self._done
 
     def settle(self) -> None:
-        """Blocks until it has ended, and raises nothing of it."""
+        """Blocks until the job has ended. Doesn't raise the job's error."""
         if self._done:
             return
         lock = threading.Lock()
         lock.acquire()
         self._waiting.append(lock)
-        if not self._done:  # whoever ends it does that first, and then looks who waits
+        if not self._done:  # `end` sets `_done` first and releases the locks then
             lock.acquire()
 
     def wait(self) -> T:
@@ -225,13 +294,12 @@ class QueuedJob(Generic[T]):
         return self._results[0]
 
     def run(self) -> None:
-        """Does the work in the thread that calls, unless another one has it, or it was cancelled.
+        """Does the work in the calling thread, if no other thread owns the job.
 
-        Raises nothing of the work's: an interrupt, too, ends it with an error.
+        Doesn't raise: any error of the work, even an interrupt, becomes the job's error.
         """
         thread = threading.get_ident()
         try:
-            # Atomic, and the same when it is asked again after an interrupt.
             if self._owner.setdefault("thread", thread) != thread or self._work is None:
                 return
             self._results.append(self._work())
@@ -242,7 +310,7 @@ class QueuedJob(Generic[T]):
             self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Lets go whoever waits, and the memory that the work holds. Repeatable."""
+        """Wakes the threads that wait and frees what the work holds. Repeatable."""
         if error is not None:
             self._error = to_keep(error)
         self._work = None
@@ -251,99 +319,33 @@ class QueuedJob(Generic[T]):
             self._waiting.pop().release()
 
     def cancel(self) -> bool:
-        """Whether it won't run: it hadn't begun. Repeatable; it has no result then."""
+        """Ends a job that no thread has begun, without a result. False if one has. Repeatable."""
         if self._owner.setdefault("thread", _NOBODY) != _NOBODY:
             return False
         self.end()
         return True
 
     def give_up(self) -> None:
-        """Blocks until it isn't under way and won't be, for whoever queued it. Repeatable."""
+        """Cancels the job, or blocks until it has ended. Repeatable."""
         if self.cancel():
             return
         if self._owner["thread"] == threading.get_ident():
-            # This thread had it, and isn't at it any more: an interrupt came while it was noting
-            # how the work had failed.
+            # This thread did the work and left it: an interrupt came while `run` noted the error.
             self.end()
         self.settle()
 
     def error(self) -> BaseException | None:
-        """Blocks until it has ended; gives its error, if it has one."""
+        """Blocks until the job has ended; gives its error, or None."""
         self.settle()
         return self._error
 
-    def raise_if_broken_off(self) -> None:
-        """Raises what isn't the work's own error, such as an interrupt of the thread it ran in."""
+    def raise_interrupt(self) -> None:
+        """Raises the error that ended the job if it is no Exception, such as KeyboardInterrupt."""
         if self._error is not None and not isinstance(self._error, Exception):
             raise to_raise(self._error)
 
 
-_NOBODY = 0
-
-
 def first_error(jobs: Iterable[QueuedJob[Any]]) -> BaseException | None:
-    """Blocks until all have ended; the first error that one of them has."""
+    """Blocks until all jobs have ended; gives the error of the first job that has one."""
     errors = [job.error() for job in jobs]
     return next((error for error in errors if error is not None), None)
-
-
-@final
-class Lanes:
-    """`count` threads that work side by side; the one that calls `run` is one of them."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._others = Threads(max(1, count - 1), "kvtide-lane")
-
-    def run(self, items: Sequence[Callable[[], T]]) -> list[T]:
-        """The results of all items, in order. After an error the rest are dropped, and none
-        is running any more when it is raised."""
-        # A deque, because its popleft is atomic: no lock for the lanes to meet at.
-        left = deque(enumerate(items))
-        results: dict[int, T] = {}
-        others: list[QueuedJob[None]] = []
-        failure: BaseException | None = None
-        is_first = is_running = True
-        # An interrupt may come anywhere: it must not keep this from waiting for the others.
-        while is_running:
-            try:
-                if is_first:
-                    is_first = False
-                    for _ in range(min(self.count, len(items)) - 1):
-                        others.append(QueuedJob(lambda: drain(left, results)))
-                        self._others.put(others[-1].run)
-                    drain(left, results)
-                left.clear()
-                # Those that have not begun have nothing left to do.
-                if others:
-                    failure = first_error(job for job in others if not job.cancel()) or failure
-                is_running = False
-            except BaseException as interrupt:
-                failure = failure or interrupt
-        if failure is not None:
-            raise failure
-        return [results[number] for number in range(len(items))]
-
-    def start(self, item: Callable[[], T]) -> QueuedJob[T]:
-        """Runs one item in a lane, and returns at once."""
-        job = QueuedJob(item)
-        self._others.put(job.run)
-        return job
-
-    def close(self) -> None:
-        """Waits for what was started; further calls are harmless."""
-        self._others.close()
-
-
-def drain(items: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
-    """Runs items until none is left, or one raises: then the rest are dropped."""
-    while True:
-        try:
-            number, item = items.popleft()
-        except IndexError:
-            return
-        try:
-            results[number] = item()
-        except BaseException:
-            items.clear()
-            raise
