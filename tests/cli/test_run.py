@@ -483,11 +483,12 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"kvtide {__version__}\n" == capsys.readouterr().out
 
 
-def test_input_errors_do_not_import_torch() -> None:
-    """torch takes seconds to import; a misspelt size must not."""
+@pytest.mark.parametrize("options", [["--kv-memory", "lots"], ["--kv-memory", "24MiB"]])
+def test_input_errors_do_not_import_torch(options: list[str]) -> None:
+    """torch takes seconds to import; a misspelt size must not, nor a file that isn't there."""
     code = (
         "import sys; from kvtide.cli.main import main; "
-        "code = main(['run', 'x', '--kv-memory', 'lots']); "
+        f"code = main(['run', '/no/such/file', *{options!r}]); "
         "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -39,10 +39,9 @@ from kvtide.sizes import parse_size
 if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineStats
     from kvtide.serve.models import OpenModel
-    from kvtide.serve.request import Request
+    from kvtide.serve.options import EngineOptions
+    from kvtide.serve.request import Request, SamplingParams
     from kvtide.serve.selfcheck import RowCheck
-
-Number = TypeVar("Number", int, float)
 
 EXIT_OK = 0
 EXIT_DIFFERS = 3
@@ -65,25 +64,19 @@ class DType(str, Enum):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The options of `kvtide run`, parsed and checked. None is as much as it takes."""
+    """The options of `kvtide run`, parsed and checked.
+
+    `source` are the prompts. `sampling` is for requests whose prompt says nothing else, `engine`
+    for the run that was asked for. `schedule` None means a real device; `out` and `report` None
+    mean that nothing is written.
+    """
 
     source: str
     model: str
-    kv_memory_bytes: int | None
-    host_memory_bytes: int | None
-    on_pressure: str
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
     dtype: str
-    device: str
+    sampling: SamplingParams
+    engine: EngineOptions
     schedule: str | None
-    page_size: int
-    chunk_tokens: int
-    threads: int | None
-    exact: bool
     verify: bool
     out: Path | None
     report: Path | None
@@ -104,6 +97,20 @@ def _option(text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, **settings)
 
 
+# The options whose defaults are said in words.
+_KVMemory = Annotated[str | None, _option("KV pool, such as 24MiB.", show_default="room for all")]
+_HostMemory = Annotated[
+    str | None, _option("For retracted KV.", show_default="a quarter of what is free")
+]
+_Schedule = Annotated[
+    str | None,
+    _option("What it does when: lazy, eager, random:SEED, thread.", show_default="lazy"),
+]
+_Threads = Annotated[
+    int | None, _option("Compute threads.", min=1, max=1024, show_default="torch's")
+]
+
+
 def run(
     ctx: typer.Context,
     prompts: Annotated[
@@ -112,12 +119,8 @@ def run(
     model: Annotated[
         str, _option("A folder, a GGUF file, a hub id, smollm2 or tiny-random.")
     ] = "smollm2",
-    kv_memory: Annotated[
-        str | None, _option("KV pool, such as 24MiB.", show_default="room for all")
-    ] = None,
-    host_memory: Annotated[
-        str | None, _option("For retracted KV.", show_default="a quarter of what is free")
-    ] = None,
+    kv_memory: _KVMemory = None,
+    host_memory: _HostMemory = None,
     on_pressure: Annotated[OnPressure, _option("Fate of retracted KV.")] = OnPressure.offload,
     max_new_tokens: Annotated[
         int, _option("Longest answer, in tokens.", min=1, max=LARGEST_NEW_TOKENS)
@@ -129,15 +132,10 @@ def run(
     dtype: Annotated[DType, _option("Of weights and KV.")] = DType.bfloat16,
     device: Annotated[str, _option("Where the model and the pool are.")] = "cpu",
     simulate: Annotated[bool, _option("That device is a simulated one.", "--simulate")] = False,
-    schedule: Annotated[
-        str | None,
-        _option("What it does when: lazy, eager, random:SEED, thread.", show_default="lazy"),
-    ] = None,
+    schedule: _Schedule = None,
     page_size: Annotated[int, _option("Tokens a page.", min=1, max=4096)] = 16,
     chunk_tokens: Annotated[int, _option("Prompt tokens a step and request.", min=1)] = 256,
-    threads: Annotated[
-        int | None, _option("Compute threads.", min=1, max=1024, show_default="torch's")
-    ] = None,
+    threads: _Threads = None,
     exact: Annotated[
         bool, _option("Answers don't depend on the batch, or speed.", "--exact/--fast")
     ] = True,
@@ -148,24 +146,34 @@ def run(
     report: Annotated[Path | None, _option("Write one JSON object of counts here.")] = None,
 ) -> None:
     """Answer a file of prompts, however little KV memory there is, every answer exact."""
-    settings = RunSettings(
-        source=prompts,
-        model=model,
+    from kvtide.serve.options import EngineOptions
+    from kvtide.serve.request import SamplingParams
+
+    engine = EngineOptions(
         kv_memory_bytes=_parse_size(kv_memory, "--kv-memory", least=1),
         host_memory_bytes=_parse_size(host_memory, "--host-memory", least=0),
         on_pressure=on_pressure.value,
+        page_size=page_size,
+        chunk_tokens=chunk_tokens,
+        threads=threads,
+        exact=exact,
+        device=device,
+        keep_logits=verify,
+    )
+    sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=check_temperature(temperature, name="--temperature"),
         top_k=top_k,
         top_p=_check_top_p(top_p),
         seed=_check_seed(seed),
+    )
+    settings = RunSettings(
+        source=prompts,
+        model=model,
         dtype=dtype.value,
-        device=device,
+        sampling=sampling,
+        engine=engine,
         schedule=check_schedule(schedule, simulate=simulate),
-        page_size=page_size,
-        chunk_tokens=chunk_tokens,
-        threads=threads,
-        exact=exact,
         verify=verify,
         out=out,
         report=report,
@@ -177,7 +185,7 @@ def run(
 def execute(settings: RunSettings, serving: Serving) -> int:
     """Does the whole run and returns the exit code. Raises `UsageError` for bad input."""
     prompts = read_prompts(settings.source)
-    serving.check_device(settings.device, schedule=settings.schedule)
+    serving.check_device(settings.engine.device, schedule=settings.schedule)
     with make_display(Console(stderr=True)) as display:
         display.load(f"loading {settings.model}", 0, None)
         model = serving.open_model(settings.model, dtype=settings.dtype, progress=display.load)
@@ -238,7 +246,7 @@ class _Session:
     def answer(self, prompts: Sequence[Prompt]) -> Outcome:
         """The run that was asked for. The answers are written, also those before an error."""
         requests = [self._make_request(prompt) for prompt in prompts]
-        engine = self._build_engine(self._settings.kv_memory_bytes, requests)
+        engine = self._build_engine(self._settings.engine, requests)
         if engine.exact_check is not None:
             self._display.say(describe_check(engine.exact_check))
         # Until the answers are written: a signal before that would lose them.
@@ -258,7 +266,8 @@ class _Session:
             if request.error is None
         ]
         others = [other for _, other in pairs]
-        engine = self._build_engine(None, others, outcome.exact_check)
+        roomy = replace(self._settings.engine, kv_memory_bytes=None)
+        engine = self._build_engine(roomy, others, outcome.exact_check)
         with Interrupt() as interrupt:
             again = self._drive(engine, others, "verifying", interrupt, echo=False)
         if interrupt.requested:
@@ -282,40 +291,22 @@ class _Session:
             self._display.stop()
 
     def _build_engine(
-        self,
-        kv_memory_bytes: int | None,
-        requests: Sequence[Request],
-        check: RowCheck | None = None,
+        self, options: EngineOptions, requests: Sequence[Request], check: RowCheck | None = None
     ) -> Engine:
-        from kvtide.serve.engine import EngineOptions
-
         self._display.load("making the pool and the engine", 0, None)
-        settings = self._settings
-        options = EngineOptions(
-            kv_memory_bytes=kv_memory_bytes,
-            host_memory_bytes=settings.host_memory_bytes,
-            on_pressure=settings.on_pressure,
-            page_size=settings.page_size,
-            chunk_tokens=settings.chunk_tokens,
-            threads=settings.threads,
-            exact=settings.exact,
-            device=settings.device,
-            keep_logits=settings.verify,
-        )
         return self._serving.build_engine(self._model, options, requests, check)
 
     def _make_request(self, prompt: Prompt) -> Request:
-        from kvtide.serve.request import SamplingParams
-
-        settings = self._settings
-        params = SamplingParams(
-            max_new_tokens=_first(prompt.max_new_tokens, settings.max_new_tokens),
-            temperature=_first(prompt.temperature, settings.temperature),
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            seed=_first(prompt.seed, settings.seed),
+        """What the prompt's line says for itself comes before the command's options."""
+        said: dict[str, Any] = {
+            "max_new_tokens": prompt.max_new_tokens,
+            "temperature": prompt.temperature,
+            "seed": prompt.seed,
+        }
+        said = {name: value for name, value in said.items() if value is not None}
+        return self._serving.make_request(
+            self._model, prompt, replace(self._settings.sampling, **said)
         )
-        return self._serving.make_request(self._model, prompt, params)
 
 
 def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> None:
@@ -337,7 +328,7 @@ def _report(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) ->
         outcome.requests,
         outcome.stats,
         seconds=outcome.seconds,
-        exact=settings.exact and all(request.exact for request in outcome.requests),
+        exact=settings.engine.exact and all(request.exact for request in outcome.requests),
         check=outcome.exact_check,
         verified=None if verdict is None else verdict.verified,
     )
@@ -385,7 +376,3 @@ def _check_files(settings: RunSettings) -> None:
         other = seen.setdefault(os.path.realpath(path), option)
         if other != option and (not path.exists() or path.is_file()):
             raise UsageError(f"{option}: {path} is also {other}; give another name")
-
-
-def _first(own: Number | None, default: Number) -> Number:
-    return default if own is None else own

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from kvtide.errors import UsageError
-from kvtide.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from kvtide.snapshot import Snapshot  # which imports torch; commands make these without it
 
 
 @final
