@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
 from kvtide.errors import SnapshotDamaged, SnapshotMiss
-from kvtide.layout import Layout, Mapped, Owned, Plane
+from kvtide.layout import Layout, Mapped, Plane, Striped
 from kvtide.layout.gqa import GQA_HND
 from kvtide.layout.mla import MLA_NZ
 from kvtide.pool import Pool
@@ -301,7 +301,7 @@ def test_rows_that_a_snapshot_lacks_are_kept_where_that_is_meant(
     device: CPUDevice, world: int
 ) -> None:
     """They have another request's bytes: a restore refuses them, unless its caller says so."""
-    layout = GQA_HND.through("window", Mapped("window", hole=0), Owned(0, world))
+    layout = GQA_HND.through("window", Mapped("window", hole=0), Striped(0, world))
     geometry = layout.bind(dtype="uint8", token=4, layer=1, head=1, head_dim=3, v_head_dim=1)
     window = np.arange(world * 4, world * 36)
     maps = {"window": window}

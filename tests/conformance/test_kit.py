@@ -5,18 +5,21 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvtide.conformance
-from kvtide.conformance import ways
-from kvtide.conformance.reference import Place, first_difference, rows_of_plane
+from kvtide.conformance import LayoutTests, Sample, checks, ways
+from kvtide.conformance.reference import Place, TokenIds, first_difference, ids_by, rows_of_plane
 from kvtide.conformance.samples import SAMPLES, sample
 from kvtide.conformance.subjects import KINDS
 from kvtide.conformance.trips import INDICES, ORDERS, counts_of, make_trip
 from kvtide.device import CPUDevice
+from kvtide.layout import Counts, Layout, Plane, Rows, Rule
+from kvtide.layout.rules import Maps
 
 PACKAGE = Path(kvtide.conformance.__file__).parent
 
@@ -46,7 +49,7 @@ def test_reference_imports_declarations_alone() -> None:
     own = {node.module for node in froms if (node.module or "").startswith("kvtide")}
     names = {alias.name for node in froms if node.module == "kvtide.layout" for alias in node.names}
     assert {"kvtide.layout"} == own
-    assert names.isdisjoint({"rows_of", "Rows", "BufferRows"})
+    assert names.isdisjoint({"apply_rules", "Rows", "BufferRows"})
 
 
 def test_reference_reads_a_known_case() -> None:
@@ -58,6 +61,62 @@ def test_reference_reads_a_known_case() -> None:
     assert {0: 2, 2: 5} == rows_of_plane(window, Place([3, 2, 1], None, held))
     state = sample("recurrent").geometry.planes[0]
     assert {0: 3} == rows_of_plane(state, Place([], 3, {}))
+
+
+@dataclass(frozen=True, slots=True)
+class EveryOther(Rule):
+    """A rule that is none of kvtide's: even tokens have rows, in the order of the slots."""
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule."""
+        even = rows.tokens % 2 == 0
+        return rows.only(even, rows.ids[even])
+
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return id_count
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return 1
+
+
+EVERY_OTHER = Layout("every_other", Plane("k", "layer page token 3", rows=(EveryOther(),)))
+
+
+@ids_by.register
+def _(_rule: EveryOther, ids: TokenIds, _place: Place) -> TokenIds:
+    return {token: slot for token, slot in ids.items() if token % 2 == 0}
+
+
+class TestARuleOfAnothers(LayoutTests):
+    """The kit takes a rule that it doesn't know, with what is expected of it."""
+
+    thorough = False
+
+    def samples(self) -> list[Sample]:
+        """One plane by that rule alone."""
+        planes = {"k": ("uint8", 2, (3,))}
+        return [Sample("every-other", EVERY_OTHER, "uint8", {"layer": 2}, planes)]
+
+
+def test_a_rule_of_another_s_that_moves_other_rows_is_found(
+    device: CPUDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is expected doesn't come from the rule's own `apply`."""
+    monkeypatch.setattr(EveryOther, "apply", lambda self, rows, maps: rows)
+    (one,) = TestARuleOfAnothers().samples()
+    with pytest.raises(AssertionError, match="byte"):
+        checks.check_round_trips(KINDS["created"](one, device))
+
+
+def test_a_rule_of_which_nothing_is_expected_is_no_match() -> None:
+    """It is not taken for a rule that names every token."""
+    unknown = type("Unknown", (Rule,), {**vars(EveryOther), "__slots__": ()})()
+    plane = replace(EVERY_OTHER.bind(dtype="uint8", layer=1).planes[0], rules=(unknown,))
+    with pytest.raises(NotImplementedError, match=r"doesn't know .*@ids_by\.register"):
+        rows_of_plane(plane, Place([0, 1], None, {}))
 
 
 def test_difference_is_named_by_plane_layer_row_and_byte() -> None:

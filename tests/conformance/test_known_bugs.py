@@ -29,7 +29,7 @@ from kvtide.conformance.subjects import KINDS
 from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotMiss
-from kvtide.layout import GQA, BufferRows, EveryNth, Layout, OfRequest, Plane, rows_of
+from kvtide.layout import GQA, BufferRows, EveryNth, Layout, OfRequest, Plane, apply_rules
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import PageAllocator, Pool
 from kvtide.tide import Tide
@@ -443,7 +443,7 @@ def test_k44_offsets_have_64_bits() -> None:
         units for move in part for units in move.units.tolist()
     ]
     with pytest.raises(SlotError, match=str(1 << 40)):
-        rows_of([EveryNth(1)], np.array([1 << 40]), {}, 100)
+        apply_rules([EveryNth(1)], np.array([1 << 40]), {}, 100)
 
 
 def test_k45_ids_handed_out_are_unique_in_range_and_nobody_elses() -> None:

@@ -21,7 +21,7 @@ from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS
 from kvtide.device import AcceleratorDevice, CPUDevice, Device, Step
 from kvtide.device import accelerator as accelerator_module
-from kvtide.layout import BufferRows, EveryNth, Geometry, Layout, Mapped, Owned, Rows
+from kvtide.layout import BufferRows, EveryNth, Geometry, Layout, Mapped, Rows, Striped
 from kvtide.layout import spec as spec_module
 from kvtide.pool import Pool
 from kvtide.pool import pool as pool_module
@@ -131,11 +131,11 @@ def padding_taken_for_a_row(patch: pytest.MonkeyPatch) -> None:
 def first_rank_for_all(patch: pytest.MonkeyPatch) -> None:
     """Every rank moves what rank 0 owns."""
 
-    def apply(self: Owned, rows: Rows, maps: Any) -> Rows:
+    def apply(self: Striped, rows: Rows, maps: Any) -> Rows:
         own = rows.ids % self.world == 0
         return Rows(rows.ids[own] // self.world, rows.tokens[own])
 
-    patch.setattr(Owned, "apply", apply)
+    patch.setattr(Striped, "apply", apply)
 
 
 def fingerprint_without_sizes(patch: pytest.MonkeyPatch) -> None:

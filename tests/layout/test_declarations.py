@@ -8,7 +8,7 @@ import pytest
 
 from kvtide.conformance import SAMPLES, Sample
 from kvtide.errors import LayoutError
-from kvtide.layout import GQA, EveryToken, Geometry, Layout, Mapped, OfRequest, Owned
+from kvtide.layout import GQA, EveryToken, Geometry, Layout, Mapped, OfRequest, Striped
 from kvtide.layout.compressed import COMPRESSED_4, COMPRESSED_128
 from kvtide.layout.draft import TARGET_AND_DRAFT
 from kvtide.layout.mla import DSA, MLA, MLA_NZ, MLA_PACKED, MLA_SPLIT
@@ -99,8 +99,9 @@ def test_window_goes_through_its_map_and_full_attention_does_not() -> None:
 def test_context_parallel_rank_of_a_window_is_two_rules() -> None:
     """The map, then the share; another rank is another geometry."""
     sizes = {"layer": 1, "head": 1, "head_dim": 2, "v_head_dim": 2}
-    ranks = [WINDOW.through("window_dcp", Owned(rank, 4)) for rank in range(4)]
-    assert (EveryToken(), Mapped("full_to_window", hole=0), Owned(2, 4)) == ranks[2].planes[0].rows
+    ranks = [WINDOW.through("window_dcp", Striped(rank, 4)) for rank in range(4)]
+    rules = ranks[2].planes[0].rows
+    assert (EveryToken(), Mapped("full_to_window", hole=0), Striped(2, 4)) == rules
     assert 4 == len({rank.bind(dtype="bfloat16", **sizes).fingerprint for rank in ranks})
 
 

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import LayoutError, SlotError
-from kvtide.layout import EveryNth, EveryToken, Mapped, OfRequest, Owned, Rows, Rule, rows_of
+from kvtide.layout import (
+    Counts,
+    EveryNth,
+    EveryToken,
+    Mapped,
+    OfRequest,
+    Rows,
+    Rule,
+    Striped,
+    apply_rules,
+)
 from kvtide.snapshot import Seal, ranges_of
 from support.values import NO_ROWS, name_of
 
@@ -33,7 +43,7 @@ def apply(
     rules: Sequence[Rule], slots: Sequence[int], maps: Any = None, row_count: int = 1 << 40
 ) -> Pairs:
     """What a chain of rules gives."""
-    return pairs_of(rows_of(rules, ids(slots), maps or {}, row_count))
+    return pairs_of(apply_rules(rules, ids(slots), maps or {}, row_count))
 
 
 def by_list(values: Sequence[int]) -> Any:
@@ -104,16 +114,41 @@ def test_mapped_rows_leave_out_the_holes(slots: list[int], hole: int, random: An
     assert expected == apply([Mapped("window", hole)], slots, {"window": by_list(held)})
 
 
-@given(distinct, st.integers(1, 5), st.data())
-def test_ranks_share_all_tokens(slots: list[int], world: int, data: st.DataObject) -> None:
-    """Each has its own, every token has one rank."""
-    owned: list[int] = []
+@st.composite
+def slots_in_their_tokens_places(draw: st.DrawFn, turns: int) -> list[int]:
+    """As an allocator gives them to ranks that take turns: slot % turns == token % turns."""
+    rounds = draw(st.lists(st.integers(0, 12), unique=True, max_size=25))
+    return [turn * turns + token % turns for token, turn in enumerate(rounds)]
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_ranks_share_all_tokens(world: int, run: int, data: st.DataObject) -> None:
+    """Each has its own, every token has one rank, and rows are within those that are counted."""
+    slots = data.draw(slots_in_their_tokens_places(world * run))
+    shared: list[int] = []
     for rank in range(world):
-        found = apply([Owned(rank, world)], slots)
-        expected = [(s // world, at) for at, s in enumerate(slots) if s % world == rank]
-        assert expected == found
-        owned += [token for _, token in found]
-    assert sorted(owned) == [*range(len(slots))]
+        rule = Striped(rank, world, run)
+        expected = [
+            (s // (world * run) * run + s % run, token)
+            for token, s in enumerate(slots)
+            if s // run % world == rank
+        ]
+        assert expected == apply(
+            [rule], slots, row_count=rule.row_count(13 * world * run, Counts())
+        )
+        shared += [token for _, token in expected]
+    assert sorted(shared) == [*range(len(slots))]
+
+
+@given(st.integers(2, 5), st.integers(1, 3), st.data())
+def test_a_slot_that_another_rank_would_keep_elsewhere_is_refused(
+    world: int, run: int, data: st.DataObject
+) -> None:
+    """Its bytes would be on one rank now, and sought on another later."""
+    slots = data.draw(slots_in_their_tokens_places(world * run))
+    astray = len(slots) + data.draw(st.integers(1, world * run - 1)) + 20 * world * run
+    with pytest.raises(SlotError, match=f"token {len(slots)} has slot {astray}"):
+        apply([Striped(0, world, run)], [*slots, astray])
 
 
 @given(distinct, st.integers(0, 9))
@@ -129,16 +164,20 @@ def test_request_has_one_row_whatever_its_tokens(slots: list[int], row: int) -> 
 def test_rank_of_a_windowed_pool_is_two_rules(
     slots: list[int], world: int, data: st.DataObject, random: Any
 ) -> None:
-    """The map first, then the share."""
+    """The map first, then the share of what it leads to."""
     rank = data.draw(st.integers(0, world - 1))
-    held = [row if random.random() < 0.7 else 0 for row in random.sample(range(1, 80), 61)]
-    expected: Pairs = []
+    rounds = random.sample(range(1, 80), len(slots))
+    held = dict.fromkeys(range(61), 0)
     for token, slot in enumerate(slots):
-        row = held[slot]
-        if row > 0 and row % world == rank:
-            expected.append((row // world, token))
-    rules: list[Rule] = [EveryToken(), Mapped("window", 0), Owned(rank, world)]
-    assert expected == apply(rules, slots, {"window": by_list(held)})
+        if random.random() < 0.7:
+            held[slot] = rounds[token] * world + token % world
+    expected = [
+        (held[slot] // world, token)
+        for token, slot in enumerate(slots)
+        if held[slot] and held[slot] % world == rank
+    ]
+    rules: list[Rule] = [EveryToken(), Mapped("window", 0), Striped(rank, world)]
+    assert expected == apply(rules, slots, {"window": by_list([held[slot] for slot in range(61)])})
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
@@ -173,6 +212,56 @@ def test_row_that_two_tokens_name_is_refused() -> None:
     """One would overwrite the other."""
     with pytest.raises(SlotError, match="tokens 0 and 2 both name row 4"):
         apply([Mapped("window")], [0, 1, 2], {"window": by_list([4, 3, 4])})
+
+
+# ---- what a rule says of itself -------------------------------------------------------------
+
+KNOWN = Counts(request_count=5, mapped_rows={"window": 17})
+
+
+@pytest.mark.parametrize(
+    ("rule", "row_count", "tokens_per_row", "unit", "is_dense"),
+    [
+        (EveryToken(), 24, 1, "token", True),
+        (EveryNth(1), 24, 1, "token", True),
+        (EveryNth(5), 5, 5, "page", True),
+        (Mapped("window"), 17, 1, "token", False),
+        (Mapped("other"), 0, 1, "token", False),
+        (Striped(1, 5), 5, 1, "token", False),
+        (Striped(1, 5, run=2), 6, 1, "token", False),
+        (OfRequest("state"), 5, 0, "request", False),
+    ],
+    ids=str,
+)
+def test_a_rule_answers_for_itself(
+    rule: Rule, row_count: int, tokens_per_row: int, unit: str, is_dense: bool
+) -> None:
+    """Of 24 slots: how many rows, how many tokens share one, and what a row is."""
+    found = (rule.row_count(24, KNOWN), rule.tokens_per_row, rule.unit, rule.is_dense)
+    assert (row_count, tokens_per_row, unit, is_dense) == found
+
+
+def test_a_rule_names_its_map_and_its_row_of_the_request() -> None:
+    """That is how a pool knows what it must be given; another prefix is another map."""
+    assert ("window", None) == (Mapped("window").map_name, Mapped("window").kind)
+    assert (None, "state") == (OfRequest("state").map_name, OfRequest("state").kind)
+    assert (None, None) == (EveryToken().map_name, EveryToken().kind)
+    assert Mapped("draft.window", 0) == Mapped("window", 0).with_map_under("draft")
+    assert EveryNth(4) == EveryNth(4).with_map_under("draft")
+
+
+@pytest.mark.parametrize("missing", ["apply", "row_count", "tokens_per_row"])
+def test_a_rule_that_does_not_answer_cannot_be_made(missing: str) -> None:
+    """It would pass for one that names every token."""
+    answers: dict[str, Any] = {
+        "apply": lambda self, rows, maps: rows,
+        "row_count": lambda self, count, known: count,
+        "tokens_per_row": property(lambda self: 1),
+    }
+    assert 1 == type("Whole", (Rule,), dict(answers))().tokens_per_row
+    del answers[missing]
+    with pytest.raises(TypeError, match=f"abstract .*{missing}"):
+        type("Partial", (Rule,), answers)()
 
 
 # ---- rows by token --------------------------------------------------------------------------
@@ -219,15 +308,17 @@ def test_a_rule_of_what_is_no_number_is_refused(value: Any) -> None:
     """When it is declared: rows of no slots divide by zero later, and ranks of none own nothing."""
     with pytest.raises(LayoutError, match="EveryNth: count must be an integer from 1"):
         EveryNth(value)
-    with pytest.raises(LayoutError, match="Owned: world must be an integer from 1"):
-        Owned(0, value)
+    with pytest.raises(LayoutError, match="Striped: world must be an integer from 1"):
+        Striped(0, value)
+    with pytest.raises(LayoutError, match="Striped: run must be an integer from 1"):
+        Striped(0, 2, value)
 
 
 @pytest.mark.parametrize("rank", [*NO_ROWS, 4], ids=name_of)
 def test_a_rank_that_is_not_there_is_refused(rank: Any) -> None:
     """It would own nothing, silently."""
-    with pytest.raises(LayoutError, match="Owned: rank"):
-        Owned(rank, 4)
+    with pytest.raises(LayoutError, match="Striped: rank"):
+        Striped(rank, 4)
 
 
 @pytest.mark.parametrize("hole", [None, 0.5, "0", True, float("nan")], ids=name_of)

@@ -21,7 +21,7 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache import memory_pool
 
 from kvtide.errors import SlotError
-from kvtide.layout import Rows, rows_of
+from kvtide.layout import Rows, apply_rules
 from kvtide.plugin.description import Refused
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, mha
@@ -42,7 +42,7 @@ def entries_of(table: torch.Tensor, request: int, token_count: int, times: int =
     rule = EntriesOfRequest("k", table.shape[1], SIZE * times, STRIDE * times)
     flat = table.view(-1).numpy()
     maps = {"k": lambda ids: flat[ids], "request": lambda _: np.array([request])}
-    return rows_of([rule], np.arange(500, 500 + token_count), maps, row_count=1000)
+    return apply_rules([rule], np.arange(500, 500 + token_count), maps, row_count=1000)
 
 
 @pytest.mark.parametrize(("level", "times"), [("k1", 1), ("k2", 4)])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvtide.errors import SlotError
-from kvtide.layout import Rows, rows_of
+from kvtide.layout import Rows, apply_rules
 from kvtide.plugin.sglang.checkup.cases_deepseek_v4 import CASES
 from kvtide.plugin.sglang.pools.describe import Subject, describe
 from kvtide.plugin.sglang.rules import PagesOfRequest
@@ -19,7 +19,7 @@ def pages_of(request: int, token_count: int) -> Rows:
     rule, slots = PagesOfRequest("pages", 3, tokens=4, entries=2), np.arange(40, 40 + token_count)
     flat = TABLE.view(-1).numpy()
     maps = {"pages": lambda ids: flat[ids], "request": lambda _: np.array([request])}
-    return rows_of([rule], slots, maps, row_count=8)
+    return apply_rules([rule], slots, maps, row_count=8)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import _mla_fia_nz_scatter_
 from sglang.srt.layers.dcp.layout import localize_dcp_indices, maybe_dcp_kernel_indices
 
 from kvtide.errors import SlotError
-from kvtide.layout import Rows, rows_of
+from kvtide.layout import Rows, Striped, apply_rules
 from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup import cases_deepseek_v4, cases_latent, cases_npu
 from kvtide.plugin.sglang.checkup.trips import Refusal, randomise, same
 from kvtide.plugin.sglang.pools.describe import Subject, describe
-from kvtide.plugin.sglang.rules import Striped
 
 REFUSED = [*cases_latent.REFUSED, *cases_npu.REFUSED, *cases_deepseek_v4.REFUSED]
 
@@ -31,7 +30,7 @@ def test_what_cannot_be_moved_is_refused_with_its_reason(refusal: Refusal) -> No
 
 def striped(rule: Striped, slots: list[int]) -> Rows:
     """What a rank has of a request."""
-    return rows_of([rule], np.array(slots, np.int64), {}, 1000)
+    return apply_rules([rule], np.array(slots, np.int64), {}, 1000)
 
 
 def test_a_rank_has_its_turns_of_a_request() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvtide.errors import SlotError
-from kvtide.layout import EveryNth, Mapped, rows_of
+from kvtide.layout import EveryNth, Mapped, apply_rules
 from kvtide.layout.rules import Rule
 from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup import cases_attention, cases_state, cases_unified, cases_window
@@ -34,7 +34,7 @@ def kept(count: int, page_size: int, token_count: int, *more: Rule) -> list[int]
     rules = [LastTokens(count, page_size), *more]
     slots = np.arange(16, 16 + token_count)
     maps = {"shifted": lambda ids: ids + 16}
-    tokens: list[int] = rows_of(rules, slots, maps, 1000).tokens.tolist()
+    tokens: list[int] = apply_rules(rules, slots, maps, 1000).tokens.tolist()
     return tokens
 
 

@@ -61,16 +61,12 @@ def declared_layouts() -> list[Layout]:
 def bind_for_models(layout: Layout, **larger: int) -> Geometry:
     """The layout with axes as models have them, its optional planes included; `larger` are sizes
     to have instead."""
-    from kvtide.layout import EveryNth
-
     axes = {axis for plane in layout.planes for axis in plane.sized_axes} - {"token"}
     # A joined layout's axes are called by their part first: full_layer, draft_head_dim.
     sizes: dict[str, Any] = {
         axis: AXES[axis] if axis in AXES else AXES[axis.partition("_")[2]] for axis in axes
     } | larger
-    shared = [
-        rule.count for plane in layout.planes for rule in plane.rows if isinstance(rule, EveryNth)
-    ]
+    shared = [rule.tokens_per_row for plane in layout.planes for rule in plane.rows]
     return layout.bind(dtype="bfloat16", token=max(_PAGE_SIZE, *shared, 1), **sizes)
 
 
@@ -150,12 +146,14 @@ def _make_pool(geometry: Geometry, device: Device, moved_pages: int) -> Pool:
     import numpy as np
     import torch
 
-    from kvtide.layout import Mapped
     from kvtide.pool import Pool
 
     page_count = _POOL_SHARE * moved_pages + 1
     names = {
-        rule.name for plane in geometry.planes for rule in plane.rules if isinstance(rule, Mapped)
+        rule.map_name
+        for plane in geometry.planes
+        for rule in plane.rules
+        if rule.map_name is not None
     }
     slot_count = page_count * geometry.page_size
     pool = Pool.create(

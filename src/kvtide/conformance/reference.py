@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
+from functools import singledispatch
+from math import lcm, prod
 from typing import final
 
 import numpy as np
@@ -19,9 +20,9 @@ from kvtide.layout import (
     Geometry,
     Mapped,
     OfRequest,
-    Owned,
     PlaneGeometry,
     Rule,
+    Striped,
 )
 
 Bytes = NDArray[np.uint8]
@@ -31,6 +32,8 @@ Image = dict[tuple[str, int], Bytes]
 A row's own bytes come first, then those between it and the next one, which nobody may touch.
 """
 Maps = Mapping[str, NDArray[np.int64]]
+TokenIds = dict[int, int]
+"""{token: id}, for the tokens that have one, in their order."""
 
 
 @final
@@ -45,38 +48,77 @@ class Place:
 
 def rows_of_plane(plane: PlaneGeometry, place: Place) -> dict[int, int]:
     """The row of each token that has one of its own, or begins one: {token: row}."""
-    if any(isinstance(rule, OfRequest) for rule in plane.rules):
-        assert place.request is not None, "a plane of requests needs to know whose"
-        return {0: place.request}
+    ids = {token: int(slot) for token, slot in enumerate(place.slots)}
+    for rule in plane.rules:
+        ids = ids_by(rule, ids, place)
     rows: dict[int, int] = {}
     seen: set[int] = set()
-    for token, slot in enumerate(place.slots):
-        row = row_of_slot(plane.rules, int(slot), place.maps)
-        if row is not None and row not in seen:
+    for token, row in ids.items():
+        if row not in seen:
             seen.add(row)
             rows[token] = row
     return rows
 
 
-def row_of_slot(rules: Sequence[Rule], slot: int, maps: Maps) -> int | None:
-    """The row that one slot names, or None."""
-    number = slot
-    for rule in rules:
-        if isinstance(rule, EveryNth):
-            number = number // rule.count
-        elif isinstance(rule, Mapped):
-            number = int(maps[rule.name][number])
-            if number <= rule.hole:
-                return None
-        elif isinstance(rule, Owned):
-            if number % rule.world != rule.rank:
-                return None
-            number = number // rule.world
-        elif not isinstance(rule, EveryToken):
-            raise NotImplementedError(
-                f"the kit's reference knows the rules of kvtide.layout alone, not {rule!r}"
-            )
-    return number
+@singledispatch
+def ids_by(rule: Rule, ids: TokenIds, place: Place) -> TokenIds:
+    """The ids to which a rule leads from some, those that several tokens share for each of them.
+
+    A rule that isn't one of kvtide.layout's brings what is expected of it, found without its
+    `apply`: a function with the decorator `@ids_by.register`, beside the test.
+    """
+    raise NotImplementedError(
+        f"the kit's reference doesn't know {rule!r}: say what is expected of it, in a function of "
+        f"(rule: {type(rule).__name__}, ids, place) with the decorator @ids_by.register"
+    )
+
+
+@ids_by.register
+def _(_rule: EveryToken, ids: TokenIds, _place: Place) -> TokenIds:
+    return ids
+
+
+@ids_by.register
+def _(rule: EveryNth, ids: TokenIds, _place: Place) -> TokenIds:
+    return {token: number // rule.count for token, number in ids.items()}
+
+
+@ids_by.register
+def _(rule: Mapped, ids: TokenIds, place: Place) -> TokenIds:
+    held = place.maps[rule.name]
+    found = {token: int(held[number]) for token, number in ids.items()}
+    return {token: number for token, number in found.items() if number > rule.hole}
+
+
+@ids_by.register
+def _(rule: Striped, ids: TokenIds, _place: Place) -> TokenIds:
+    found: TokenIds = {}
+    for token, number in ids.items():
+        turn, within = divmod(number, rule.run)
+        if turn % rule.world == rule.rank:
+            found[token] = turn // rule.world * rule.run + within
+    return found
+
+
+@ids_by.register
+def _(_rule: OfRequest, _ids: TokenIds, place: Place) -> TokenIds:
+    assert place.request is not None, "a plane of requests needs to know whose"
+    return {0: place.request}
+
+
+@singledispatch
+def ids_together(rule: Rule) -> int:
+    """How many consecutive ids must stay side by side, from a multiple of that many on.
+
+    It says which requests the kit tries, not what is expected of them. A rule of your own that
+    asks for more than its `tokens_per_row` says so by `@ids_together.register`.
+    """
+    return max(1, rule.tokens_per_row)
+
+
+@ids_together.register
+def _(rule: Striped) -> int:
+    return rule.world * rule.run
 
 
 def restored(
@@ -146,16 +188,14 @@ def units_of(geometry: Geometry) -> Units:
         before = after = 1
         is_mapped = False
         for rule in plane.rules:
-            count = rule.count if isinstance(rule, EveryNth) else 1
-            count = rule.world if isinstance(rule, Owned) else count
-            is_mapped = is_mapped or isinstance(rule, Mapped)
+            count, is_mapped = ids_together(rule), is_mapped or rule.map_name is not None
             before, after = (before, after * count) if is_mapped else (before * count, after)
         slots, mapped = lcm(slots, before), lcm(mapped, after)
     return Units(slots, mapped)
 
 
 def map_rules(geometry: Geometry) -> dict[str, Mapped]:
-    """The maps that a layout's rules go through, by name."""
+    """The maps from slots that a layout's rules go through, by name."""
     return {
         rule.name: rule
         for plane in geometry.planes
@@ -168,16 +208,13 @@ def mapped_count(geometry: Geometry, name: str, row_counts: Mapping[str, int]) -
     """How many ids a map may lead to, given each plane's rows: those with a row everywhere."""
     counts: list[int] = []
     for plane in geometry.planes:
-        names = [rule.name if isinstance(rule, Mapped) else None for rule in plane.rules]
+        names = [rule.map_name for rule in plane.rules]
         if name in names:
-            count = row_counts[plane.name]
-            for rule in plane.rules[names.index(name) + 1 :]:
-                count *= rule.count if isinstance(rule, EveryNth) else 1
-                count *= rule.world if isinstance(rule, Owned) else 1
-            counts.append(count)
+            after = plane.rules[names.index(name) + 1 :]
+            counts.append(row_counts[plane.name] * prod(map(ids_together, after)))
     return min(counts)
 
 
-def has_request_rows(geometry: Geometry) -> bool:
-    """Whether some plane has a row for each request."""
-    return any(isinstance(rule, OfRequest) for plane in geometry.planes for rule in plane.rules)
+def is_of_request(plane: PlaneGeometry) -> bool:
+    """Whether the plane has a row for each request."""
+    return any(rule.unit == "request" for rule in plane.rules)

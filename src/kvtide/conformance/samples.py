@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from kvtide.layout import Geometry, Layout, Mapped, Owned
+from kvtide.layout import Geometry, Layout, Mapped, Striped
 from kvtide.layout.compressed import COMPRESSED_4, COMPRESSED_128
 from kvtide.layout.draft import MLA_TARGET_AND_DRAFT, TARGET_AND_DRAFT
 from kvtide.layout.gqa import GQA, GQA_FUSED, GQA_HND, K_ONLY
@@ -85,7 +85,7 @@ _GROUPED = (
         {"k": ("float16", 3, (2, 5)), "v": ("float8_e5m2", 3, (2, 3))}, page_size=3,
     ),
     Sample(
-        "gqa-context-parallel", GQA.through("gqa_dcp", Owned(1, 3)), "bfloat16", _GQA,
+        "gqa-context-parallel", GQA.through("gqa_dcp", Striped(1, 3)), "bfloat16", _GQA,
         {"k": ("bfloat16", 3, (2, 5)), "v": ("bfloat16", 3, (2, 3))}, page_size=6,
     ),
     Sample(
@@ -184,7 +184,7 @@ _LIMITED = (
         mapped_rows={"full_to_window": 12},
     ),
     Sample(
-        "window-context-parallel", WINDOW.through("window_dcp", Owned(1, 2)), "bfloat16", _GQA,
+        "window-context-parallel", WINDOW.through("window_dcp", Striped(1, 2)), "bfloat16", _GQA,
         {"k": ("bfloat16", 3, (2, 5)), "v": ("bfloat16", 3, (2, 3))},
         mapped_rows={"full_to_window": 24},
     ),

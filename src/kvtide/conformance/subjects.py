@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.conformance.reference import Bytes, Image, has_request_rows, map_rules
+from kvtide.conformance.reference import Bytes, Image, ids_together, is_of_request, map_rules
 from kvtide.conformance.samples import Sample
 from kvtide.device import Device
-from kvtide.layout import EveryNth, Geometry, Mapped, OfRequest, Owned, PlaneGeometry
+from kvtide.layout import Counts, Geometry
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import Pool
 
@@ -63,13 +64,8 @@ class Subject:
     @cached_property
     def request_count(self) -> int:
         """How many requests have rows; 0 where no plane has rows of requests."""
-        if not has_request_rows(self.geometry):
-            return 0
-        return min(
-            self.row_counts[plane.name]
-            for plane in self.geometry.planes
-            if any(isinstance(rule, OfRequest) for rule in plane.rules)
-        )
+        counts = [self.row_counts[p.name] for p in self.geometry.planes if is_of_request(p)]
+        return min(counts, default=0)
 
     def image(self) -> Image:
         """A copy of every byte."""
@@ -123,7 +119,8 @@ class _Storage:
     def rows(self, name: str) -> int:
         """How many rows the plane has."""
         plane = next(one for one in self.geometry.planes if one.name == name)
-        return _row_count(plane, self.slot_count, self.sample)
+        known = Counts(self.sample.request_count, self.sample.mapped_rows)
+        return plane.row_count(self.slot_count, known)
 
     def zeros(self, *shape: int) -> torch.Tensor:
         """Bytes."""
@@ -246,26 +243,6 @@ def _row_bytes(sample: Sample, name: str) -> int:
 
 def _slot_count(sample: Sample) -> int:
     """Slots enough for a dozen rows of the plane whose rows stand for the most tokens."""
-    most = sample.page_size
-    for plane in sample.geometry.planes:
-        tokens = 1
-        for rule in plane.rules:
-            tokens *= rule.count if isinstance(rule, EveryNth) else 1
-            tokens *= rule.world if isinstance(rule, Owned) else 1
-        most = max(most, tokens)
-    slots = _ROWS * max(most, 2)
+    most = max(prod(map(ids_together, plane.rules)) for plane in sample.geometry.planes)
+    slots = _ROWS * max(most, sample.page_size, 2)
     return -(-slots // sample.page_size) * sample.page_size
-
-
-def _row_count(plane: PlaneGeometry, slot_count: int, sample: Sample) -> int:
-    count = slot_count
-    for rule in plane.rules:
-        if isinstance(rule, EveryNth):
-            count = -(-count // rule.count)
-        elif isinstance(rule, Owned):
-            count = -(-count // rule.world)
-        elif isinstance(rule, Mapped):
-            count = sample.mapped_rows[rule.name]
-        elif isinstance(rule, OfRequest):
-            count = sample.request_count
-    return count

@@ -3,23 +3,25 @@
 from kvtide.layout.gqa import GQA
 from kvtide.layout.rows import BufferRows
 from kvtide.layout.rules import (
+    Counts,
     EveryNth,
     EveryToken,
     Ids,
     Mapped,
     OfRequest,
-    Owned,
     RequestRows,
     Rows,
     Rule,
+    Striped,
+    apply_rules,
     request_kinds,
-    rows_of,
 )
 from kvtide.layout.spec import Geometry, Layout, Plane, PlaneGeometry
 
 __all__ = [
     "GQA",
     "BufferRows",
+    "Counts",
     "EveryNth",
     "EveryToken",
     "Geometry",
@@ -27,12 +29,12 @@ __all__ = [
     "Layout",
     "Mapped",
     "OfRequest",
-    "Owned",
     "Plane",
     "PlaneGeometry",
     "RequestRows",
     "Rows",
     "Rule",
+    "Striped",
+    "apply_rules",
     "request_kinds",
-    "rows_of",
 ]

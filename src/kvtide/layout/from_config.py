@@ -16,7 +16,6 @@ from kvtide.layout.gqa import GQA
 from kvtide.layout.mla import DSA, MLA
 from kvtide.layout.model_types import FULL, LINEAR, WINDOWED, Config, Description, describe
 from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL
-from kvtide.layout.rules import Mapped
 from kvtide.layout.spec import DTYPE_BYTES, Geometry, Layout, Size
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
 
@@ -61,7 +60,7 @@ class ModelCache:
         planes = tuple(
             plane
             for plane in self.geometry.planes
-            if windowed == any(isinstance(rule, Mapped) for rule in plane.rules)
+            if windowed == any(rule.map_name is not None for rule in plane.rules)
         )
         return replace(self.geometry, planes=planes)
 

@@ -8,9 +8,10 @@ whether a row at the target is the one that was saved.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,19 @@ from kvtide.integers import LARGEST, checked_integer
 Ids = NDArray[np.int64]
 Maps = Mapping[str, Callable[[Ids], Ids]]
 """What an engine knows by name: functions from ids to ids."""
+Unit = Literal["token", "page", "request"]
+"""What a row is: one token's, that of several consecutive tokens, or a request's own."""
 RequestRows = int | Mapping[str, int] | None
 """A request's own row, or where its layout has rows of several kinds, each by its kind."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a pool knows beside its slots: requests that have rows, ids that each map leads to."""
+
+    request_count: int = 0
+    mapped_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 @final
@@ -50,27 +62,81 @@ class Rows:
         return self.ids[at]
 
 
-class Rule(Protocol):
-    """How ids name ids. Rules are values: equal rules make planes that move together."""
+class Rule(ABC):
+    """How ids name ids: one kind of rule. A rule of your own inherits this and answers for itself.
 
+    Rules are frozen dataclasses: planes whose rules are equal take the same rows of a request.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
     def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """The rows that `rows` name. Raises SlotError, naming the id, for what can't be meant."""
-        ...
+        """The rows that `rows` name. Raises SlotError, naming the id, for what is invalid."""
+
+    @abstractmethod
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """How many ids the rule leads to, from `id_count` of them; 0 where nobody knows."""
+
+    @property
+    @abstractmethod
+    def tokens_per_row(self) -> int:
+        """How many consecutive ids share a row; 0 for a row of the request's own."""
+
+    @property
+    def unit(self) -> Unit:
+        """What a row is, as `Plane.split` has it."""
+        tokens = self.tokens_per_row
+        return "request" if tokens == 0 else "token" if tokens == 1 else "page"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the ids name all rows in order, so that rows tell how many ids there are."""
+        return False
+
+    @property
+    def kind(self) -> str | None:
+        """What the request's own row is called where the caller names it; None for no such row."""
+        return None
+
+    @property
+    def map_name(self) -> str | None:
+        """The map of the engine's that the rule goes through; None for no map."""
+        return None
+
+    def with_map_under(self, prefix: str) -> Rule:
+        """The rule with its map under the name `prefix.map_name`, if it goes through one."""
+        assert self.map_name is None, "a rule that goes through a map says how to rename it"
+        return self
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class EveryToken:
+class EveryToken(Rule):
     """The rule of attention without a window: token slot s owns row s of each layer."""
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
         return rows
 
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return id_count
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return 1
+
+    @property
+    def is_dense(self) -> bool:
+        """See Rule."""
+        return True
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class EveryNth:
+class EveryNth(Rule):
     """`count` consecutive slots share a row, as in caches that compress, and in pages.
 
     A row moves whole, so what lies where in it must be the same at the source and at the target:
@@ -100,10 +166,24 @@ class EveryNth:
         lasts = rows.tokens if rows.lasts is None else rows.lasts
         return Rows(ids[~follows] // count, rows.tokens[~follows], lasts[ends])
 
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return -(-id_count // self.count)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return self.count
+
+    @property
+    def is_dense(self) -> bool:
+        """See Rule."""
+        return True
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class Mapped(Rule):
     """Through a map of the engine's, as for a sliding window: token slot s owns row map[s].
 
     Ids that map to `hole` or less own nothing: they have left the window.
@@ -124,31 +204,75 @@ class Mapped:
         inside = mapped > self.hole
         return rows.only(inside, mapped[inside])
 
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return known.mapped_rows.get(self.name, 0)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return 1
+
+    @property
+    def map_name(self) -> str:
+        """See Rule."""
+        return self.name
+
+    def with_map_under(self, prefix: str) -> Mapped:
+        """See Rule."""
+        return replace(self, name=f"{prefix}.{self.name}")
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class Owned:
-    """One of `world` ranks that share a context: rank r owns the slots s with s % world == r."""
+class Striped(Rule):
+    """Ranks that share a context take turns, `run` consecutive slots each: this one has its turns.
+
+    A token's slot must have the token's number modulo the turns of all ranks. So each rank keeps
+    the same tokens wherever the request lies, and a restore never needs another rank's bytes. It
+    is the engine's allocator that sees to it, so it is checked here.
+    """
 
     rank: int
     world: int
+    run: int = 1
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a rank that isn't one of `world`."""
+        """Raises LayoutError for a rank that isn't one of `world`, or turns of no slot."""
         _check(self, "world", 1)
+        _check(self, "run", 1)
         _check(self, "rank", 0)
         if self.rank >= self.world:
-            raise LayoutError(f"Owned: rank {self.rank} isn't in 0 … {self.world - 1}")
+            raise LayoutError(f"Striped: rank {self.rank} isn't in 0 … {self.world - 1}")
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule. Raises SlotError for a slot that isn't in its token's place."""
+        ids, turns = rows.ids, self.world * self.run
+        astray = (ids - rows.tokens) % turns != 0
+        if astray.any():
+            first = int(astray.argmax())
+            raise SlotError(
+                f"token {rows.tokens[first]} has slot {ids[first]}, so that another rank would "
+                f"keep it than elsewhere: {self.world} ranks take turns of {self.run} slots here, "
+                f"and a token's slot must equal its number modulo {turns}"
+            )
+        kept = ids // self.run % self.world == self.rank
+        local = ids // turns * self.run + ids % self.run
+        return rows.only(kept, local[kept])
+
+    def row_count(self, id_count: int, known: Counts) -> int:
         """See Rule."""
-        own = rows.ids % self.world == self.rank
-        return rows.only(own, rows.ids[own] // self.world)
+        return -(-id_count // (self.world * self.run)) * self.run
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return 1
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class OfRequest:
+class OfRequest(Rule):
     """The request's own row, whatever its tokens: recurrent state. The caller names the row.
 
     A request may have rows of several kinds, in planes that number them differently; `kind` says
@@ -164,20 +288,19 @@ class OfRequest:
             raise SlotError(f"this layout has a row for each {self.kind}; name it: {name}")
         return Rows(maps[self.kind](rows.ids), np.zeros(1, np.int64))
 
-
-@runtime_checkable
-class ByRequest(Protocol):
-    """A rule that asks for a row of the request's own, of its kind."""
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return known.request_count
 
     @property
-    def kind(self) -> str:
-        """What the row is called where the caller names it."""
-        ...
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return 0
 
 
 def request_kinds(rules: Iterable[Rule]) -> frozenset[str]:
     """Which rows of its own a request has by these rules."""
-    return frozenset(rule.kind for rule in rules if isinstance(rule, ByRequest))
+    return frozenset(rule.kind for rule in rules if rule.kind is not None)
 
 
 def _check(rule: Rule, name: str, least: int) -> None:
@@ -187,7 +310,7 @@ def _check(rule: Rule, name: str, least: int) -> None:
     object.__setattr__(rule, name, number)
 
 
-def rows_of(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:
+def apply_rules(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:
     """The rows that `slots` (checked, int64 [token]) name by `rules`, applied one after another.
 
     Raises SlotError for a row that isn't in 0 … `row_count` - 1, or that two tokens name.

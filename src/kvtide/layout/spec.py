@@ -11,7 +11,7 @@ from typing import final
 
 from kvtide.errors import LayoutError
 from kvtide.integers import LARGEST, checked_integer, integer_of, shown
-from kvtide.layout.rules import EveryNth, EveryToken, OfRequest, Rule
+from kvtide.layout.rules import Counts, EveryNth, EveryToken, OfRequest, Rule
 
 DTYPE_BYTES = {
     "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
@@ -93,8 +93,28 @@ class PlaneGeometry:
     row_shape: tuple[int, ...]
     rules: tuple[Rule, ...] = (EveryToken(),)
     """From token slots to rows; that of a page, or of a request, is the last."""
-    tokens_per_row: int = 1
-    """The most tokens that a row stands for; 0 for a request's row."""
+
+    @property
+    def tokens_per_row(self) -> int:
+        """The most tokens that a row stands for; 0 for a request's row."""
+        return prod(rule.tokens_per_row for rule in self.rules)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the slots name all rows in order, so that rows tell how many slots there are."""
+        return all(rule.is_dense for rule in self.rules)
+
+    def row_count(self, slot_count: int, known: Counts) -> int:
+        """The rows in a pool of so many slots; LayoutError where what is `known` doesn't say."""
+        count = slot_count
+        for rule in self.rules:
+            count = rule.row_count(count, known)
+        if count < 1:
+            raise LayoutError(
+                f"plane {self.name!r} has no rows by {self.rules}; give request_count or "
+                "mapped_rows"
+            )
+        return count
 
     @property
     def row_bytes(self) -> int:
@@ -128,7 +148,7 @@ class Layout:
     def through(self, name: str, *rules: Rule) -> Layout:
         """This layout under another name, its rows named by these rules in addition.
 
-        They come after the planes' own: `WINDOW.through("window_dcp", Owned(1, 4))`.
+        They come after the planes' own: `WINDOW.through("window_dcp", Striped(1, 4))`.
         """
         return Layout(name, *(replace(plane, rows=(*plane.rows, *rules)) for plane in self.planes))
 
@@ -240,16 +260,12 @@ def _with_sizes(plane: Plane, counts: Mapping[str, int], dtype: str) -> PlaneGeo
     def sizes_of(axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(int(axis) if axis.isdecimal() else counts[axis] for axis in axes)
 
-    rules, tokens = plane.rows, 1
-    for rule in plane.rows:
-        tokens *= rule.count if isinstance(rule, EveryNth) else 1
+    rules = plane.rows
     if unit == "page":
         rules = (*rules, EveryNth(counts["token"]))
-        tokens *= counts["token"]
-    if unit == "request":
-        says_which = any(isinstance(rule, OfRequest) for rule in plane.rows)
-        rules, tokens = plane.rows if says_which else (OfRequest(),), 0
-    return PlaneGeometry(plane.name, dtype, prod(sizes_of(before)), sizes_of(row), rules, tokens)
+    if unit == "request" and all(rule.unit != "request" for rule in rules):
+        rules = (OfRequest(),)
+    return PlaneGeometry(plane.name, dtype, prod(sizes_of(before)), sizes_of(row), rules)
 
 
 @final

@@ -11,7 +11,7 @@ import torch
 
 from kvtide.device import Device
 from kvtide.errors import KvtideError, LayoutError
-from kvtide.layout import EveryNth, EveryToken, Layout, OfRequest, Plane, Rule, request_kinds
+from kvtide.layout import EveryToken, Layout, Plane, Rule, request_kinds
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import Pool
 
@@ -75,13 +75,12 @@ class Description:
             for part in self.parts
             if _holds_bytes(part)
         ]
-        rows = [prod(_tokens_per_row(rule) for rule in part.rules) for part in parts]
-        slots = self.slot_count - self.slot_count % lcm(*rows)
+        tokens = {part.name: _tokens_per_row(part) for part in parts if _is_dense(part)}
+        slots = self.slot_count - self.slot_count % lcm(*tokens.values())
         tensors = {}
-        for part, tokens in zip(parts, rows, strict=True):
-            by_slot = all(isinstance(rule, EveryToken | EveryNth) for rule in part.rules)
-            count = slots // tokens if by_slot else None
-            tensors[part.name] = [one[:count] for one in part.tensors]
+        for part in parts:
+            count = slots // tokens[part.name] if part.name in tokens else None
+            tensors[part.name] = [tensor[:count] for tensor in part.tensors]
         layout = Layout(self.name, *(_plane(part) for part in parts))
         geometry = layout.bind(
             dtype={part.name: _dtype_name(part.tensors[0]) for part in parts},
@@ -113,13 +112,18 @@ def _holds_bytes(part: Part) -> bool:
 
 
 def _plane(part: Part) -> Plane:
-    unit = "request" if any(isinstance(rule, OfRequest) for rule in part.rules) else "page token"
+    unit = "request" if any(rule.unit == "request" for rule in part.rules) else "page token"
     row = " ".join(map(str, part.tensors[0].shape[1:]))
     return Plane(part.name, f"{part.name}_layer {unit} {row}", rows=part.rules)
 
 
-def _tokens_per_row(rule: Rule) -> int:
-    return rule.count if isinstance(rule, EveryNth) else 1
+def _is_dense(part: Part) -> bool:
+    """Whether the tensors have rows for all slots, in order."""
+    return all(rule.is_dense for rule in part.rules)
+
+
+def _tokens_per_row(part: Part) -> int:
+    return prod(rule.tokens_per_row for rule in part.rules)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -35,13 +35,12 @@ from kvtide.errors import (
     SnapshotDamaged,
     SnapshotMiss,
 )
-from kvtide.layout import OfRequest
 from kvtide.plugin.description import Description, Refused
 from kvtide.plugin.host_memory import Measure, gather_alone, limit_bytes_of, measure_with
 from kvtide.plugin.reader import Table
 from kvtide.plugin.sglang.pools.describe import Subject, describe
 from kvtide.plugin.sglang.requests import rows_of_request
-from kvtide.plugin.sglang.rules import LastTokens
+from kvtide.plugin.sglang.rules import LastTokens, window_of
 from kvtide.plugin.sglang.settings import Settings
 from kvtide.pool import Pool
 from kvtide.snapshot import Snapshot
@@ -373,9 +372,7 @@ class Keeper:
 def _window_of(description: Description) -> LastTokens | None:
     """What leaves out all but the last tokens of a request, if all of its parts do."""
     parts = [part for part in description.parts if any(one.numel() for one in part.tensors)]
-    firsts = {part.rules[0] for part in parts if not isinstance(part.rules[0], OfRequest)}
-    first = firsts.pop() if len(firsts) == 1 else None
-    return first if isinstance(first, LastTokens) else None
+    return window_of(part.rules for part in parts)
 
 
 def _adopt(

@@ -13,18 +13,14 @@ from kvtide.errors import LayoutError
 from kvtide.integers import checked_integer, integer_of, shown
 from kvtide.layout import (
     BufferRows,
-    EveryNth,
-    EveryToken,
+    Counts,
     Geometry,
     Ids,
-    Mapped,
-    OfRequest,
-    Owned,
     PlaneGeometry,
     RequestRows,
     Rows,
+    apply_rules,
     request_kinds,
-    rows_of,
 )
 from kvtide.pool.adopt import as_rows, byte_rows, refuse_shared_memory
 from kvtide.pool.maps import EngineMap, Map, own_rows
@@ -114,7 +110,7 @@ class Pool:
         Blocks where a map lies on a device.
         """
         maps: dict[str, Map] = {**self._maps, **own_rows(request, self.request_kinds)}
-        return [rows_of(rules, slots, maps, count) for rules, count in self._groups]
+        return [apply_rules(rules, slots, maps, count) for rules, count in self._groups]
 
     @classmethod
     def create(
@@ -139,13 +135,13 @@ class Pool:
             key: _count(size, f"pool {name!r}: mapped_rows of {key!r}", 0)
             for key, size in sizes.items()
         }
-        slot_count = page_count * geometry.page_size
+        slot_count, known = page_count * geometry.page_size, Counts(request_count, sizes)
         planes: dict[str, list[torch.Tensor]] = {}
         buffers: list[torch.Tensor] = []
         rows: list[BufferRows] = []
         groups = _group_numbers(geometry)
         for plane, group in zip(geometry.planes, groups, strict=True):
-            count = row_count(plane, slot_count, request_count, sizes)
+            count = plane.row_count(slot_count, known)
             buffer = device.allocate(plane.layer_count * count * plane.row_bytes)
             typed = buffer.view(getattr(torch, plane.dtype))
             planes[plane.name] = list(typed.view(plane.layer_count, count, *plane.row_shape))
@@ -236,7 +232,7 @@ class _Layers:
             counts = {tensor.shape[0] for tensor in self.typed[plane.name]}
             if len(counts) > 1 or not min(counts):
                 raise LayoutError(f"pool {name!r}: plane {plane.name!r} has rows {sorted(counts)}")
-            if all(isinstance(rule, EveryToken | EveryNth) for rule in plane.rules):
+            if plane.is_dense:
                 found[plane.name] = min(counts) * plane.tokens_per_row
         slots = {*found.values(), *([] if given is None else [given])}
         if len(slots) != 1:
@@ -248,27 +244,6 @@ class _Layers:
 
 def _count(value: object, what: str, least: int) -> int:
     return checked_integer(value, what, least=least, error=LayoutError)
-
-
-def row_count(
-    plane: PlaneGeometry, slot_count: int, request_count: int, mapped_rows: Mapping[str, int]
-) -> int:
-    """The rows of a plane in a pool of so many slots; LayoutError where that isn't known."""
-    count = slot_count
-    for rule in plane.rules:
-        if isinstance(rule, EveryNth):
-            count = -(-count // rule.count)
-        elif isinstance(rule, Owned):
-            count = -(-count // rule.world)
-        elif isinstance(rule, Mapped):
-            count = mapped_rows.get(rule.name, 0)
-        elif isinstance(rule, OfRequest):
-            count = request_count
-    if count < 1:
-        raise LayoutError(
-            f"plane {plane.name!r} has no rows by {plane.rules}; give request_count or mapped_rows"
-        )
-    return count
 
 
 def _groups_of(geometry: Geometry) -> list[tuple[PlaneGeometry, list[int]]]:

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
 
 from kvtide.errors import SlotError
-from kvtide.layout import Ids, Rows
-from kvtide.layout.rules import Maps, OfRequest
+from kvtide.layout import Counts, Ids, OfRequest, Rows, Rule
+from kvtide.layout.rules import Maps
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Striped:
-    """Ranks that share a context take turns, `run` consecutive slots each: this one has its turns.
-
-    SGLang gives the n-th token of a request a slot in the n-th one's place within the turns of
-    all ranks. So each rank keeps the same tokens wherever the request lies, and a restore never
-    needs another rank's bytes. That is checked here, since it is SGLang's allocator's promise.
-    """
-
-    rank: int
-    world: int
-    run: int = 1
-
-    def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """See Rule. Raises SlotError for a slot that isn't in its token's place."""
-        ids, turns = rows.ids, self.world * self.run
-        astray = (ids - rows.tokens) % turns != 0
-        if astray.any():
-            at = int(astray.argmax())
-            raise SlotError(
-                f"token {rows.tokens[at]} has slot {ids[at]}, so that another rank would keep it "
-                f"than elsewhere: {self.world} ranks take turns of {self.run} slots here, and a "
-                f"token's slot must equal its number modulo {turns}"
-            )
-        own = ids // self.run % self.world == self.rank
-        local = ids // turns * self.run + ids % self.run
-        return rows.only(own, local[own])
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LastTokens:
+class LastTokens(Rule):
     """Only the last `count` tokens of a request, from the beginning of a page: its window.
 
     SGLang frees what has left a window now and then, not at once, so a request may still have
@@ -63,10 +34,19 @@ class LastTokens:
         kept = rows.tokens >= self.first(rows.ids.size)
         return rows.only(kept, rows.ids[kept])
 
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return id_count
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return 1
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class PagesOfRequest:
+class PagesOfRequest(Rule):
     """Pages that a table of the requests names: [request, page of the request's], flat as a map.
 
     For caches whose pages are handed out on their own, whatever slots the tokens have: a page
@@ -88,10 +68,28 @@ class PagesOfRequest:
         lasts = np.minimum(firsts + self.tokens * self.entries, rows.ids.size) - 1
         return Rows(pages, firsts, lasts)
 
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return known.mapped_rows.get(self.name, 0)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return self.tokens * self.entries
+
+    @property
+    def map_name(self) -> str:
+        """See Rule."""
+        return self.name
+
+    def with_map_under(self, prefix: str) -> PagesOfRequest:
+        """See Rule."""
+        return replace(self, name=f"{prefix}.{self.name}")
+
 
 @final
 @dataclass(frozen=True, slots=True)
-class EntriesOfRequest:
+class EntriesOfRequest(Rule):
     """Rows that a table of the requests names: [request, entry of the request's], flat as a map.
 
     Entry n is of the `count` tokens that begin with token n * `stride`, so that a token may be in
@@ -110,6 +108,34 @@ class EntriesOfRequest:
         numbers = np.arange(complete, dtype=np.int64)
         ids = _in_table(self, rows, maps, numbers, ("entries", "slot for entry"))
         return Rows(ids, numbers * self.stride)
+
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return known.mapped_rows.get(self.name, 0)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """See Rule."""
+        return self.stride
+
+    @property
+    def map_name(self) -> str:
+        """See Rule."""
+        return self.name
+
+    def with_map_under(self, prefix: str) -> EntriesOfRequest:
+        """See Rule."""
+        return replace(self, name=f"{prefix}.{self.name}")
+
+
+def window_of(chains: Iterable[Sequence[Rule]]) -> LastTokens | None:
+    """What leaves out all but the last tokens of a request, if it begins all of these chains.
+
+    Chains that begin with a row of the request's own have no tokens to leave out.
+    """
+    firsts = {chain[0] for chain in chains if chain[0].unit != "request"}
+    first = firsts.pop() if len(firsts) == 1 else None
+    return first if isinstance(first, LastTokens) else None
 
 
 def _in_table(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvtide.layout import EveryToken, OfRequest
+from kvtide.layout import EveryToken
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.homes import name_of
@@ -67,7 +67,7 @@ def with_compressed_keys(request_pool: Any, description: Description) -> Descrip
 
 def _keys(description: Description, kind: str) -> Part:
     """The part of the tokens' keys, where there are only keys and values of every token."""
-    by_token = [part for part in description.parts if not isinstance(part.rules[0], OfRequest)]
+    by_token = [part for part in description.parts if part.rules[0].unit != "request"]
     names = [part.name.rpartition(".")[2] for part in by_token]
     if names != ["k", "v"] or any(part.rules != (EveryToken(),) for part in by_token):
         raise Refused(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kvtide.layout import Mapped, Rule
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.pools.describe import Subject, describe
@@ -62,9 +61,5 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _apart(part: Part, prefix: str) -> Part:
-    """The part with maps under names of its own: those of two pools may be called the same."""
-    return replace(part, rules=tuple(_own_map(rule, prefix) for rule in part.rules))
-
-
-def _own_map(rule: Rule, prefix: str) -> Rule:
-    return replace(rule, name=f"{prefix}.{rule.name}") if isinstance(rule, Mapped) else rule
+    """The part with its maps' names under a prefix: two pools may have maps of one name."""
+    return replace(part, rules=tuple(rule.with_map_under(prefix) for rule in part.rules))

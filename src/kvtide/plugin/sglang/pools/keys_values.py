@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvtide.layout import EveryToken, Rule
+from kvtide.layout import EveryToken, Rule, Striped
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.pools import keys_values_quantized, kv_cache
@@ -18,7 +18,6 @@ from kvtide.plugin.sglang.pools.kv_cache import (
     refuse_shares,
     share_of_context,
 )
-from kvtide.plugin.sglang.rules import Striped
 
 READS: Table = {
     **kv_cache.READS,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvtide.layout import Mapped, Rule
+from kvtide.layout import Mapped, Rule, Striped
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.pools.describe import Describer, Subject
@@ -18,7 +18,6 @@ from kvtide.plugin.sglang.pools.kv_cache import described, evenly
 from kvtide.plugin.sglang.pools.page_table import PageTable
 from kvtide.plugin.sglang.pools.recurrent_state import with_state
 from kvtide.plugin.sglang.pools.sliding_window import last_tokens
-from kvtide.plugin.sglang.rules import Striped
 
 READS: Table = {
     "KVCache": ("page_size",),
