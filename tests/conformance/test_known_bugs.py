@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-import kvtide.pool
+import kvtide.npu
 from kvtide.arena import HostArena
 from kvtide.conformance import SAMPLES, Sample, Subject, checks, ways
 from kvtide.conformance.reference import Place, first_difference, restored
@@ -85,10 +85,10 @@ def test_k02_every_pool_has_snapshots_of_one_form(device: CPUDevice, one: Sample
 
 
 def pool_classes() -> list[type]:
-    """Every class of kvtide.pool's modules that makes host copies by SGLang's names."""
+    """Every class of kvtide.npu's modules that makes host copies by SGLang's names."""
     found: list[type] = []
-    for module in iter_modules(kvtide.pool.__path__):
-        for member in vars(import_module(f"kvtide.pool.{module.name}")).values():
+    for module in iter_modules(kvtide.npu.__path__):
+        for member in vars(import_module(f"kvtide.npu.{module.name}")).values():
             if inspect.isclass(member) and hasattr(member, "get_cpu_copy"):
                 found.append(member)
     return sorted(set(found), key=lambda one: one.__name__)
