@@ -1,4 +1,4 @@
-"""The README's example is run as it stands, and its list of models is that of a run."""
+"""The documents' examples run as they stand, and the list of models is that of a sweep."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ import transformers
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+MODELS = ROOT / "docs" / "models.md"
 
 
-def examples() -> list[str]:
-    """The README's Python, block by block."""
-    return re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+def example(path: Path) -> str:
+    """The only Python in a document."""
+    (code,) = re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+    return str(code)
 
 
 def test_example_runs_and_moves_the_bytes() -> None:
-    """After it the other slots hold what the first ones held, and the arena is empty."""
-    code, ticket_code = examples()
+    """After it the other slots hold what the first ones held, and the arena is empty.
+
+    The example of docs/library.md goes on from there.
+    """
     names: dict[str, Any] = {}
-    exec(compile(code, str(README), "exec"), names)
+    exec(compile(example(README), str(README), "exec"), names)
     for layers in names["planes"].values():
         for tensor in layers:
             expected = tensor[100:400].view(torch.uint8)
             assert torch.equal(expected, tensor[723:1023].view(torch.uint8))
     assert names["arena"].used_bytes == 0
-    exec(compile(ticket_code, str(README), "exec"), names)
+    library = ROOT / "docs" / "library.md"
+    exec(compile(example(library), str(library), "exec"), names)
     assert names["snapshot"].token_count == 300
     names["tide"].discard(names["snapshot"])
     names["cpu"].close()
@@ -37,10 +42,8 @@ def test_example_runs_and_moves_the_bytes() -> None:
 
 def test_the_engines_example_answers() -> None:
     """In docs/engine.md: it ends with an answer, and a check that found rows."""
-    text = (ROOT / "docs" / "engine.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/engine.md", "exec"), names)
+    exec(compile(example(ROOT / "docs" / "engine.md"), "docs/engine.md", "exec"), names)
     (request,) = names["requests"]
     assert request.finish_reason in ("length", "stop")
     assert names["engine"].exact_check.exact_rows
@@ -48,8 +51,7 @@ def test_the_engines_example_answers() -> None:
 
 def test_example_is_short() -> None:
     """Ten lines, give or take the imports."""
-    code, _ = examples()
-    lines = [line for line in code.splitlines() if line.strip() and "import" not in line]
+    lines = [line for line in example(README).splitlines() if line and "import" not in line]
     assert len(lines) <= 10
 
 
@@ -62,9 +64,8 @@ def newest_sweep() -> dict[str, Any]:
 
 def test_models_are_those_of_the_last_sweep() -> None:
     """As they are, without windows, as decoders: each list is the result's, in its order."""
-    _, _, text = README.read_text("utf-8").partition("\n## Models\n")
-    text = text.partition("\n## ")[0]
-    lists = re.findall(r":\s+([a-z0-9_\-]+(?:,\s+[a-z0-9_\-]+)*)[;.]\n", text)
+    text = MODELS.read_text("utf-8")
+    lists = re.findall(r":\s+([a-z0-9_\-]+(?:,\s+[a-z0-9_\-]+)*)\.\n", text)
     expected = [
         [
             name
@@ -74,13 +75,14 @@ def test_models_are_those_of_the_last_sweep() -> None:
         for way in ("", "without windows", "as a decoder")
     ]
     assert expected == [names.replace("\n", " ").split(", ") for names in lists]
+    assert f"[{sum(map(len, expected))} architectures]" in README.read_text("utf-8")
 
 
 def test_the_last_sweep_is_of_the_transformers_that_is_pinned() -> None:
     """Another release may have other models, and may run them otherwise."""
     report = newest_sweep()
     assert transformers.__version__ == report["transformers"]
-    assert f"transformers {report['transformers']}," in README.read_text("utf-8")
+    assert f"transformers {report['transformers']}." in MODELS.read_text("utf-8")
     (bounds,) = re.findall(
         r'"transformers>=([\d.]+),<', (ROOT / "pyproject.toml").read_text("utf-8")
     )

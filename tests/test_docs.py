@@ -1,0 +1,173 @@
+"""What the documents name is there: files, functions, commands, options and make's targets."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from kvtide.cli.main import app
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+)
+NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+LARGEST_PICTURE_BYTES = 200_000
+
+
+def missing_targets(text: str, folder: Path) -> list[str]:
+    """Links of a document in `folder` to files, or to headings, that aren't there."""
+    targets = [target for _, target in LINK.findall(text) if not re.match(r"https?:", target)]
+    return [target for target in targets if not leads_somewhere(target, text, folder)]
+
+
+def leads_somewhere(target: str, text: str, folder: Path) -> bool:
+    """Whether the file that a link of `text` names is there, and has the heading."""
+    name, _, heading = target.partition("#")
+    path = folder / name
+    if not path.exists():
+        return False
+    return not heading or heading in anchors(path.read_text("utf-8") if name else text)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands() -> dict[str, set[str]]:
+    """Each command of kvtide's and its options; those of `bench copy` under that name."""
+
+    def gather(command: Any, name: str) -> dict[str, set[str]]:
+        found = {name: {flag for p in command.params for flag in [*p.opts, *p.secondary_opts]}}
+        for verb, inner in getattr(command, "commands", {}).items():
+            found |= gather(inner, f"{name} {verb}".strip())
+        return found
+
+    return gather(typer.main.get_command(app), "")
+
+
+def undefined_names(text: str, folder: Path) -> list[str]:
+    """Links of the form [`Class.method`](file.py) whose file doesn't define that name."""
+    found: list[str] = []
+    for label, target in LINK.findall(text):
+        name = re.fullmatch(r"`([\w.]+)`", label)
+        if name is None or not target.endswith(".py") or target.endswith(name[1]):
+            continue
+        if name[1] not in defined_in(ast.parse((folder / target).read_text("utf-8")).body):
+            found.append(f"{name[1]} in {target}")
+    return found
+
+
+def defined_in(body: list[ast.stmt], prefix: str = "") -> set[str]:
+    """Functions, classes, methods and constants of a module, methods as `Class.method`."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(prefix + node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= defined_in(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.Assign):
+            names |= {prefix + target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def unknown_in_commands(text: str) -> list[str]:
+    """What a document's code says of `kvtide` and of `make` that neither knows."""
+    known, targets = commands(), set(re.findall(r"^([\w-]+):", makefile(), re.MULTILINE))
+    code = [*re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    code += re.findall(r"`([^`\n]+)`", text)
+    unknown: list[str] = []
+    for line in "\n".join(code).splitlines():
+        words = line.split()
+        if words[:1] == ["make"]:
+            unknown += [word for word in words[1:2] if word not in targets]
+        if words[:1] == ["kvtide"] and words[1:]:
+            verb = " ".join(words[1:3]) if " ".join(words[1:3]) in known else words[1]
+            verb = "" if verb.startswith("--") else verb
+            flags = {word for word in words if word.startswith("--")} - {"--help"}
+            if verb not in known:
+                unknown.append(line)
+            unknown += sorted(flags - known.get(verb, flags))
+    return unknown
+
+
+def makefile() -> str:
+    """The text of the Makefile."""
+    return (ROOT / "Makefile").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    """Links outside this repository aren't followed."""
+    path = ROOT / name
+    assert [] == missing_targets(path.read_text("utf-8"), path.parent)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linked_files_define_what_the_link_names(name: str) -> None:
+    """A function, a class, a method or a constant."""
+    path = ROOT / name
+    assert [] == undefined_names(path.read_text("utf-8"), path.parent)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_options_and_targets_exist(name: str) -> None:
+    """Of `kvtide` and of `make`, in blocks and in backticks."""
+    assert [] == unknown_in_commands((ROOT / name).read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](nowhere.md)", ["nowhere.md"]),
+        ("[a](#nowhere)\n# Here", ["#nowhere"]),
+        ("[a](#here-it-is)\n# Here it is", []),
+    ],
+)
+def test_broken_link_is_found(text: str, expected: list[str]) -> None:
+    """A file, and a heading."""
+    assert expected == missing_targets(text, ROOT)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Tide.retract", []),
+        ("Tide", []),
+        ("retract", ["retract in src/kvtide/tide.py"]),
+        ("Tide.fly", ["Tide.fly in src/kvtide/tide.py"]),
+    ],
+)
+def test_name_that_a_file_does_not_define_is_found(name: str, expected: list[str]) -> None:
+    """A method is named with its class."""
+    assert expected == undefined_names(f"[`{name}`](src/kvtide/tide.py)", ROOT)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("`kvtide fly`", ["kvtide fly"]),
+        ("`kvtide run P --wings`", ["--wings"]),
+        ("```\nkvtide bench copy --wings\n```", ["--wings"]),
+        ("`make wings`", ["wings"]),
+        ("`make test` `kvtide bench copy --json`", []),
+    ],
+)
+def test_command_that_is_not_there_is_found(text: str, expected: list[str]) -> None:
+    """A verb, an option, a target."""
+    assert expected == unknown_in_commands(text)
+
+
+def test_pictures_are_small() -> None:
+    """So that a clone stays fast."""
+    pictures = [*(ROOT / "docs" / "pictures").glob("*.svg")]
+    assert pictures
+    assert [] == [path.name for path in pictures if path.stat().st_size > LARGEST_PICTURE_BYTES]
