@@ -32,6 +32,7 @@ ORDER = (
     ("snapshot",),
     ("tier",),
     ("tide",),
+    ("models",),
     ("npu", "conformance", "plugin", "serve"),
     ("cli",),
 )
@@ -39,7 +40,7 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 TOP_RANK = RANK["tide"]
 
 CORE_NEEDS = {"torch", "numpy", "xxhash", "kvtide"}
-PURE = ("integers.py", "layout/", "pool/slots.py", "transfer/plan.py")
+PURE = ("integers.py", "layout/", "models/", "pool/slots.py", "transfer/plan.py")
 INPUT_OUTPUT = {"asyncio", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess"}
 TRANSFORMERS_USERS = {"serve/adapter.py", "serve/adapter_files.py"}
 DEVICE_MODULES = {"cuda", "npu", "xpu", "mps"}
@@ -261,7 +262,9 @@ BAD = [
     ("order", "pool/pool.py", "from kvtide import Tide"),
     ("order", "helpers.py", ""),
     ("dependencies", "snapshot.py", "import rich"),
+    ("order", "models/cache.py", "from kvtide.serve.models import open_model"),
     ("dependencies", "layout/spec.py", "import torch"),
+    ("dependencies", "models/cache.py", "import torch"),
     ("dependencies", "transfer/plan.py", "from pathlib import Path"),
     ("dependencies", "pool/slots.py", "import torch.nn"),
     ("dependencies", "serve/engine.py", "from transformers.cache_utils import Cache"),

@@ -16,13 +16,13 @@ from rich.console import Console
 from kvtide.cli.main import main
 from kvtide.cli.plan import read_config
 from kvtide.errors import UsageError
-from kvtide.layout.from_config import ModelCache, cache_of
-from kvtide.layout.model_sizes import DEFAULT_SIZES
+from kvtide.models.cache import ModelCache, cache_of
+from kvtide.models.sizes import DEFAULT_SIZES
 from kvtide.serve.models import open_model
 from kvtide.serve.supported import geometry_of
 from serve.gguf_files import write_gguf
 
-CONFIGS = Path(__file__).parent.parent / "layout" / "configs"
+CONFIGS = Path(__file__).parent.parent / "models" / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from kvtide.errors import UsageError
-from kvtide.layout import model_sizes, model_types
-from kvtide.layout.from_config import cache_of
-from kvtide.layout.model_sizes import DEFAULT_SIZES
+from kvtide.models import sizes as model_sizes
+from kvtide.models import types as model_types
+from kvtide.models.cache import cache_of
+from kvtide.models.sizes import DEFAULT_SIZES
 
 CONFIGS = Path(__file__).parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))

@@ -22,7 +22,7 @@ from kvtide.sizes import format_size
 
 if TYPE_CHECKING:
     from kvtide.layout import PlaneGeometry
-    from kvtide.layout.from_config import ModelCache
+    from kvtide.models.cache import ModelCache
 
 _GIB = 1 << 30
 _LARGEST_CONFIG_BYTES = 16 << 20
@@ -80,7 +80,7 @@ def plan(
 ) -> None:
     """Print what a token of a model costs: planes, bytes, tokens per GiB."""
     config = read_config(model)
-    from kvtide.layout.from_config import cache_of
+    from kvtide.models.cache import cache_of
 
     cache = cache_of(config, dtype=dtype.value, page_size=page_size, tensor_ranks=tp, stages=pp)
     if as_json:

@@ -14,10 +14,10 @@ from typing import final
 from kvtide.errors import UsageError
 from kvtide.layout.gqa import GQA
 from kvtide.layout.mla import DSA, MLA
-from kvtide.layout.model_types import FULL, LINEAR, WINDOWED, Config, Description, describe
 from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL
 from kvtide.layout.spec import DTYPE_BYTES, Geometry, Layout, Size
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
+from kvtide.models.types import FULL, LINEAR, WINDOWED, Config, Description, describe
 
 _SCALE_BLOCK = 128
 """Elements of an fp8 index key, or of a packed fp8 latent, that share a float32 scale."""

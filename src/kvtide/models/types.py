@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from kvtide.errors import UsageError
-from kvtide.layout.model_sizes import DEFAULT_SIZES
+from kvtide.models.sizes import DEFAULT_SIZES
 
 Config = Mapping[str, Any]
 """A config.json, read."""

@@ -1,7 +1,7 @@
 """Which models the engine serves: decoders whose every layer attends to all earlier tokens.
 
 What a model caches is read from its configuration by the same table as `kvtide plan` reads it
-(`kvtide.layout.model_types`); what isn't known there isn't served either. Anything but keys and
+(`kvtide.models.types`); what isn't known there isn't served either. Anything but keys and
 values in full is refused at the start, with the reason. What a configuration doesn't show, such as
 an argument that changes the attention, is found by the adapter's trial pass and by
 `kvtide.serve.owncheck`, also before the first request.
@@ -14,8 +14,8 @@ from typing import Any
 
 from kvtide.errors import UsageError
 from kvtide.layout import Geometry
-from kvtide.layout.from_config import cache_of
-from kvtide.layout.model_types import LINEAR, WINDOWED, describe
+from kvtide.models.cache import cache_of
+from kvtide.models.types import LINEAR, WINDOWED, describe
 
 # These choose their frequencies by the longest position in the step, so by the neighbours.
 _PER_STEP_ROPE = frozenset({"dynamic", "longrope"})
