@@ -69,6 +69,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def shortened(text: str, most: int = 40) -> str:
+    """A text of any length as an error quotes it: `most` characters at most."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def to_keep(error: E) -> E:
     """The error without its traceback, which holds the frames that it came through and those that
     called them, with all that they hold. Of what isn't kvtide's own a note says where it was."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from kvtide.errors import UsageError
+from kvtide.errors import UsageError, shortened
 
 _UNITS = {
     "b": 1,
@@ -35,11 +35,11 @@ def parse_size(text: str, *, name: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = match and _UNITS.get(match[2].lower() or "b")
     if not match or not unit:
-        raise UsageError(f"{name}: {_shorten(text)!r} is not a size; accepted: {_ACCEPTED}")
+        raise UsageError(f"{name}: {shortened(text)!r} is not a size; accepted: {_ACCEPTED}")
     # A float would lose bytes of sizes above 2**53 and of decimal fractions.
     size = int(Fraction(match[1]) * unit)
     if size > _LARGEST:
-        raise UsageError(f"{name}: {_shorten(text)!r} is more than 2**63 - 1 bytes")
+        raise UsageError(f"{name}: {shortened(text)!r} is more than 2**63 - 1 bytes")
     return size
 
 
@@ -52,7 +52,3 @@ def format_size(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."

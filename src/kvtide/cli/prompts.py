@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from kvtide.errors import UsageError
+from kvtide.errors import UsageError, shortened
 
 ROLES = ("system", "user", "assistant")
 KEYS = ("id", "prompt", "messages", "max_new_tokens", "temperature", "seed")
@@ -195,7 +195,9 @@ def _check_optional_int(
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(where, f"'{name}' is {_kind(value)}, not a whole number")
     if not least <= value <= largest:
-        _refuse(where, f"'{name}' is {_shorten(str(value))}; it must be from {least} to {largest}")
+        _refuse(
+            where, f"'{name}' is {shortened(str(value), 60)}; it must be from {least} to {largest}"
+        )
     return value
 
 
@@ -226,11 +228,7 @@ def _kind(value: object) -> str:
 
 
 def _quote(text: str) -> str:
-    return json.dumps(_shorten(text))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    return json.dumps(shortened(text, 60))
 
 
 def _refuse(where: str, what: str) -> NoReturn:

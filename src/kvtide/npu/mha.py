@@ -9,8 +9,9 @@ import torch
 from kvtide.device import Device
 from kvtide.errors import LayoutError
 from kvtide.layout import GQA
+from kvtide.layout.dtypes import dtype_name
 from kvtide.npu.base import NPUTokenToKVPool
-from kvtide.npu.planes import PlaneBuffer, dtype_name, refuse, size_of
+from kvtide.npu.planes import PlaneBuffer, refuse, size_of
 
 
 @final

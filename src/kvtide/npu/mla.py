@@ -11,10 +11,11 @@ from kvtide.device import Device
 from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import integers_of, shown
 from kvtide.layout import Geometry
+from kvtide.layout.dtypes import dtype_name
 from kvtide.layout.mla import MLA_NZ, MLA_PACKED, MLA_SPLIT
 from kvtide.npu.base import NPUTokenToKVPool
 from kvtide.npu.copy import TILE_COLUMNS
-from kvtide.npu.planes import PlaneBuffer, dtype_name, refuse, size_of
+from kvtide.npu.planes import PlaneBuffer, refuse, size_of
 
 _SCALE_COLUMNS = 128
 _LARGEST_FP8 = 448.0  # of e4m3fn

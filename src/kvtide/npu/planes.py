@@ -130,11 +130,6 @@ def size_of(name: str, value: object, least: int = 1) -> int:
     return checked_integer(value, f"NPU pool: {name}", least=least, error=LayoutError)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As layouts write it: `bfloat16`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def refuse(name: str, value: object, only: object, reason: str) -> None:
     """LayoutError unless `value` is the only one that there is."""
     if value is not only:

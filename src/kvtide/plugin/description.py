@@ -12,6 +12,7 @@ import torch
 from kvtide.device import Device
 from kvtide.errors import KvtideError, LayoutError
 from kvtide.layout import EveryToken, Layout, Plane, Rule, request_kinds
+from kvtide.layout.dtypes import dtype_name
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import Pool
 
@@ -83,7 +84,7 @@ class Description:
             tensors[part.name] = [tensor[:count] for tensor in part.tensors]
         layout = Layout(self.name, *(_plane(part) for part in parts))
         geometry = layout.bind(
-            dtype={part.name: _dtype_name(part.tensors[0]) for part in parts},
+            dtype={part.name: dtype_name(part.tensors[0].dtype) for part in parts},
             token=self.page_size,
             first_layer=self.first_layer,
             rank=self.rank,
@@ -126,11 +127,7 @@ def _tokens_per_row(part: Part) -> int:
     return prod(rule.tokens_per_row for rule in part.rules)
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes, at least [row, 1], in a dtype that layouts know."""
     rows = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
-    return rows if _dtype_name(rows) in DTYPE_BYTES else rows.view(torch.uint8)
+    return rows if dtype_name(rows.dtype) in DTYPE_BYTES else rows.view(torch.uint8)

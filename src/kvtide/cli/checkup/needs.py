@@ -10,6 +10,7 @@ import torch
 from kvtide.cli.checkup.finding import Finding, attempt
 from kvtide.cli.checkup.here import Here, Opened
 from kvtide.device import AcceleratorDevice
+from kvtide.layout.dtypes import dtype_name
 
 # What KV is kept in. A name that this version of torch lacks is a finding like any other.
 KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -38,7 +39,7 @@ def check_needs(opened: Opened, here: Here) -> Iterator[Finding]:
     needs.append(("device memory, zeroed", probe.allocation, "Pool.create doesn't work"))
     elements = AcceleratorDevice.elements if opened.device is None else opened.device.elements
     for dtype in elements:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         needs += [
             (f"index_select(out=), {name}", _about(probe.select, dtype), "no offload works"),
             (f"index_copy_, {name}", _about(probe.index_copy, dtype), "no restore works"),

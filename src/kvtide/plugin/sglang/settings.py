@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from kvtide.errors import UsageError
+from kvtide.errors import UsageError, shortened
 from kvtide.sizes import parse_size
 
 Mode = Literal["off", "on", "strict"]
@@ -68,7 +68,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
 def _one_of(name: str, text: str, accepted: Mapping[str, Any]) -> str:
     if text not in accepted:
-        raise UsageError(f"{name}: {_shorten(text)!r} is none of {', '.join(accepted)}")
+        raise UsageError(f"{name}: {shortened(text)!r} is none of {', '.join(accepted)}")
     return text
 
 
@@ -79,7 +79,7 @@ def _read_config(path: str) -> dict[str, str]:
     for name, value in _parse(path).items():
         if name not in names:
             raise UsageError(
-                f"{CONFIG}: {path}: {_shorten(name)!r} isn't known; accepted: {', '.join(names)}"
+                f"{CONFIG}: {path}: {shortened(name)!r} isn't known; accepted: {', '.join(names)}"
             )
         if not isinstance(value, str | int):
             raise UsageError(f"{CONFIG}: {path}: {name} is a {type(value).__name__}, not a string")
@@ -110,7 +110,3 @@ def _toml() -> Any:
         except ImportError:
             continue
     raise UsageError(f"{CONFIG} needs Python 3.11, or the package tomli; or set the variables")
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."
