@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from kvtide.cli.display import counted, make_display, print_table
 from kvtide.errors import UsageError
+from kvtide.models.names import BUILT_IN, HUB_ID
 from kvtide.sizes import format_size
 
 if TYPE_CHECKING:
@@ -26,29 +26,10 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _LARGEST_CONFIG_BYTES = 16 << 20
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WAYS_TO_NAME = (
     "a folder with a config.json, such a file, a .gguf file, a hub id such as org/name, smollm2 or "
     "tiny-random"
 )
-
-# The models that `kvtide run` brings with it, so that nothing need be fetched or built to plan.
-_OWN_MODELS: dict[str, dict[str, Any]] = {
-    "smollm2": {
-        "model_type": "llama",
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "hidden_size": 576,
-    },
-    "tiny-random": {
-        "model_type": "llama",
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_size": 64,
-    },
-}
 
 
 class CacheDType(str, Enum):
@@ -97,8 +78,8 @@ def read_config(name: str) -> dict[str, Any]:
 
     Raises UsageError, in one line, if there is none.
     """
-    if name in _OWN_MODELS:
-        return _OWN_MODELS[name]
+    if name in BUILT_IN:
+        return dict(BUILT_IN[name])
     try:
         path = Path(name).expanduser()
         if name and path.is_dir():
@@ -111,7 +92,7 @@ def read_config(name: str) -> dict[str, Any]:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{name[:80]!r} can't be read ({reason}): name {_WAYS_TO_NAME}") from error
-    if _HUB_ID.fullmatch(name) and not name.endswith((".json", ".gguf")):
+    if HUB_ID.fullmatch(name) and not name.endswith((".json", ".gguf")):
         return _read_json(_fetch_config(name))
     raise UsageError(f"there is no model {name[:80]!r}: name {_WAYS_TO_NAME}")
 

@@ -28,9 +28,9 @@ _SCALE_BLOCK = 128
 class ModelCache:
     """What one rank keeps of a model's requests.
 
-    `layers` are those of its pipeline stage, of `layer_count` in all. `window_tokens` is how many
-    of a request's last tokens the layers with a window keep; None without such layers.
-    `has_padding` says that the heads don't divide over the ranks, so that some are padding.
+    `layers` are the layers of the rank's pipeline stage, out of `layer_count`. `window_tokens` is
+    how many of a request's last tokens the layers with a window keep; None without such layers.
+    `has_padding` says that the heads don't divide over the ranks, so that some heads are padding.
     """
 
     model_type: str
@@ -42,7 +42,7 @@ class ModelCache:
 
     @property
     def lasting(self) -> Geometry:
-        """The planes that keep a token when it has left the window, and those of the request."""
+        """The planes that keep a token after it has left the window, and the request's planes."""
         return self._part(windowed=False)
 
     def bytes_of(self, token_count: int) -> int:
@@ -99,7 +99,7 @@ def cache_of(
 
 
 def _fullest_stage(kinds: Sequence[str], stages: int) -> range:
-    """The layers of the stage with the most of them; of those, with the most that keep tokens."""
+    """The layers of the stage that has the most; where several do, the most that keep tokens."""
     if not 1 <= stages <= len(kinds):
         raise UsageError(f"{len(kinds)} layers don't divide over {stages} pipeline stages")
     size, larger = divmod(len(kinds), stages)
@@ -127,7 +127,7 @@ class _Binder:
 
     def gqa(self) -> Geometry:
         """Keys and values, with windows in some layers, in all or in none."""
-        full, window = self._those_of(FULL), self._those_of(WINDOWED)
+        full, window = self._layers_of(FULL), self._layers_of(WINDOWED)
         if full and window:
             sizes = {**self._heads("full_", full), **self._heads("window_", window)}
             return self._bind(WINDOW_AND_FULL, self.dtype, sizes)
@@ -144,7 +144,7 @@ class _Binder:
         rank, rope = self.model.number("kv_lora_rank"), self.model.number("qk_rope_head_dim")
         sizes: dict[str, Size] = {"layer": len(self.layers), "latent_dim": rank + rope}
         has_keys = self.model.field("index_head_dim") is not None
-        indexed = self._those_with_indexer() if has_keys else ()
+        indexed = self._indexed_layers() if has_keys else ()
         if not indexed:
             return self._bind(MLA, self.dtype, sizes)
         sizes["index_layer"] = len(indexed) if len(indexed) == len(self.layers) else indexed
@@ -163,25 +163,27 @@ class _Binder:
         in the model's dtype; `ssm` is a matrix for each value head, float32 unless
         `mamba_ssm_dtype` says otherwise.
         """
-        full, linear = self._those_of(FULL), self._those_of(LINEAR)
+        full, linear = self._layers_of(FULL), self._layers_of(LINEAR)
         if not linear:
             return self._bind(GQA, self.dtype, self._heads("", len(self.layers)))
-        of = self.model.number
-        all_key_heads, all_value_heads = of("linear_num_key_heads"), of("linear_num_value_heads")
+        size = self.model.number
+        all_key_heads = size("linear_num_key_heads")
+        all_value_heads = size("linear_num_value_heads")
         key_heads, key_dim = self._divide(all_key_heads, repeats=False), "linear_key_head_dim"
         # Each key head's value heads stay with it.
         value_heads = -(-key_heads * all_value_heads // all_key_heads)
         value_dim = "linear_value_head_dim"
         state: dict[str, Size] = {
             "layer": linear if full else len(linear),
-            "channel": 2 * key_heads * of(key_dim) + value_heads * of(value_dim),
-            "width": of("linear_conv_kernel_dim", least=2) - 1,
+            "channel": 2 * key_heads * size(key_dim) + value_heads * size(value_dim),
+            "width": size("linear_conv_kernel_dim", least=2) - 1,
             "head": value_heads,
-            "head_dim": of(value_dim),
-            "state": of(key_dim),
+            "head_dim": size(value_dim),
+            "state": size(key_dim),
         }
-        own = "dtype" if self.model.field("dtype") else "torch_dtype"
-        conv, ssm = self._dtype(own, "bfloat16"), self._dtype("mamba_ssm_dtype", "float32")
+        dtype_field = "dtype" if self.model.field("dtype") else "torch_dtype"
+        conv = self._dtype(dtype_field, "bfloat16")
+        ssm = self._dtype("mamba_ssm_dtype", "float32")
         if not full:
             return self._bind(RECURRENT, {"conv": conv, "ssm": ssm}, state)
         dtypes = {"full.k": self.dtype, "full.v": self.dtype, "state.conv": conv, "state.ssm": ssm}
@@ -194,7 +196,7 @@ class _Binder:
         first = self.layers.start
         return layout.bind(dtype=dtype, token=self.page_size, first_layer=first, rank=0, **sizes)
 
-    def _those_of(self, kind: str) -> tuple[int, ...]:
+    def _layers_of(self, kind: str) -> tuple[int, ...]:
         return tuple(layer for layer in self.layers if self.model.layers[layer] == kind)
 
     def _heads(self, prefix: str, layers: Size) -> dict[str, Size]:
@@ -207,7 +209,8 @@ class _Binder:
         return {f"{prefix}{axis}": size for axis, size in sizes.items()}
 
     def _divide(self, heads: int, *, repeats: bool = True) -> int:
-        """A rank's heads: an equal share, one that other ranks repeat, or the fullest's."""
+        """A rank's heads: an equal share, a head that other ranks repeat, or as many as the fullest
+        rank has."""
         self.padded.append(heads % self.ranks > 0 and not (repeats and self.ranks % heads == 0))
         return -(-heads // self.ranks)
 
@@ -217,19 +220,19 @@ class _Binder:
             raise self.model.error(f"{name} is {dtype!r}, which isn't known")
         return dtype
 
-    def _those_with_indexer(self) -> tuple[int, ...]:
-        """All layers, or those that don't take an earlier one's choice of tokens.
+    def _indexed_layers(self) -> tuple[int, ...]:
+        """The layers that choose tokens by index keys; the others take an earlier layer's choice.
 
         Source: the configuration of GLM-5 in transformers, whose fields these are.
         """
-        of, count = self.model.field, len(self.model.layers)
-        kinds = of("indexer_types") or of("index_topk_pattern")
+        field, count = self.model.field, len(self.model.layers)
+        kinds = field("indexer_types") or field("index_topk_pattern")
         if kinds is None:
-            every = self.model.number("index_topk_freq") if of("index_topk_freq") else 1
+            every = self.model.number("index_topk_freq") if field("index_topk_freq") else 1
             offset = 2
-            if of("index_skip_topk_offset") is not None:
+            if field("index_skip_topk_offset") is not None:
                 offset = self.model.number("index_skip_topk_offset", least=0)
-            return tuple(at for at in self.layers if max(0, at - offset + 1) % every == 0)
+            return tuple(layer for layer in self.layers if max(0, layer - offset + 1) % every == 0)
         known = {"full": True, "F": True, "shared": False, "S": False}
         named = [str(kind) for kind in kinds] if isinstance(kinds, list | str) else []
         if len(named) != count or not known.keys() >= set(named):
@@ -238,5 +241,5 @@ class _Binder:
 
 
 def _with_scales(width: int) -> int:
-    """Bytes of so many fp8 elements and their scales."""
+    """Bytes of `width` fp8 elements and their scales."""
     return width + -(-width // _SCALE_BLOCK) * DTYPE_BYTES["float32"]

@@ -1,4 +1,4 @@
-"""The sizes that a configuration may leave out, and what is meant then: its type's defaults.
+"""The sizes that a configuration may leave out: then its type's defaults hold.
 
 Source: the configuration classes of transformers 5.24, which a test compares this table with. A
 dash is a size that the type has no default for, or that follows from others.

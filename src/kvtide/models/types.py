@@ -1,9 +1,9 @@
 """Model types: how each attends, layer by layer, as its Hugging Face configuration says.
 
 Only the types listed here are known. A configuration doesn't say by itself what a model caches:
-layers that share their KV, or have rows of another width, show in fields that no one else has.
-So what isn't listed, and what a listed type declares beyond its kind, is refused by name and
-never guessed.
+layers that share their KV, or have rows of another width, show in fields that no other model has.
+So a type that isn't listed is refused by name and never guessed, and so is a field by which a
+listed type says more than its kind does.
 
 Source: the configurations and attention of transformers 5.24, for which layers have a window where
 `layer_types` is left out, and which fields may be missing.
@@ -35,8 +35,8 @@ class _ModelType:
 
     Without `layer_types`, `window` says which layers have one: `none`; `all`, if there is a
     `sliding_window`; `late`, from layer `max_window_layers` on, if `use_sliding_window`;
-    `declared`: none may have one. With a `period` each p-th layer is full and all others aren't;
-    a field may name another p.
+    `declared`: none may have one. With a `period` p each p-th layer attends in full and the
+    others don't; a field may name another p.
     """
 
     kind: str = "gqa"
@@ -44,13 +44,13 @@ class _ModelType:
     period: int = 0
     period_field: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """What this type calls the fields that others call otherwise."""
+    """This type's names of fields that have another name elsewhere."""
     encodes: bool = False
     """Whether it attends to later tokens, unless `is_decoder` says otherwise."""
-    one_head: str = ""
+    single_head: str = ""
     """The field that, unless it is false, makes all heads share one head's keys and values."""
-    own_heads: str = ""
-    """The field that, if it is true, makes `one_head` mean nothing."""
+    many_heads: str = ""
+    """The field that, if it is true, overrules `single_head`."""
 
 
 def _types(names: str, **settings: Any) -> dict[str, _ModelType]:
@@ -78,12 +78,12 @@ _MODEL_TYPES = {
         "persimmon phi qwen3_vl_text sarvam_moe seed_oss solar_open stablelm"
     ),
     **_types("codegen ctrl gpt2 gptj", aliases=_SHORT_NAMES),
-    **_types("gpt_bigcode", aliases=_SHORT_NAMES, one_head="multi_query"),
+    **_types("gpt_bigcode", aliases=_SHORT_NAMES, single_head="multi_query"),
     **_types(
         "falcon",
         aliases={"num_key_value_heads": "num_kv_heads"},
-        one_head="multi_query",
-        own_heads="new_decoder_architecture",
+        single_head="multi_query",
+        many_heads="new_decoder_architecture",
     ),
     **_types("jetmoe", aliases={"head_dim": "kv_channels"}),
     **_types("mistral mixtral phi3 phi4_multimodal phimoe starcoder2 ministral3", window="all"),
@@ -149,16 +149,16 @@ class Description:
 
     def field(self, name: str) -> Any:
         """The field's value, or the type's default; None if there is neither."""
-        return self.text.get(self._own(name), DEFAULT_SIZES.get(self.name, {}).get(name))
+        return self.text.get(self._name_of(name), DEFAULT_SIZES.get(self.name, {}).get(name))
 
-    def _own(self, name: str) -> str:
-        """What the configuration calls the field: as its type does, or as others do."""
+    def _name_of(self, name: str) -> str:
+        """The field's name in this configuration: its type's, or the usual one."""
         alias = self.model.aliases.get(name, name)
         return name if alias not in self.text and name in self.text else alias
 
     def number(self, name: str, *, least: int = 1) -> int:
-        """A size. Raises UsageError for a field that isn't there or isn't one."""
-        value, name = self.field(name), self._own(name)
+        """A size. Raises UsageError for a field that is missing or holds no size."""
+        value, name = self.field(name), self._name_of(name)
         if type(value) is int and least <= value <= _LARGEST:
             return value
         if value is None and name not in self.text:
@@ -166,7 +166,7 @@ class Description:
         raise self.error(f"{name} is {value!r}, which isn't an integer from {least} to {_LARGEST}")
 
     def error(self, reason: str) -> UsageError:
-        """One line that names the model type."""
+        """An error of one line that names the model type."""
         return UsageError(f"model type {self.name!r}: {reason}")
 
     @property
@@ -192,9 +192,14 @@ class Description:
 
     @property
     def kv_heads(self) -> int:
-        """Heads whose keys and values are cached; each attention head's own unless it says."""
+        """Heads whose keys and values are cached: one for each attention head unless a field says
+        otherwise."""
         model, text = self.model, self.text
-        if model.one_head and text.get(model.one_head, True) and not text.get(model.own_heads):
+        if (
+            model.single_head
+            and text.get(model.single_head, True)
+            and not text.get(model.many_heads)
+        ):
             return 1
         if self.field("num_key_value_heads") is None:
             return self.number("num_attention_heads")
@@ -244,7 +249,7 @@ def _text_of(config: Config) -> Config:
 
 
 def _summary(text: Config) -> str:
-    """What an unknown type's fields let suspect."""
+    """What the fields of an unknown type say about its cache, in brackets."""
     said = [
         f"{name} is {repr(text[name])[:60]}"
         for name in ("kv_lora_rank", "sliding_window")
@@ -258,11 +263,11 @@ def _summary(text: Config) -> str:
 
 def _layers(bare: Description) -> tuple[str, ...]:
     """The kind of each layer: full, windowed or linear. Indexed ones attend in full."""
-    count, own = bare.number("num_hidden_layers"), bare.text.get("layer_types")
-    if own is not None and (not isinstance(own, list) or len(own) != count):
-        length = len(own) if isinstance(own, list) else repr(own)
+    count, listed = bare.number("num_hidden_layers"), bare.text.get("layer_types")
+    if listed is not None and (not isinstance(listed, list) or len(listed) != count):
+        length = len(listed) if isinstance(listed, list) else repr(listed)
         raise bare.error(f"layer_types has {length} entries for num_hidden_layers {count}")
-    kinds = _default_layers(bare, count) if own is None else [str(kind) for kind in own]
+    kinds = _default_layers(bare, count) if listed is None else [str(kind) for kind in listed]
     foreign = sorted(set(kinds) - _LAYER_TYPES[bare.kind])
     if foreign:
         raise bare.error(

@@ -128,8 +128,7 @@ class Engine:
             )
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        dtype = str(source.model.dtype).removeprefix("torch.")
-        geometry = geometry_of(source.model.config, dtype, options.page_size)
+        geometry = geometry_of(source.model.config, source.model.dtype, options.page_size)
         device = open_device(options.device)
         page_count = count_pages(geometry, options.kv_memory_bytes, requests)
         pool_bytes = page_count * geometry.page_bytes

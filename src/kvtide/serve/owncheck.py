@@ -117,8 +117,7 @@ def _paged(model: PreTrainedModel, device: Device, requests: Tensor, *, exact: b
 
     Slots lie at random, and those that nobody has written hold NaN.
     """
-    dtype = str(model.dtype).removeprefix("torch.")
-    geometry = geometry_of(model.config, dtype, _PAGE_SIZE)
+    geometry = geometry_of(model.config, model.dtype, _PAGE_SIZE)
     pool = Pool.create(geometry, device, page_count=2 * -(-requests.numel() // _PAGE_SIZE))
     for plane in geometry.planes:
         for layer in range(plane.layer_count):

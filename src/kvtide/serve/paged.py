@@ -74,8 +74,7 @@ class PagedModel:
 
     def __init__(self, model: PreTrainedModel, pool: Pool, *, exact: ExactRules | None) -> None:
         """Raises UsageError for a model that isn't served or doesn't fit the pool."""
-        dtype = str(model.dtype).removeprefix("torch.")
-        expected = geometry_of(model.config, dtype, pool.page_size)
+        expected = geometry_of(model.config, model.dtype, pool.page_size)
         if expected.fingerprint != pool.geometry.fingerprint:
             raise UsageError(
                 f"the pool holds {pool.geometry.planes}, the model needs {expected.planes}"

@@ -221,8 +221,7 @@ class _Trial:
         self._model = model
         self._device = device
         self._max_rows = max_rows
-        dtype = str(model.dtype).removeprefix("torch.")
-        self._geometry = geometry_of(model.config, dtype, _PAGE_SIZE)
+        self._geometry = geometry_of(model.config, model.dtype, _PAGE_SIZE)
 
     def probes(self) -> tuple[list[Probe], list[Probe]]:
         """Of each operation of a pass that may depend on its rows; those of large weights apart."""

@@ -1,0 +1,51 @@
+"""What a model's attention asks of an engine beyond attending to all earlier tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtide.models.types import LINEAR, WINDOWED, Config, describe
+
+# These choose their frequencies by the longest position in the step, so by the neighbours.
+_PER_STEP_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def special_attention(config: Config) -> str | None:
+    """What is special about it, as half a sentence; None where nothing is.
+
+    Plain is a decoder whose every layer caches keys and values, and attends to those of all
+    earlier tokens. Raises UsageError for what the table of model types doesn't know.
+    """
+    if config.get("is_causal") is False:
+        return "its attention isn't causal"
+    if _has_distance_bias(config):
+        return "it biases attention by distance (ALiBi)"
+    model = describe(config)
+    if model.kind == "mla":
+        return f"it caches latents (MLA, kv_lora_rank={model.field('kv_lora_rank')})"
+    if WINDOWED in model.layers:
+        window, limit = model.field("sliding_window"), model.field("max_position_embeddings")
+        return f"it has a sliding window ({window} of {limit} positions)"
+    if LINEAR in model.layers:
+        return f"it has layers of type {LINEAR}"
+    rope_type = _per_step_rope(config.get("rope_parameters"))
+    if rope_type is not None:
+        return f"its positions are scaled by the longest request in the step ({rope_type} RoPE)"
+    return None
+
+
+def _has_distance_bias(config: Config) -> bool:
+    settings = config.get("attn_config")
+    nested = settings.get("alibi") if isinstance(settings, Mapping) else None
+    return "bloom" in str(config.get("model_type")) or bool(config.get("alibi") or nested)
+
+
+def _per_step_rope(rope: Any) -> str | None:
+    """The type of positions that depends on the step; the parameters are given once, or for each
+    type of layer."""
+    if not isinstance(rope, Mapping):
+        return None
+    sets = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    types = [parameters.get("rope_type") for parameters in sets]
+    return next((name for name in types if name in _PER_STEP_ROPE), None)
