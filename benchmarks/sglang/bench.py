@@ -29,7 +29,8 @@ from sglang.srt.runtime_context import get_parallel
 from kvtide.arena import HostArena
 from kvtide.arena.budget import block_bytes_for
 from kvtide.device import open_device
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.tide import Tide
 
 ON_CPU: Mapping[str, Any] = {"device": "cpu", "enable_memory_saver": False}

@@ -20,13 +20,13 @@ from kvtide.cli.main import main
 from kvtide.plugin import versions
 from kvtide.plugin.description import Description
 from kvtide.plugin.sglang.checkup import installed
-from kvtide.plugin.sglang.pools import keys_values
-from kvtide.plugin.sglang.pools.describe import Subject
+from kvtide.plugin.sglang.pools import describe, keys_values
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.source import Source
 
 # Read once for all runs: that takes two seconds.
 SOURCE = Source.of_installed()
-DESCRIBERS: dict[str, Any] = keys_values.DESCRIBERS  # type: ignore[assignment]
+DESCRIBERS: dict[str, Any] = describe.DESCRIBERS  # type: ignore[assignment]
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

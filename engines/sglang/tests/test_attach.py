@@ -158,7 +158,7 @@ def test_strict_turns_what_is_wrong_into_an_error(
 ) -> None:
     """SGLang ends a server whose scheduler can't be made."""
     monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: [])
-    monkeypatch.setattr("kvtide.plugin.sglang.pools.describe.describers", dict)
+    monkeypatch.setattr("kvtide.plugin.sglang.pools.describe.DESCRIBERS", {})
     begin = hooks._beginning(Settings(mode))
     made = Scheduler(place.allocator, place.request_pool)
     if mode == "on":

@@ -14,7 +14,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, environment, mha
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
+from kvtide.plugin.sglang.pools.subject import Subject
 
 SIZES: dict[str, Any] = {
     "size": 64,

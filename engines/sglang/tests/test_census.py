@@ -8,7 +8,7 @@ import pytest
 
 from kvtide.plugin.census import ABSTRACT, WITHIN, PoolClass, census
 from kvtide.plugin.sglang.homes import HOMES
-from kvtide.plugin.sglang.pools.describe import describers
+from kvtide.plugin.sglang.pools.describe import DESCRIBERS
 from kvtide.plugin.source import Source
 
 
@@ -26,7 +26,7 @@ def test_no_class_of_pools_is_unknown(found: list[PoolClass]) -> None:
 
 def test_all_classes_that_kvtide_names_are_there(found: list[PoolClass]) -> None:
     """A describer of a class that this SGLang hasn't would never be used."""
-    named = {*describers(), *ABSTRACT, *WITHIN, *WITHIN.values()}
+    named = {*DESCRIBERS, *ABSTRACT, *WITHIN, *WITHIN.values()}
     assert set() == named - {one.name for one in found}
 
 

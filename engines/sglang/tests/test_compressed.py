@@ -28,7 +28,8 @@ from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, mha
 from kvtide.plugin.sglang.checkup.cases_compressed import attach, grow, request_pool
 from kvtide.plugin.sglang.checkup.cases_state import STATE_LAYERS, state_params
 from kvtide.plugin.sglang.ordinary import allocation
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.rules import EntriesOfRequest
 from kvtide.plugin.sglang.settings import Settings
 

@@ -7,7 +7,8 @@ import torch
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, apply_rules
 from kvtide.plugin.sglang.checkup.cases_deepseek_v4 import CASES
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.rules import PagesOfRequest
 
 TABLE = torch.tensor([[0, 0, 0], [7, 3, 5], [2, 0, 0]])

@@ -13,8 +13,9 @@ from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup.cases import CASES
 from kvtide.plugin.sglang.checkup.trips import Built, Case
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
+from kvtide.plugin.sglang.pools.subject import Subject
 
 
 def case(name: str) -> Case:

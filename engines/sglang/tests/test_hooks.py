@@ -201,7 +201,7 @@ def test_an_open_choice_falls_on_the_backend_without_a_pool(
     monkeypatch.setattr(runtime_context, "get_context", lambda: context)
     configure(**disagg)
     if not is_known:
-        monkeypatch.setattr("kvtide.plugin.sglang.pools.describe.describers", dict)
+        monkeypatch.setattr("kvtide.plugin.sglang.pools.describe.DESCRIBERS", {})
     worker = SimpleNamespace(get_memory_pool=lambda: (place.request_pool, place.allocator))
     found = hooks.resolve_decode_retraction_backup(lambda tp_worker: "resolved", tp_worker=worker)
     assert "resolved" == found

@@ -11,7 +11,8 @@ from kvtide.layout import Rows, Striped, apply_rules
 from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup import cases_deepseek_v4, cases_latent, cases_npu
 from kvtide.plugin.sglang.checkup.trips import Refusal, randomise, same
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
+from kvtide.plugin.sglang.pools.subject import Subject
 
 REFUSED = [*cases_latent.REFUSED, *cases_npu.REFUSED, *cases_deepseek_v4.REFUSED]
 

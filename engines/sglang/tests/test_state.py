@@ -12,9 +12,10 @@ from kvtide.layout.rules import Rule
 from kvtide.plugin.description import Refused
 from kvtide.plugin.sglang.checkup import cases_attention, cases_state, cases_unified, cases_window
 from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
 from kvtide.plugin.sglang.pools.page_table import PageTable
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.rules import LastTokens
 
 REFUSED = [*cases_state.REFUSED, *cases_window.REFUSED, *cases_unified.REFUSED]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import final
 
 from kvtide.plugin.sglang.homes import is_at_home
-from kvtide.plugin.sglang.pools.describe import NeverMoved, describers
+from kvtide.plugin.sglang.pools.describe import DESCRIBERS
 from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS
+from kvtide.plugin.sglang.pools.subject import NeverMoved
 from kvtide.plugin.source import Source, SourceClass
 
 ROOTS = ("KVCache", "MambaPool", "CompressStatePool")
@@ -84,7 +85,7 @@ def _verdict(found: SourceClass) -> PoolClass:
     name, file = found.name, found.file
     if not is_at_home(name, file):
         return PoolClass(name, file, "unknown")
-    describer = describers().get(name)
+    describer = DESCRIBERS.get(name)
     if isinstance(describer, NeverMoved):
         return PoolClass(name, file, "refused", describer.reason)
     if describer is not None or name in STATE_POOLS:

@@ -38,7 +38,8 @@ from kvtide.errors import (
 from kvtide.plugin.description import Description, Refused
 from kvtide.plugin.host_memory import Measure, gather_alone, limit_bytes_of, measure_with
 from kvtide.plugin.reader import Table
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.requests import rows_of_request
 from kvtide.plugin.sglang.rules import LastTokens, window_of
 from kvtide.plugin.sglang.settings import Settings

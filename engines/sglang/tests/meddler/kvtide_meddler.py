@@ -56,7 +56,7 @@ def register() -> None:
     if os.environ.get("KVTIDE_MEDDLE") == "refuse":
         from kvtide.plugin.sglang.pools import describe
 
-        describe.describers = dict
+        describe.DESCRIBERS = {}
 
 
 def _begin(_: None, scheduler: Any, *__: Any) -> None:

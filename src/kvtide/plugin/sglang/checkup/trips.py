@@ -14,8 +14,8 @@ import torch
 
 from kvtide.arena import HostArena
 from kvtide.device import open_device
-from kvtide.plugin.sglang.pools.describe import Subject
 from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.tide import Tide
 
 BLOCK_BYTES = 1 << 14

@@ -11,9 +11,9 @@ from kvtide.layout import EveryNth, EveryToken, Rule, Striped
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.pools import kv_cache
-from kvtide.plugin.sglang.pools.describe import Describer, Subject
 from kvtide.plugin.sglang.pools.keys_values import describe_minimax
 from kvtide.plugin.sglang.pools.kv_cache import described, evenly, refuse_shares
+from kvtide.plugin.sglang.pools.subject import Describer, Subject
 
 READS: Table = {
     **kv_cache.READS,

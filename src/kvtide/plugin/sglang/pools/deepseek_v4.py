@@ -23,8 +23,8 @@ from kvtide.layout import EveryNth, Mapped, OfRequest, Rule
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.pools.describe import Describer, Subject
 from kvtide.plugin.sglang.pools.kv_cache import evenly
+from kvtide.plugin.sglang.pools.subject import Describer, Subject
 from kvtide.plugin.sglang.rules import LastTokens, PagesOfRequest
 
 READS: Table = {

@@ -14,8 +14,9 @@ import torch
 
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.sglang.homes import name_of
-from kvtide.plugin.sglang.pools.describe import Subject, describe
+from kvtide.plugin.sglang.pools.describe import describe, with_describers
 from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS, with_state
+from kvtide.plugin.sglang.pools.subject import Subject
 
 
 def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Description:
@@ -25,6 +26,7 @@ def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Descrip
     the target's state has. What it shares with the target moves once. Raises Refused where either
     is refused, or where a draft pool hasn't all of the target's slots.
     """
+    subject = with_describers(subject)
     target = describe(subject)
     parts, maps = list(target.parts), dict(target.maps)
     shares_memory = target.shares_memory

@@ -9,7 +9,6 @@ from kvtide.layout import EveryToken, Rule, Striped
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.pools import keys_values_quantized, kv_cache
-from kvtide.plugin.sglang.pools.describe import Describer, NeverMoved, Subject
 from kvtide.plugin.sglang.pools.keys_values_quantized import scales
 from kvtide.plugin.sglang.pools.kv_cache import (
     described,
@@ -18,6 +17,7 @@ from kvtide.plugin.sglang.pools.kv_cache import (
     refuse_shares,
     share_of_context,
 )
+from kvtide.plugin.sglang.pools.subject import Describer, NeverMoved, Subject
 
 READS: Table = {
     **kv_cache.READS,

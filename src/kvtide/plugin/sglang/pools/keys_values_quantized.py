@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from kvtide.plugin.description import Description, Part
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.pools import kv_cache
-from kvtide.plugin.sglang.pools.describe import Describer, Subject
 from kvtide.plugin.sglang.pools.kv_cache import described, evenly, pages, refuse_shares
+from kvtide.plugin.sglang.pools.subject import Describer, Subject
 
 READS: Table = {
     **kv_cache.READS,

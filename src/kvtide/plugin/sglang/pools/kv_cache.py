@@ -10,7 +10,7 @@ import torch
 from kvtide.layout import EveryNth
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
-from kvtide.plugin.sglang.pools.describe import Subject
+from kvtide.plugin.sglang.pools.subject import Subject
 
 READS: Table = {
     "KVCache": ("size", "page_size", "start_layer?"),

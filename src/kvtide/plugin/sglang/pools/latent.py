@@ -11,8 +11,8 @@ from kvtide.layout import EveryNth, EveryToken, OfRequest, Striped
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.pools import kv_cache
-from kvtide.plugin.sglang.pools.describe import Describer, NeverMoved, Subject
 from kvtide.plugin.sglang.pools.kv_cache import described, evenly, share_of_context
+from kvtide.plugin.sglang.pools.subject import Describer, NeverMoved, Subject
 
 READS: Table = {
     **kv_cache.READS,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvtide.layout import Mapped, Rule
 from kvtide.plugin.description import Description, Refused
 from kvtide.plugin.reader import Reader, Table
-from kvtide.plugin.sglang.pools.describe import Describer, Subject
+from kvtide.plugin.sglang.pools.subject import Describer, Subject
 from kvtide.plugin.sglang.rules import LastTokens
 
 READS: Table = {

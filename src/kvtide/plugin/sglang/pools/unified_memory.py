@@ -13,11 +13,11 @@ from typing import Any
 from kvtide.layout import Mapped, Rule, Striped
 from kvtide.plugin.description import Description, Part, Refused
 from kvtide.plugin.reader import Reader, Table
-from kvtide.plugin.sglang.pools.describe import Describer, Subject
 from kvtide.plugin.sglang.pools.kv_cache import described, evenly
 from kvtide.plugin.sglang.pools.page_table import PageTable
 from kvtide.plugin.sglang.pools.recurrent_state import with_state
 from kvtide.plugin.sglang.pools.sliding_window import last_tokens
+from kvtide.plugin.sglang.pools.subject import Describer, Subject
 
 READS: Table = {
     "KVCache": ("page_size",),
