@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtide.plugin.census import census
 from kvtide.plugin.sglang.checkup.installed import Trip, all_cases, make_trips, reachable
 from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip
+from kvtide.plugin.sglang.homes import SGLANG
 from kvtide.plugin.sglang.ordinary.coverage import reasons
-from kvtide.plugin.versions import installed_version
+from kvtide.plugin.sglang.pools.known_classes import known_classes
 
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
 BEGIN, END = "<!-- made by engines/sglang/table.py -->", "<!-- end of what it made -->"
@@ -41,7 +41,7 @@ def tables() -> Iterator[str]:
         yield from ("", f"### {title}", "")
         yield from table(("pool", "SGLang's own copy", "with kvtide", "why"), map(cells, family))
     yield from ("", "### Left to SGLang", "")
-    refused = {one.name: one.reason for one in census() if one.verdict == "refused"}
+    refused = {one.name: one.reason for one in known_classes() if one.verdict == "refused"}
     rows = [("all", f"`{name}`", reason) for name, reason in refused.items()]
     yield from table(("pool", "class", "why"), [*rows, *refused_pools(REFUSED, refused)])
     for whose, names in zip(("Ordinary servers", "Their requests"), reasons(), strict=True):
@@ -54,7 +54,7 @@ def summary(trips: Sequence[Trip]) -> Iterator[str]:
     own = Counter(trip.own_word for trip in trips)
     through = Counter(trip.through.verdict for trip in trips if trip.through is not None)
     here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
-    yield f"SGLang {installed_version()}, {len(trips)} round trips of small pools on the CPU."
+    yield f"SGLang {SGLANG.version}, {len(trips)} round trips of small pools on the CPU."
     yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(own)}"
     yield f"({here} of those that aren't exact are so {ON_A_CPU}; the last column says which)."
 

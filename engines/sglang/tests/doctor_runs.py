@@ -17,15 +17,16 @@ from typing import Any
 from unittest.mock import patch
 
 from kvtide.cli.main import main
-from kvtide.plugin import versions
+from kvtide.plugin import package
 from kvtide.plugin.description import Description
 from kvtide.plugin.sglang.checkup import installed
+from kvtide.plugin.sglang.homes import SGLANG
 from kvtide.plugin.sglang.pools import describe, keys_values
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.source import Source
 
 # Read once for all runs: that takes two seconds.
-SOURCE = Source.of_installed()
+SOURCE = SGLANG.source()
 DESCRIBERS: dict[str, Any] = describe.DESCRIBERS  # type: ignore[assignment]
 
 
@@ -74,7 +75,7 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
             yield "unknown class", run("--json")
         with patch.object(keys_values, "READS", {**keys_values.READS, **MOVED}):
             yield "moved reads", run("--json")
-            with patch.object(versions, "installed_version", lambda: "0.6.0"):
+            with patch.object(package, "installed_version", lambda name: "0.6.0"):
                 yield "moved reads of another version", run("--json")
                 yield "moved reads of another version, in words", run()
         # The plugin was loaded without, so that these hooks are missing now.
@@ -95,5 +96,5 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
 
 
 if __name__ == "__main__":
-    with patch.object(Source, "of_installed", lambda: SOURCE):
+    with patch.object(Source, "of_installed", lambda *_: SOURCE):
         sys.stdout.write(json.dumps(dict(runs())) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang.attachment import Attachment
 from kvtide.plugin.sglang.checkup.cases_attention import mha
+from kvtide.plugin.sglang.open_keeper import open_keeper
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.settings import Settings
 
 SETTINGS = Settings(host_memory_bytes=1 << 20)
@@ -136,6 +138,20 @@ def config(**fields: Any) -> Mapping[str, Any]:
         "enable_pd_role_switch": False,
     }
     return {**values, **fields}
+
+
+def keeper_over(
+    allocator: Any,
+    request_pool: Any,
+    draft_pools: Sequence[Any] = (),
+    settings: Settings = SETTINGS,
+    *,
+    window_tokens: int | None = None,
+    **more: Any,
+) -> Keeper:
+    """A keeper of the allocator's pool, as a scheduler with that request pool has it."""
+    subject = Subject.in_scheduler(allocator, request_pool, window_tokens)
+    return open_keeper(subject, draft_pools, settings, **more)
 
 
 def keeper_of(attachment: Attachment) -> Keeper:

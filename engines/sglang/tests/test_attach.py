@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 from requests_of import ALONE, SETTINGS, Config, Place, Scheduler, keeper_of, raising
 
-from kvtide.plugin.description import Refused
 from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang import attachment as attaching
 from kvtide.plugin.sglang import hooks, status_line
-from kvtide.plugin.sglang.attachment import Attachment, attach, draft_pools, rank_count, would_cover
+from kvtide.plugin.sglang.attachment import (
+    Attachment,
+    attach,
+    draft_pools,
+    rank_count,
+    saves_requests,
+    would_cover,
+)
+from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.settings import Settings
 
 pytest_plugins = ["attached_case"]
@@ -38,7 +46,7 @@ def test_what_nobody_thought_of_is_a_refusal_too(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     """The server is SGLang's: it comes up."""
-    monkeypatch.setattr(Keeper, "of", raising(failure))
+    monkeypatch.setattr(attaching, "open_keeper", raising(failure))
     found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
     assert (None, f"{type(failure).__name__}: {failure}") == (found.keeper, found.refusal)
 
@@ -97,10 +105,10 @@ def test_the_keeper_asks_whose_results_are_on_their_way(configure: Config) -> No
     configure()
     place, seen = Place(), list[Any]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Keeper, "of", lambda *_, is_ahead, **__: seen.append(is_ahead))
+        patch.setattr(attaching, "open_keeper", lambda *given: seen.append(given[-1]))
         patch.setattr(attaching, "_serve", lambda *_: None)
         found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
-    assert [found.pending.concerns] == seen
+    assert [found.results.concern] == seen
 
 
 @pytest.mark.parametrize(
@@ -121,10 +129,14 @@ def test_a_window_is_as_long_as_a_resumed_requests(
     """With a prefix cache slots begin at an earlier page: SGLang's, and those that kvtide takes."""
     configure(**disagg)
     place, seen = Place(page_size=16), list[int | None]()
+
+    def note(subject: Subject, *_: Any) -> None:
+        seen.append(subject.window_tokens)
+
     scheduler = Scheduler(place.allocator, place.request_pool, sliding_window_size=size)
     scheduler.tree_cache = SimpleNamespace(supports_prefix_sharing=lambda: is_shared)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Keeper, "of", lambda *_, window_tokens, **__: seen.append(window_tokens))
+        patch.setattr(attaching, "open_keeper", note)
         patch.setattr(attaching, "_serve", lambda *_: None)
         attach(scheduler, SETTINGS)
     assert [count] == seen
@@ -138,18 +150,15 @@ def test_a_window_is_as_long_as_a_resumed_requests(
         ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, SETTINGS, True),
         ({"disaggregation_mode": "null"}, SETTINGS, False),
         ({"disaggregation_mode": "prefill"}, Settings(is_colocated=True), False),
+        ({"disaggregation_mode": "null"}, Settings(is_colocated=True), True),
     ],
 )
 def test_only_a_server_that_saves_is_attached(
-    place: Place, configure: Config, disagg: dict[str, Any], settings: Settings, is_needed: bool
+    configure: Config, disagg: dict[str, Any], settings: Settings, is_needed: bool
 ) -> None:
     """A decode server, one that may become one, or one that was asked to."""
     configure(**disagg)
-    scheduler = Scheduler(place.allocator, place.request_pool)
-    found = hooks.attach_if_needed(scheduler, settings)
-    assert is_needed == (found is not None)
-    if found is not None:
-        found.close()
+    assert is_needed == saves_requests(settings)
 
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
@@ -168,7 +177,7 @@ def test_strict_turns_what_is_wrong_into_an_error(
             begin(lambda scheduler: None, made)
 
 
-@pytest.mark.parametrize("name", ["hooks_not_in_place", "attach_if_needed", "report"])
+@pytest.mark.parametrize("name", ["hooks_not_in_place", "attach", "report"])
 def test_an_error_in_the_self_check_does_not_stop_a_server(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

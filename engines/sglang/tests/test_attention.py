@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseMHAMainPool
 from sglang.srt.mem_cache.page_interleave_pool import PageInterleaveMHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
-from kvtide.plugin.description import Refused
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, environment, mha
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject

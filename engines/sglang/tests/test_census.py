@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.plugin.census import ABSTRACT, WITHIN, PoolClass, census
-from kvtide.plugin.sglang.homes import HOMES
+from kvtide.plugin.census import PoolClass
+from kvtide.plugin.sglang.homes import HOMES, SGLANG
 from kvtide.plugin.sglang.pools.describe import DESCRIBERS
+from kvtide.plugin.sglang.pools.known_classes import ABSTRACT, WITHIN, known_classes
 from kvtide.plugin.source import Source
 
 
 @pytest.fixture(scope="module")
 def found() -> list[PoolClass]:
     """All classes of the SGLang in this environment."""
-    return census()
+    return known_classes()
 
 
 def test_no_class_of_pools_is_unknown(found: list[PoolClass]) -> None:
@@ -65,7 +66,9 @@ def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
     for name, text in POOLS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    unknown = [(one.name, one.file) for one in census(Source(tmp_path)) if one.verdict == "unknown"]
+    unknown = [
+        (one.name, one.file) for one in known_classes(Source(tmp_path)) if one.verdict == "unknown"
+    ]
     assert [
         ("AfterThat", "later.py"),
         ("MHATokenToKVPool", "vendor.py"),
@@ -76,7 +79,7 @@ def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
 
 def test_each_class_is_at_home_where_this_sglang_has_it() -> None:
     """And its name is there once: else it would be one of two."""
-    source = Source.of_installed()
+    source = SGLANG.source()
     files = {name: [one.file for one in source.named(name)] for names in HOMES.values()
              for name in names}  # fmt: skip
     expected = {name: [f"{module.replace('.', '/')}.py"] for module, names in HOMES.items()

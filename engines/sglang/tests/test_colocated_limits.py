@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from colocated_fakes import Req, Scheduler, shelved
 
-from kvtide.plugin.description import Refused
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.ordinary.coverage import refuse_server, why_not
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ from sglang.srt.lora.lora_drainer import LoRADrainer
 from sglang.srt.lora.lora_manager import LoRAManager
 
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged
+from kvtide.plugin.sglang.ordinary import hooks
 from kvtide.plugin.sglang.ordinary import shelf as shelving
 from kvtide.plugin.sglang.ordinary.resume import recount_penalties
 
@@ -41,7 +42,7 @@ def plan(scheduler: Scheduler, running: Batch) -> tuple[list[str], list[str] | N
         shown.append(_names(scheduler.waiting_queue))
         return SimpleNamespace(running_batch=running)
 
-    planned = shelving._plan_prefill(original, scheduler, running)
+    planned = hooks._plan_prefill(original, scheduler, running)
     return _names(planned.running_batch.reqs), shown[0] if shown else None
 
 
@@ -177,7 +178,7 @@ def test_what_cant_be_saved_is_left_to_sglang() -> None:
     scheduler = Scheduler()
     shelf, keeper = shelved(scheduler)
     keeper.error = ArenaFull("no room")
-    shelving._keep(req=Req("refused"), tree_cache=scheduler.tree_cache, remaing_req_count=1)
+    hooks._keep(req=Req("refused"), tree_cache=scheduler.tree_cache, remaing_req_count=1)
     assert (["save refused"], 0) == (keeper.calls, len(shelf))
 
 
@@ -185,8 +186,8 @@ def test_sglang_says_when_a_backup_is_of_no_use() -> None:
     """A request that it aborts, or will compute under other weights, isn't saved."""
     scheduler = Scheduler()
     _, keeper = shelved(scheduler)
-    shelving._keep(req=Req("aborted"), tree_cache=scheduler.tree_cache, offload_kv=False)
-    shelving._keep(req=Req("another's"), tree_cache=object())
+    hooks._keep(req=Req("aborted"), tree_cache=scheduler.tree_cache, offload_kv=False)
+    hooks._keep(req=Req("another's"), tree_cache=object())
     assert [] == keeper.calls
 
 
@@ -196,17 +197,17 @@ def test_who_waits_no_more_has_no_backup() -> None:
     scheduler = Scheduler(gone, there)
     _, keeper = shelved(scheduler, gone, there)
     scheduler.waiting_queue.remove(gone)
-    shelving._after_abort(None, scheduler, "an abort")
+    hooks._after_abort(None, scheduler, "an abort")
     assert ["discard gone"] == keeper.calls
 
 
 @pytest.mark.parametrize(
     ("happen", "discarded"),
     [
-        (lambda scheduler: shelving._after_flush(True, scheduler), True),
-        (lambda scheduler: shelving._after_flush(False, scheduler), False),
-        (lambda scheduler: shelving._before_update(SimpleNamespace(scheduler=scheduler)), True),
-        (shelving._before_shutdown, True),
+        (lambda scheduler: hooks._after_flush(True, scheduler), True),
+        (lambda scheduler: hooks._after_flush(False, scheduler), False),
+        (lambda scheduler: hooks._before_update(SimpleNamespace(scheduler=scheduler)), True),
+        (hooks._before_shutdown, True),
     ],
     ids=["flushed", "not flushed", "other weights", "shutdown"],
 )
@@ -246,7 +247,7 @@ def test_penalties_count_as_if_nothing_had_happened(is_late: bool, given: int) -
     if is_late:
         shelf._late.add(req)
     for step in range(given, given + 3):
-        shelving._count(sglang_counts, batch)
+        hooks._count(sglang_counts, batch)
         # An overlapped step's token is known only when the next one is under way.
         undisturbed = ([8] if is_late else []) + list(range(100, 100 + step))
         assert undisturbed[:step] == counted

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sglang
 import torch
+from requests_of import keeper_over
 from sglang.srt.disaggregation.decode import (
     DecodeReqToTokenPool,
     HybridMambaDecodeReqToTokenPool,
@@ -22,8 +23,7 @@ from sglang.srt.mem_cache import memory_pool
 
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, apply_rules
-from kvtide.plugin.description import Refused
-from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, mha
 from kvtide.plugin.sglang.checkup.cases_compressed import attach, grow, request_pool
 from kvtide.plugin.sglang.checkup.cases_state import STATE_LAYERS, state_params
@@ -215,7 +215,7 @@ class Server:
         self.page_size, self.is_hybrid_swa = 1, False
         settings = Settings(host_memory_bytes=1 << 20)
         allocator = self.token_to_kv_pool_allocator
-        self.keeper = Keeper.of(allocator, self.req_to_token_pool, [], settings)
+        self.keeper = keeper_over(allocator, self.req_to_token_pool, [], settings)
 
     def supports_mamba(self) -> bool:
         """The prefix cache has no states."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvtide.plugin.census import census
 from kvtide.plugin.sglang.checkup.cases import CASES
+from kvtide.plugin.sglang.pools.known_classes import known_classes
 
 SCRIPT = Path(__file__).parent / "doctor_runs.py"
 Runs = dict[str, tuple[int, str, str]]
@@ -57,7 +57,7 @@ def test_every_class_is_there_with_its_verdict(runs: Runs) -> None:
     """Those that kvtide moves were in a round trip; the others say why not."""
     _, found = report(runs, "whole")
     words = {"known": "exact", "refused": "refused", "within": "part", "abstract": "abstract"}
-    expected = [(one.name, words[one.verdict]) for one in census()]
+    expected = [(one.name, words[one.verdict]) for one in known_classes()]
     assert expected == [(one["name"], one["verdict"]) for one in found["classes"]]
     unsaid = [one for one in found["classes"] if not (one["round_trips"] or one["reason"])]
     assert [] == unsaid
@@ -156,7 +156,7 @@ def test_cases_that_sglang_has_moved_from_under_are_a_failure(runs: Runs) -> Non
     code, found = report(runs, "moved")
     assert 1 == code
     assert "no module of that name" in found["lost"]
-    assert len(census()) == len(found["classes"])
+    assert len(known_classes()) == len(found["classes"])
 
 
 def test_the_reference_engine_stays_out_of_it(runs: Runs) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtide.npu import NPUMHATokenToKVPool
-from kvtide.plugin.description import Refused
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.checkup.cases import CASES
 from kvtide.plugin.sglang.checkup.trips import Built, Case
 from kvtide.plugin.sglang.homes import name_of

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from requests_of import Place, Req, ReqToTokenPool, raising, same
+from requests_of import Place, Req, ReqToTokenPool, keeper_over, raising, same
 from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
 from sglang.srt.mem_cache import memory_pool
 
 from kvtide.device import Phases
 from kvtide.errors import ArenaFull, SlotError, SlotsLost, SnapshotDamaged, SnapshotMiss
-from kvtide.plugin.description import Refused
-from kvtide.plugin.keeper import REASONS, DeviceFailed, Keeper, RankFailed, StateAhead
+from kvtide.plugin import host_memory
+from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.ranks import Ranks
+from kvtide.plugin.refusals import REASONS, DeviceFailed, RankFailed, Refused, StateAhead
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
 from kvtide.plugin.sglang.rules import LastTokens
@@ -26,6 +27,30 @@ from kvtide.plugin.sglang.settings import Settings
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 2
 """Layers, keys and values, heads, head_dim, bfloat16."""
 SETTINGS = Settings(host_memory_bytes=1 << 20)
+
+
+class FakeRanks(Ranks):
+    """Notes what this rank says, and hears what it is told to: of others on its host, first."""
+
+    def __init__(
+        self, answer: Callable[[int], int] = lambda value: value, others: Sequence[Any] = ()
+    ) -> None:
+        super().__init__()
+        self.answer = answer
+        self.asked: list[int] = []
+        self.said: list[int] = []
+        self._others = iter(others)
+
+    def least(self, value: int) -> int:
+        """What the ranks in step come to."""
+        self.asked.append(value)
+        return self.answer(value)
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Each with the host's id."""
+        host, number = numbers
+        self.said.append(number)
+        return [[host, number], *([host, one] for one in next(self._others, ()))]
 
 
 @pytest.fixture
@@ -37,7 +62,7 @@ def place() -> Place:
 @pytest.fixture
 def keeper(place: Place) -> Iterator[Keeper]:
     """Of that pool, with room for all of it."""
-    keeper = Keeper.of(place.allocator, place.request_pool, [], SETTINGS)
+    keeper = keeper_over(place.allocator, place.request_pool, [], SETTINGS)
     yield keeper
     keeper.close()
     assert 0 == keeper.arena.used_bytes, "nothing may be left in the arena"
@@ -99,7 +124,7 @@ def test_what_moves_is_counted(place: Place, keeper: Keeper) -> None:
 def test_a_full_arena_takes_nothing(place: Place) -> None:
     """The request keeps its slots, and the reason is counted."""
     settings = Settings(host_memory_bytes=1000)
-    keeper = Keeper.of(place.allocator, place.request_pool, [], settings)
+    keeper = keeper_over(place.allocator, place.request_pool, [], settings)
     with pytest.raises(ArenaFull, match="0 of 1000 in use"):
         keeper.save(place.admit("a", 40))
     assert Counter(arena_full=1) == keeper.counters.refused_saves
@@ -172,7 +197,7 @@ def test_a_row_of_state_that_cannot_be_meant_is_refused(mamba: Any) -> None:
     """Row 0 is padding, and row -1 would be the last."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state, page 1").build()
     request_pool = ReqToTokenPool()
-    keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS)
+    keeper = keeper_over(built.allocator, request_pool, [], SETTINGS)
     req = Req("a", 14, 1)
     request_pool.place(req, built.allocator.alloc(13))
     req.kv.mamba_pool_idx = torch.tensor(mamba) if isinstance(mamba, int) else mamba
@@ -227,18 +252,15 @@ def test_slots_that_a_restore_lost_are_counted_and_not_served(
 
 def test_ranks_save_together_or_not_at_all(place: Place) -> None:
     """One asks in every case, its own failure included: the others wait for the answer."""
-    asked: list[bool] = []
-
-    def disagree(went_well: bool) -> bool:
-        asked.append(went_well)
-        return False
-
-    keeper = Keeper.of(place.allocator, place.request_pool, [], SETTINGS, disagree)
+    ranks = FakeRanks()
+    keeper = keeper_over(place.allocator, place.request_pool, ranks=ranks)
+    ranks.asked.clear()
+    ranks.answer = lambda value: 0
     with pytest.raises(RankFailed, match="request a: another rank couldn't save"):
         keeper.save(place.admit("a", 20))
     with pytest.raises(SlotError):
         keeper.save(Req("b", 20, row=5))
-    assert [True, False] == asked
+    assert [1, 0] == ranks.asked
     assert 0 == keeper.arena.used_bytes
     assert Counter(other_rank=1, slots=1) == keeper.counters.refused_saves
     keeper.close()
@@ -248,7 +270,7 @@ def test_ranks_restore_together_or_not_at_all(place: Place, keeper: Keeper) -> N
     """What this rank wrote is of no use without the others' share."""
     req = place.admit("a", 20)
     backup = keeper.save(req)
-    keeper._agree = lambda went_well: False
+    keeper._ranks = FakeRanks(lambda value: 0)
     with pytest.raises(RankFailed, match="request a: another rank couldn't restore"):
         keeper.restore(req, backup)
     assert Counter(other_rank=1) == keeper.counters.failed_restores
@@ -258,53 +280,27 @@ def test_the_limit_is_the_hosts_and_the_least_of_its_ranks(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was set, or a quarter of what is free, divided among the ranks."""
-    asked: list[int] = []
-    untouched: list[int] = []
-
-    def measure(untouched_bytes: int) -> tuple[int, int]:
-        untouched.append(untouched_bytes)
-        return 16 << 20, 64 << 20
-
-    def halve(limit_bytes: int) -> int:
-        asked.append(limit_bytes)
-        return limit_bytes // 2
-
+    ranks = FakeRanks(lambda limit_bytes: limit_bytes // 2, others=[[16 << 20], [64 << 20]] * 2)
     for settings in (Settings(host_memory_bytes=1 << 20, rank_count=4), Settings(rank_count=4)):
-        keeper = Keeper.of(
-            place.allocator,
-            place.request_pool,
-            [],
-            settings,
-            agree_on_limit=halve,
-            measure=measure,
-        )
-        assert asked[-1] // 2 == keeper.arena.limit_bytes
+        monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 80 << 20)
+        keeper = keeper_over(place.allocator, place.request_pool, [], settings, ranks=ranks)
+        assert ranks.asked[-1] // 2 == keeper.arena.limit_bytes
         keeper.close()
-    assert [1 << 18, (48 << 20) // 4 // 4] == asked
-    assert [0, 0] == untouched
+    assert [1 << 18, (48 << 20) // 4 // 4] == ranks.asked
+    assert [0, 80 << 20] * 2 == ranks.said
 
 
 def test_a_refused_pool_is_refused_on_all_ranks(place: Place) -> None:
     """Each is asked once, whether it refuses itself or not, and in the same order."""
-    asked: list[int] = []
-
-    def measure(untouched_bytes: int) -> tuple[int, int]:
-        asked.append(untouched_bytes)
-        return 0, 1 << 30
-
-    def another_refuses(limit_bytes: int) -> int:
-        asked.append(limit_bytes)
-        return -1
-
-    ask = partial(Keeper.of, agree_on_limit=another_refuses, measure=measure)
-
+    ranks = FakeRanks(lambda limit_bytes: -1)
     unknown = type("StrangeKVPool", (), {"device": "cpu"})()
     stranger = type("Allocator", (), {"get_kvcache": lambda self: unknown})()
     with pytest.raises(Refused, match="StrangeKVPool isn't known"):
-        ask(stranger, place.request_pool, [], SETTINGS)
+        keeper_over(stranger, place.request_pool, ranks=ranks)
     with pytest.raises(RankFailed, match="MHATokenToKVPool: refused on another rank"):
-        ask(place.allocator, place.request_pool, [], SETTINGS)
-    assert [0, -1, 0, 1 << 20] == asked
+        keeper_over(place.allocator, place.request_pool, ranks=ranks)
+    assert [-1, 1 << 20] == ranks.asked
+    assert 4 == len(ranks.said), "what is untouched and what is free, both times"
 
 
 def test_an_unknown_cache_beside_the_pool_is_refused_by_name(place: Place) -> None:
@@ -312,19 +308,19 @@ def test_an_unknown_cache_beside_the_pool_is_refused_by_name(place: Place) -> No
     it is of another class, with nothing in common but the name."""
     rows = memory_pool.ReqToTokenPool(8, 256, "cpu", False)
     for request_pool in (rows, DecodeReqToTokenPool(8, 256, "cpu", False, pre_alloc_size=4)):
-        Keeper.of(place.allocator, request_pool, [], SETTINGS).close()
+        keeper_over(place.allocator, request_pool, [], SETTINGS).close()
         request_pool._aux_cache = object()
         for draft_pools in ([], [place.pool]):
             with pytest.raises(
                 Refused, match=r"MHATokenToKVPool: kvtide doesn't know builtins.object"
             ):
-                Keeper.of(place.allocator, request_pool, draft_pools, SETTINGS)
+                keeper_over(place.allocator, request_pool, draft_pools, SETTINGS)
 
 
 def test_a_drafts_kv_comes_back_with_the_targets(place: Place) -> None:
     """They share their slots."""
     draft = Place(widths=(8, 8))
-    keeper = Keeper.of(place.allocator, place.request_pool, [draft.pool], SETTINGS)
+    keeper = keeper_over(place.allocator, place.request_pool, [draft.pool], SETTINGS)
     assert "" == keeper.draft_refusal
     req = place.admit("a", 20)
     draft.request_pool = place.request_pool
@@ -342,7 +338,7 @@ def test_a_drafts_kv_comes_back_with_the_targets(place: Place) -> None:
 def test_a_draft_that_is_refused_is_left_out(place: Place) -> None:
     """Answers stay right without its KV: the target checks each token."""
     unknown = type("StrangeDraftPool", (), {"device": "cpu"})()
-    keeper = Keeper.of(place.allocator, place.request_pool, [unknown], SETTINGS)
+    keeper = keeper_over(place.allocator, place.request_pool, [unknown], SETTINGS)
     assert "StrangeDraftPool isn't known" in keeper.draft_refusal
     assert TOKEN_BYTES == keeper.token_bytes
     keeper.close()
@@ -354,7 +350,7 @@ def test_a_window_is_saved_as_far_as_attention_looks_back() -> None:
     built, request_pool = case.build(), ReqToTokenPool()
     saved = []
     for window_tokens in (None, built.window_tokens):
-        keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS, window_tokens=window_tokens)
+        keeper = keeper_over(built.allocator, request_pool, window_tokens=window_tokens)
         rules = [rule for part in keeper.description.parts for rule in part.rules]
         saved.append(any(isinstance(rule, LastTokens) for rule in rules))
         keeper.close()
@@ -365,7 +361,7 @@ def test_slots_that_left_a_model_of_windows_alone_are_not_asked_for() -> None:
     """SGLang has handed them out again, to the request itself even."""
     built = next(case for case in WINDOW_CASES if case.name == "windows alone").build()
     request_pool, pool = ReqToTokenPool(), built.pool
-    keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS, window_tokens=20)
+    keeper = keeper_over(built.allocator, request_pool, [], SETTINGS, window_tokens=20)
     slots, others = built.allocator.alloc(30), built.allocator.alloc(30)
     req = Req("a", 41, 1)
     request_pool.place(req, torch.cat([slots[10:20], slots]))
@@ -389,7 +385,7 @@ def test_recurrent_state_goes_by_its_own_row() -> None:
     """SGLang gives it as a tensor of one."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
     request_pool: Any = built.request_pool or ReqToTokenPool()
-    keeper = Keeper.of(built.allocator, request_pool, [], SETTINGS)
+    keeper = keeper_over(built.allocator, request_pool, [], SETTINGS)
     slots, others = built.allocator.alloc(32), built.allocator.alloc(32)
     req = Req("a", 33, built.sources["request"], built.sources["mamba"])
     request_pool.req_to_token[req.kv.req_pool_idx, :32] = slots.int()
@@ -413,14 +409,14 @@ def test_a_state_that_is_a_step_ahead_isnt_saved(place: Place) -> None:
     """Its KV would go on from the wrong token; without such a state a step more is no matter."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
     request_pool: Any = built.request_pool or ReqToTokenPool()
-    ahead = Keeper.of(built.allocator, request_pool, [], SETTINGS, is_ahead=lambda req: True)
+    ahead = keeper_over(built.allocator, request_pool, [], SETTINGS, is_ahead=lambda req: True)
     req = Req("a", 33, built.sources["request"], built.sources["mamba"])
     request_pool.req_to_token[req.kv.req_pool_idx, :32] = built.allocator.alloc(32).int()
     with pytest.raises(StateAhead, match="its recurrent state is a step ahead of its answer"):
         ahead.save(req)
     assert (1, 0) == (ahead.counters.refused_saves["request"], ahead.arena.used_bytes)
     ahead.close()
-    stateless = Keeper.of(
+    stateless = keeper_over(
         place.allocator, place.request_pool, [], SETTINGS, is_ahead=lambda req: True
     )
     assert 32 == stateless.save(place.admit("b", 33)).token_count

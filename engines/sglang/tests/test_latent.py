@@ -8,7 +8,7 @@ from sglang.srt.layers.dcp.layout import localize_dcp_indices, maybe_dcp_kernel_
 
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, Striped, apply_rules
-from kvtide.plugin.description import Refused
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.checkup import cases_deepseek_v4, cases_latent, cases_npu
 from kvtide.plugin.sglang.checkup.trips import Refusal, randomise, same
 from kvtide.plugin.sglang.pools.describe import describe

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import two_ranks
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from requests_of import Place
+from requests_of import Place, keeper_over
 
 from kvtide.errors import ArenaFull
-from kvtide.plugin.keeper import Keeper
-from kvtide.plugin.metrics import metrics_of
+from kvtide.plugin.sglang.collector import metrics_of
 from kvtide.plugin.sglang.settings import Settings
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
@@ -35,7 +34,8 @@ def context(registry: CollectorRegistry | None, *, is_reporting: bool = True) ->
 def test_metrics_follow_the_keeper() -> None:
     """By SGLang's own kinds of metric, which another library may have put in their place."""
     place, registry = Place(), CollectorRegistry()
-    keeper = Keeper.of(place.allocator, place.request_pool, [], Settings(host_memory_bytes=200_000))
+    settings = Settings(host_memory_bytes=200_000)
+    keeper = keeper_over(place.allocator, place.request_pool, [], settings)
     metrics = metrics_of(context(registry))
     assert metrics is not None
     keeper.follow(metrics.update)

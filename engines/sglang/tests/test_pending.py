@@ -12,7 +12,6 @@ import requests_of
 from colocated_fakes import Batch, Req, Scheduler
 from sglang.srt import runtime_context
 
-from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang import attachment, hooks
 from kvtide.plugin.sglang.attachment import Attachment
 from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
@@ -30,7 +29,7 @@ class Decoding(Batch):
 def attached(scheduler: Scheduler, *, has_state: bool = True) -> Attachment:
     """Makes kvtide the scheduler's."""
     found = Attachment(scheduler, Settings())
-    found.keeper = SimpleNamespace(has_recurrent_state=has_state)  # type: ignore[assignment]
+    found.keeper = SimpleNamespace(request_kinds={"mamba"} if has_state else {})  # type: ignore[assignment]
     attachment._attachments[:] = [found]
     return found
 
@@ -103,10 +102,10 @@ def test_a_request_is_concerned_until_its_result_is_looked_at() -> None:
     """By identity: ids may repeat."""
     scheduler, mine = Scheduler(), Req("mine")
     scheduler.result_queue.append((Batch(mine), "result"))
-    pending = attached(scheduler).pending
-    assert (True, False) == (pending.concerns(mine), pending.concerns(Req("mine")))
+    results = attached(scheduler).results
+    assert (True, False) == (results.concern(mine), results.concern(Req("mine")))
     retracting(scheduler, Decoding(mine, fits=False))
-    assert not pending.concerns(mine)
+    assert not results.concern(mine)
 
 
 def test_a_decode_server_doesnt_save_what_is_a_step_ahead(
@@ -118,12 +117,12 @@ def test_a_decode_server_doesnt_save_what_is_a_step_ahead(
     scheduler = Scheduler()
     scheduler.result_queue.append((SimpleNamespace(reqs=[req]), "result"))
     found = attached(scheduler)
-    keeper = found.keeper = Keeper.of(
+    keeper = found.keeper = requests_of.keeper_over(
         built.allocator,
         built.request_pool or requests_of.ReqToTokenPool(),
         [],
         requests_of.SETTINGS,
-        is_ahead=found.pending.concerns,
+        is_ahead=found.results.concern,
     )
     assert not found.save(req)
     assert 1 == keeper.counters.refused_saves["request"]
@@ -157,7 +156,7 @@ def test_a_later_count_is_of_all_tokens() -> None:
     scheduler.result_queue.append((Batch(early), "result"))
     found = attached(scheduler)
     retracting(scheduler, Decoding(early, fits=False))
-    with found.pending.counting(Batch(early)):
+    with found.results.counting(Batch(early)):
         assert [1, 2, 3] == early.output_ids
 
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.sglang.reads import tables
 from kvtide.plugin.source import Source, gone
-from kvtide.plugin.versions import tables
 
 
 @pytest.fixture(scope="module")
 def installed() -> Source:
     """The text of the SGLang in this environment."""
-    return Source.of_installed()
+    return SGLANG.source()
 
 
 def test_all_that_is_read_is_where_the_tables_say(installed: Source) -> None:

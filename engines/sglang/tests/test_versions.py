@@ -7,43 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.plugin import versions
-from kvtide.plugin.description import Refused
+from kvtide.plugin import package
 from kvtide.plugin.reader import Table
+from kvtide.plugin.refusals import Refused
+from kvtide.plugin.sglang import reads
+from kvtide.plugin.sglang.homes import SGLANG
 from kvtide.plugin.sglang.pools import keys_values
+from kvtide.plugin.sglang.reads import refuse_if_moved
 from kvtide.plugin.source import Source
-from kvtide.plugin.versions import refuse_if_moved
 
 
 @pytest.fixture(scope="module")
 def source() -> Source:
     """The source, for all tests: that takes two seconds."""
-    return Source.of_installed()
+    return SGLANG.source()
 
 
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
     """Nothing is read again."""
-    monkeypatch.setattr(Source, "of_installed", lambda: source)
+    monkeypatch.setattr(Source, "of_installed", lambda *_: source)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, number: str, reads: Table) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, number: str, more: Table) -> None:
     """SGLang of that version, of which kvtide reads these things as well."""
-    monkeypatch.setattr(versions, "installed_version", lambda: number)
-    monkeypatch.setattr(keys_values, "READS", {**keys_values.READS, **reads})
+    monkeypatch.setattr(package, "installed_version", lambda name: number)
+    monkeypatch.setattr(keys_values, "READS", {**keys_values.READS, **more})
 
 
 def test_the_installed_sglang_is_a_tested_one() -> None:
     """By the version of its package, and with all that kvtide reads."""
-    assert version("sglang") == versions.installed_version()
-    assert versions.installed_version() in versions.TESTED
-    assert [] == versions.what_is_gone()
+    assert version("sglang") == SGLANG.version
+    assert SGLANG.version in SGLANG.tested
+    assert [] == reads.what_is_gone()
 
 
 def test_a_tested_sglang_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank would wait for it at each start."""
-    install(monkeypatch, versions.TESTED[0], {"OncePool": ("k_buffer",)})
-    monkeypatch.setattr(versions, "what_is_gone", lambda: pytest.fail("it looked"))
+    install(monkeypatch, SGLANG.tested[0], {"OncePool": ("k_buffer",)})
+    monkeypatch.setattr(reads, "what_is_gone", lambda: pytest.fail("it looked"))
     refuse_if_moved()
 
 
@@ -60,7 +62,7 @@ def test_another_sglang_that_lacks_something_is_refused(monkeypatch: pytest.Monk
         refuse_if_moved()
     said = (
         "SGLang 0.6.0 lacks what kvtide reads: ModelRunner.renamed; kvtide was tested with SGLang "
-        f"{', '.join(versions.TESTED)}; `kvtide doctor --sglang` names all that is gone"
+        f"{', '.join(SGLANG.tested)}; `kvtide doctor --sglang` names all that is gone"
     )
     assert said == str(caught.value)
 
@@ -83,7 +85,7 @@ def test_another_sglang_whose_source_cannot_be_read_is_refused(
     """Nothing is known of it then; that is no reason for a server to end."""
     (tmp_path / "memory_pool.py").write_text("class ModelRunner:\n    def (")
     install(monkeypatch, "of unknown version", {})
-    monkeypatch.setattr(Source, "of_installed", lambda: Source(tmp_path))
+    monkeypatch.setattr(Source, "of_installed", lambda *_: Source(tmp_path))
     with pytest.raises(Refused, match="SGLang of unknown version: whether") as caught:
         refuse_if_moved()
     assert "its source can't be read (SyntaxError: " in str(caught.value)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed
 from torch import multiprocessing
 
-from kvtide.plugin.sglang.attachment import least_among
+from kvtide.plugin.ranks import Ranks
 
 
 def ask(values: list[list[int]], folder: Path) -> list[list[int]]:
@@ -32,7 +32,7 @@ def _rank(rank: int, values: list[list[int]], folder: str) -> None:
     torch.distributed.init_process_group("gloo", meeting, world_size=2, rank=rank)
     alone: Any = torch.distributed.new_group([0])
     both: Any = torch.distributed.new_group([0, 1])
-    least = least_among([both] if rank else [alone, both])
-    told = [least(value) for value in values[rank]]
+    ranks = Ranks([both] if rank else [alone, both])
+    told = [ranks.least(value) for value in values[rank]]
     (Path(folder) / str(rank)).write_text(" ".join(map(str, told)))
     torch.distributed.destroy_process_group()

@@ -60,9 +60,9 @@ class SGLangReport:
     @property
     def is_refused(self) -> bool:
         """Whether kvtide leaves all pools to this SGLang, as `attach` finds that it has moved."""
-        from kvtide.plugin.versions import TESTED
+        from kvtide.plugin.sglang.homes import SGLANG
 
-        return bool(self.gone) and self.versions["sglang"] not in TESTED
+        return bool(self.gone) and self.versions["sglang"] not in SGLANG.tested
 
     @property
     def findings(self) -> list[Finding]:
@@ -112,7 +112,7 @@ def _look_around() -> SGLangReport:
 
 
 def _look_for_reads(console: Console, report: SGLangReport) -> None:
-    from kvtide.plugin.versions import what_is_gone
+    from kvtide.plugin.sglang.reads import what_is_gone
 
     print_heading(console, "Whether this SGLang is one that kvtide can read")
     report.gone = what_is_gone()
@@ -230,9 +230,9 @@ def _versions() -> dict[str, str]:
     import torch
 
     from kvtide import __version__
-    from kvtide.plugin.versions import installed_version
+    from kvtide.plugin.sglang.homes import SGLANG
 
-    return {"sglang": installed_version(), "kvtide": __version__, "torch": torch.__version__}
+    return {"sglang": SGLANG.version, "kvtide": __version__, "torch": torch.__version__}
 
 
 def _print_here(console: Console, report: SGLangReport) -> None:

@@ -1,54 +1,45 @@
-"""All classes of KV pools and of recurrent state in the installed SGLang, and what becomes of each.
+"""All classes of KV pools that an engine's source has, and what becomes of each.
 
-`kvtide doctor --sglang` shows them. A class that kvtide doesn't know is left to SGLang when a
-server starts with it; here it is found before.
+A class that kvtide doesn't know is left to the engine when a server starts with it; here it is
+found before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from kvtide.plugin.sglang.homes import is_at_home
-from kvtide.plugin.sglang.pools.describe import DESCRIBERS
-from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS
-from kvtide.plugin.sglang.pools.subject import NeverMoved
+from kvtide.plugin.package import EnginePackage
 from kvtide.plugin.source import Source, SourceClass
 
-ROOTS = ("KVCache", "MambaPool", "CompressStatePool")
-"""Those and all that derive from them are pools, and so is what has a copy method of its own."""
 
-COPY_METHODS = ("get_cpu_copy", "get_cpu_slots")
-"""The second one is that of state whose rows go with a MambaPool's."""
+@final
+@dataclass(frozen=True, slots=True)
+class PoolKinds:
+    """How an engine's pools are told from its other classes, and what kvtide knows of each.
 
-ABSTRACT: Mapping[str, str] = {
-    "KVCache": "what all pools derive from",
-    "BaseSWAKVPool": "what pools with sliding windows derive from",
-    "SlotIndexedState": "what state in a MambaPool's rows has in common",
-}
-"""Classes without objects of their own, and what they are for."""
+    A pool is what derives from one of `roots`, or has a method of its own of the name of one of
+    `copy_methods`, but for what derives from `allocators`.
+    """
 
-WITHIN: Mapping[str, str] = {
-    "DeepSeekV4SingleKVPool": "DeepSeekV4TokenToKVPool",
-    "DeepSeekV4UniformFP8KVPool": "DeepSeekV4TokenToKVPool",
-    "DeepSeekV4IndexerPool": "DeepSeekV4TokenToKVPool",
-    "DeepSeekV4UnifiedKVPool": "DeepSeekV4TokenToKVPool",
-    "HiSparseC4DevicePool": "DeepSeekV4TokenToKVPool",
-    "CompressStatePool": "DeepSeekV4TokenToKVPool",
-    "NPUDeepSeekV4SingleKVPool": "DSV4NPUTokenToKVPool",
-    "NPUDeepSeekV4IndexerPool": "DSV4NPUTokenToKVPool",
-    "NPUCompressStatePool": "DSV4NPUTokenToKVPool",
-    "ShortConvPool": "MambaPool",
-    "NGramPool": "MambaPool",
-}
-"""Classes whose objects are part of another's, which describes them."""
+    roots: Collection[str]
+    copy_methods: Collection[str]
+    allocators: str
+    moved: Collection[str]
+    """The classes that a describer knows."""
+    refused: Mapping[str, str]
+    """Classes that are never moved, and why."""
+    within: Mapping[str, str]
+    """Classes whose objects are part of another's, which describes them."""
+    abstract: Mapping[str, str]
+    """Classes without objects of their own, and what they are for."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PoolClass:
-    """A class of SGLang's, in `file` below `sglang/srt`.
+    """A class of the engine's, in `file` below its package's folder.
 
     `verdict` is `known`, `refused` (whatever the pool is like), `within` or `abstract` (never a
     server's pool), or `unknown`; `reason` says why, or of which pool it is a part.
@@ -60,38 +51,33 @@ class PoolClass:
     reason: str = ""
 
 
-def census(source: Source | None = None) -> list[PoolClass]:
-    """Each class of pools, by name; of `source`, or of the SGLang in this environment.
-
-    Raises ModuleNotFoundError where there is none.
-    """
-    source = source or Source.of_installed()
-    verdicts = [_verdict(one) for one in _pools(source)]
-    return sorted(verdicts, key=lambda one: (one.name, one.file))
+def census(source: Source, package: EnginePackage, kinds: PoolKinds) -> list[PoolClass]:
+    """Each class of pools in the source, by name."""
+    verdicts = [_verdict(found, package, kinds) for found in _pools(source, kinds)]
+    return sorted(verdicts, key=lambda verdict: (verdict.name, verdict.file))
 
 
-def _pools(source: Source) -> list[SourceClass]:
+def _pools(source: Source, kinds: PoolKinds) -> list[SourceClass]:
     """What is a pool by what it derives from, or by the copy that it makes of some of its rows."""
-    allocators = "BaseTokenToKVPoolAllocator"
-    found = [one for name in COPY_METHODS for one in source.defining(name)]
-    names = {*ROOTS, *WITHIN, *(one.name for one in found)}
-    found += [one for name in sorted(names) for one in (*source.named(name), *source.derived(name))]
-    hand_out = {allocators, *(one.name for one in source.derived(allocators))}
-    distinct = {(one.name, one.file): one for one in found if one.name not in hand_out}
+    found = [kind for method in kinds.copy_methods for kind in source.defining(method)]
+    names = {*kinds.roots, *kinds.within, *(kind.name for kind in found)}
+    for name in sorted(names):
+        found += [*source.named(name), *source.derived(name)]
+    hand_out = {kinds.allocators, *(kind.name for kind in source.derived(kinds.allocators))}
+    distinct = {(kind.name, kind.file): kind for kind in found if kind.name not in hand_out}
     return list(distinct.values())
 
 
-def _verdict(found: SourceClass) -> PoolClass:
+def _verdict(found: SourceClass, package: EnginePackage, kinds: PoolKinds) -> PoolClass:
     name, file = found.name, found.file
-    if not is_at_home(name, file):
+    if not package.is_at_home(name, file):
         return PoolClass(name, file, "unknown")
-    describer = DESCRIBERS.get(name)
-    if isinstance(describer, NeverMoved):
-        return PoolClass(name, file, "refused", describer.reason)
-    if describer is not None or name in STATE_POOLS:
+    if name in kinds.refused:
+        return PoolClass(name, file, "refused", kinds.refused[name])
+    if name in kinds.moved:
         return PoolClass(name, file, "known")
-    if name in WITHIN:
-        return PoolClass(name, file, "within", f"part of {WITHIN[name]}")
-    if name in ABSTRACT:
-        return PoolClass(name, file, "abstract", ABSTRACT[name])
+    if name in kinds.within:
+        return PoolClass(name, file, "within", f"part of {kinds.within[name]}")
+    if name in kinds.abstract:
+        return PoolClass(name, file, "abstract", kinds.abstract[name])
     return PoolClass(name, file, "unknown")

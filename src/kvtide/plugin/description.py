@@ -1,4 +1,4 @@
-"""Part and Description: what a pool of SGLang's consists of, in kvtide's words."""
+"""Part and Description: what a pool of an engine's consists of, in kvtide's words."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from typing import Any, final
 import torch
 
 from kvtide.device import Device
-from kvtide.errors import KvtideError, LayoutError
+from kvtide.errors import LayoutError
 from kvtide.layout import EveryToken, Layout, Plane, Rule, request_kinds
 from kvtide.layout.dtypes import dtype_name
 from kvtide.layout.spec import DTYPE_BYTES
 from kvtide.pool import Pool
-
-
-class Refused(KvtideError):
-    """A pool that kvtide leaves to SGLang; the message says which, and why."""
 
 
 @final
@@ -37,12 +33,12 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """A pool's parts. `slot_count` is one more than the highest slot that SGLang hands out; the
-    lowest is the first of page 1, as page 0 is padding.
+    """A pool's parts. `slot_count` is one more than the highest slot that the engine hands out, and
+    `padding_slots` is the lowest; None where page 0 is padding.
 
     `maps` are those of the rules, as `Pool.adopt` takes them. `first_layer` is that of the
     pipeline stage, `rank` the rank among those that divide this request's KV. `shares_memory` says
-    that parts lie in the same bytes, which SGLang gives to one of them at a time.
+    that parts lie in the same bytes, which the engine gives to one of them at a time.
     """
 
     name: str
@@ -53,6 +49,7 @@ class Description:
     first_layer: int = 0
     rank: int = 0
     shares_memory: bool = False
+    padding_slots: int | None = None
 
     def renamed(self, prefix: str, *rules: Rule) -> tuple[Part, ...]:
         """The parts for a composite pool: `prefix.name`, their rows named by `rules` first."""
@@ -96,7 +93,7 @@ class Description:
             tensors,
             maps=self.maps,
             slot_count=slots,
-            padding_slots=self.page_size,
+            padding_slots=self.page_size if self.padding_slots is None else self.padding_slots,
             shares_memory=self.shares_memory,
         )
 

@@ -1,72 +1,89 @@
-"""The host memory that a server's ranks share: how much of it all of them together leave free."""
+"""HostMemory: what the ranks of a host may take of its memory, all of them together."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import final
 
-import torch
-
-from kvtide.arena.budget import default_host_bytes, free_memory_bytes, untouched_bytes_of
-from kvtide.plugin.sglang.settings import Settings
+from kvtide.arena import HostArena
+from kvtide.arena.budget import (
+    block_bytes_for,
+    default_host_bytes,
+    free_memory_bytes,
+    untouched_bytes_of,
+)
+from kvtide.plugin.ranks import Ranks
+from kvtide.plugin.refusals import RankFailed
 from kvtide.pool import Pool
 
-Gather = Callable[[Sequence[int]], Sequence[Sequence[int]]]
-"""Gives what each of the ranks that schedule on common hosts says, to all of them."""
-Measure = Callable[[int], tuple[int, int]]
-"""From a rank's bytes that its pool hasn't taken yet to those of the host's ranks together, and
-the bytes that are free there."""
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_REFUSED = -1
+"""What a rank says of its limit when it refuses its pool."""
 
 
-def limit_bytes_of(pool: Pool, settings: Settings, measure: Measure) -> int:
-    """This rank's part of what the arenas of the host's ranks may take together."""
-    # Whatever was set: a rank of another host, where less may be set, waits for all the others.
-    untouched, free = measure(untouched_bytes_of(pool))
-    together = settings.host_memory_bytes
-    if together is None:
-        together = default_host_bytes(untouched, free)
-    return together // settings.rank_count
+@final
+class HostMemory:
+    """The memory that the arenas of a host's `rank_count` ranks share, each an equal part.
 
-
-def measure_with(gather: Gather, rank_count: int) -> Measure:
-    """The same answer for each of a host's ranks, whoever of them has written to its pool already.
-
-    All ranks must ask, in the same order. No rank says what is free before all have said what their
-    pools have yet to take, and none goes on, and takes memory, before all have said that. Of the
-    `rank_count` ranks of the host those that don't take part count as this one does.
+    `limit_bytes` is that of all these arenas together; None for a part of what is free. Each rank
+    must ask for its arena exactly once, or refuse, in the same order as the others.
     """
 
-    def measure(untouched_bytes: int) -> tuple[int, int]:
+    def __init__(self, limit_bytes: int | None, rank_count: int, ranks: Ranks) -> None:
+        self._limit_bytes = limit_bytes
+        self._rank_count = rank_count
+        self._ranks = ranks
+
+    @contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """Around what may refuse a pool: the other ranks, who ask for their arenas, hear of it."""
+        try:
+            yield
+        except BaseException:
+            self.measure(0)
+            self._ranks.least(_REFUSED)
+            raise
+
+    def arena_for(self, pool: Pool) -> HostArena:
+        """This rank's arena: the least part of all the ranks that schedule in step with it.
+
+        Raises RankFailed where another of them refused its pool.
+        """
+        limit_bytes = self._ranks.least(self._part_of(pool))
+        if limit_bytes < 0:
+            name = pool.geometry.layout.name
+            raise RankFailed(f"{name}: refused on another rank, whose log says why")
+        block_bytes = block_bytes_for(pool, limit_bytes)
+        return HostArena(pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+
+    def measure(self, untouched_bytes: int) -> tuple[int, int]:
+        """The bytes that the pools of a host's ranks have yet to take, and those free there.
+
+        `untouched_bytes` are those of this rank's pool. The answer is the same for each of a host's
+        ranks, whoever of them has written to its pool already. No rank says what is free before all
+        have said what their pools have yet to take, and none goes on, and takes memory, before all
+        have said that. Ranks of the host that don't take part count as this one does.
+        """
         here = _host_id()
-        untouched = [said for host, said in gather([here, untouched_bytes]) if host == here]
-        others = max(0, rank_count - len(untouched))
-        free = [said for host, said in gather([here, free_memory_bytes()]) if host == here]
+        untouched = [
+            said for host, said in self._ranks.gather([here, untouched_bytes]) if host == here
+        ]
+        others = max(0, self._rank_count - len(untouched))
+        free = [
+            said for host, said in self._ranks.gather([here, free_memory_bytes()]) if host == here
+        ]
         return sum(untouched) + others * untouched_bytes, min(free)
 
-    return measure
-
-
-def gather_among(group: torch.distributed.ProcessGroup) -> Gather:
-    """A `Gather` among the ranks of a group that talks over the CPU."""
-    size = torch.distributed.get_world_size(group)
-    if size == 1:
-        return gather_alone
-
-    def gather(numbers: Sequence[int]) -> list[list[int]]:
-        said = torch.tensor(numbers, dtype=torch.int64)
-        heard = [torch.empty_like(said) for _ in range(size)]
-        torch.distributed.all_gather(heard, said, group=group)
-        return [one.tolist() for one in heard]
-
-    return gather
-
-
-def gather_alone(numbers: Sequence[int]) -> list[Sequence[int]]:
-    """A `Gather` of one."""
-    return [numbers]
+    def _part_of(self, pool: Pool) -> int:
+        # Whatever was set: a rank of another host, where less may be set, waits for all the others.
+        untouched, free = self.measure(untouched_bytes_of(pool))
+        together = self._limit_bytes
+        if together is None:
+            together = default_host_bytes(untouched, free)
+        return together // self._rank_count
 
 
 def _host_id() -> int:

@@ -1,16 +1,12 @@
-"""kvtide's counters among SGLang's own, in the scheduler's Prometheus metrics.
-
-They carry SGLang's labels, are exported by its endpoint, and exist with --enable-metrics only, on
-the ranks that report (one of those that schedule in step; all of them with
---enable-metrics-for-all-schedulers).
-"""
+"""The keeper's counters as Prometheus metrics, by an engine's own kinds of metric and labels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, final
 
-from kvtide.plugin.keeper import REASONS, Keeper
+from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.refusals import REASONS
 
 _TOTALS = {
     "retractions": ("retracted_requests", "Retracted requests that kvtide was to save."),
@@ -30,7 +26,7 @@ class Metrics:
     """Follows a keeper's counters and its arena. `update` after each move."""
 
     def __init__(self, labels: Mapping[str, Any], counter: Any, gauge: Any) -> None:
-        """`labels` are those of SGLang's collector, `counter` and `gauge` its kinds of metric."""
+        """`labels`: the engine's. `counter` and `gauge` make metrics as prometheus_client does."""
         self._labels = dict(labels)
         names = list(labels)
         self._totals = {
@@ -77,19 +73,3 @@ class Metrics:
         if step > 0:
             total.inc(step)
         self._seen[key] = value
-
-
-def metrics_of(context: Any) -> Metrics | None:
-    """Metrics beside those of SGLang's scheduler, or None where it exports none.
-
-    `context` is its SchedulerMetricsCollectorContext. Its collector may stand for another library
-    than prometheus_client, which is imported here because SGLang must have set it up before.
-    """
-    if not context.current_scheduler_metrics_enabled or context.collector is None:
-        return None
-    from prometheus_client import Counter, Gauge
-
-    collector = context.collector
-    return Metrics(
-        collector.labels, collector._counter_cls or Counter, collector._gauge_cls or Gauge
-    )

@@ -1,4 +1,4 @@
-"""What the installed SGLang's source says of its classes, read without importing it.
+"""What the source of an engine says of its classes, read without importing it.
 
 Some of its modules need an accelerator to import. Their text says as well which classes there are,
 from which they derive, and which attributes they give their objects.
@@ -19,17 +19,12 @@ from kvtide.plugin.reader import Table
 
 _CLASS = re.compile(r"^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^)]*)\))?", re.MULTILINE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_ASSEMBLED = {
-    "ServerArgs": "arg_groups/fields/",
-    "ParallelContext": "arg_groups/fields/parallel.py",
-}
-"""Classes whose fields SGLang takes from others, at run time, and the files that have these."""
 
 
 @final
 @dataclass(frozen=True)
 class SourceClass:
-    """A class of SGLang's: its file below `sglang/srt`, and the names of what it derives from."""
+    """A class of the engine's: its file below the root, and the names of what it derives from."""
 
     name: str
     file: str
@@ -49,11 +44,16 @@ class SourceClass:
 
 @final
 class Source:
-    """The classes below a folder of Python files, parsed as they are asked for."""
+    """The classes below a folder of Python files, parsed as they are asked for.
 
-    def __init__(self, root: Path) -> None:
+    `assembled` has, of classes whose fields the engine takes from others at run time, the files
+    below the folder that have these: a file's path, or the beginning of several.
+    """
+
+    def __init__(self, root: Path, assembled: Mapping[str, str] | None = None) -> None:
         """Reads all files; raises OSError for one that can't be read."""
         self.root = root
+        self._assembled = assembled or {}
         self._texts = {path: path.read_text("utf-8") for path in sorted(root.rglob("*.py"))}
         self._parsed: dict[Path, list[SourceClass]] = {}
         self._defined_in: dict[str, list[Path]] = {}
@@ -65,12 +65,19 @@ class Source:
                     self._derived_in.setdefault(base, []).append(path)
 
     @classmethod
-    def of_installed(cls) -> Source:
-        """That of the `sglang` in this environment. Raises ModuleNotFoundError without one."""
-        spec = importlib.util.find_spec("sglang")
+    def of_installed(
+        cls, package: str, folder: str = "", assembled: Mapping[str, str] | None = None
+    ) -> Source:
+        """The classes in a folder of an installed package.
+
+        Raises ModuleNotFoundError where this environment has no package of that name.
+        """
+        spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ModuleNotFoundError("sglang isn't installed in this environment", name="sglang")
-        return cls(Path(spec.submodule_search_locations[0]) / "srt")
+            raise ModuleNotFoundError(
+                f"{package} isn't installed in this environment", name=package
+            )
+        return cls(Path(spec.submodule_search_locations[0]) / folder, assembled)
 
     def named(self, name: str) -> list[SourceClass]:
         """All classes of that name, nested ones too."""
@@ -103,7 +110,7 @@ class Source:
             fresh = [base for base in one.bases if base not in seen]
             seen.update(fresh)
             waiting += [other for base in fresh for other in self.named(base)]
-        folder = _ASSEMBLED.get(found.name)
+        folder = self._assembled.get(found.name)
         if folder is not None:
             start = (self.root / folder).as_posix()
             paths = [path for path in self._texts if path.as_posix().startswith(start)]

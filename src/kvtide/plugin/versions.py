@@ -1,73 +1,65 @@
-"""Which SGLang kvtide was tested with, and whether another one still has what kvtide reads of it.
+"""Which versions of an engine kvtide was tested with, and whether another has what kvtide reads.
 
-An attribute that may be absent is left out where it is: under a new name in a later SGLang it would
-be left out, too, and a request would come back without those bytes. So what the tables list is
-looked for in the source first.
+An attribute that may be absent is left out where it is: under a new name in a later version it
+would be left out, too, and a request would come back without those bytes. So what the tables list
+is looked for in the source first.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from kvtide.errors import first_line
-from kvtide.plugin import sglang as plugin
-from kvtide.plugin.description import Refused
 from kvtide.plugin.reader import Table
-from kvtide.plugin.sglang import ordinary, pools
-from kvtide.plugin.source import Source, gone
+from kvtide.plugin.refusals import Refused
 
-TESTED = ("0.5.23",)
 _NAMED_COUNT = 5
 
 
-def installed_version(package: str = "sglang") -> str:
-    """Of SGLang, or another package, in this environment, as the package says."""
+def installed_version(package: str) -> str:
+    """Of a package in this environment, as the package says."""
     try:
         return version(package)
     except PackageNotFoundError:
         return "of unknown version"
 
 
-def tables() -> list[Table]:
-    """What kvtide reads of SGLang: the `READS` of all modules of the plugin that have one."""
-    packages = (plugin, pools, ordinary)
+def tables_in(packages: Sequence[str]) -> list[Table]:
+    """What a plugin reads of its engine: the `READS` of the modules in these packages of it."""
     names = [
-        found.name
+        f"{package}.{module.name}"
         for package in packages
-        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
     ]
     modules = [importlib.import_module(name) for name in names]
     return [module.READS for module in modules if hasattr(module, "READS")]
 
 
-def what_is_gone() -> list[str]:
-    """All of it that the installed SGLang doesn't define: `Class.attribute`, or `class Class`.
+def refuse_if_gone(
+    title: str, found: str, tested: Sequence[str], what_is_gone: Callable[[], Sequence[str]]
+) -> None:
+    """Raises Refused where an engine's version isn't a tested one, and lacks what kvtide reads.
 
-    Takes two seconds. Raises ImportError where there is no SGLang, and OSError, ValueError or
-    SyntaxError for source that can't be read.
+    `found` is the installed version. `what_is_gone` names what it lacks (`source.gone`), and is
+    called for other than tested ones only: it takes seconds.
     """
-    return gone(Source.of_installed(), tables())
-
-
-def refuse_if_moved() -> None:
-    """Raises Refused if this SGLang isn't a tested one, and lacks something that kvtide reads."""
-    found = installed_version()
-    if found in TESTED:
+    if found in tested:
         return
-    tested = f"kvtide was tested with SGLang {', '.join(TESTED)}"
+    known = f"kvtide was tested with {title} {', '.join(tested)}"
     try:
         lost = what_is_gone()
     except (ImportError, OSError, SyntaxError, ValueError) as error:
         raise Refused(
-            f"SGLang {found}: whether it still has what kvtide reads can't be told, its source "
-            f"can't be read ({first_line(error)}); {tested}"
+            f"{title} {found}: whether it still has what kvtide reads can't be told, its source "
+            f"can't be read ({first_line(error)}); {known}"
         ) from error
     if lost:
         more = len(lost) - _NAMED_COUNT
         named = ", ".join(lost[:_NAMED_COUNT]) + (f" and {more} more" if more > 0 else "")
         raise Refused(
-            f"SGLang {found} lacks what kvtide reads: {named}; {tested}; `kvtide doctor --sglang` "
-            "names all that is gone"
+            f"{title} {found} lacks what kvtide reads: {named}; {known}; "
+            f"`kvtide doctor --{title.lower()}` names all that is gone"
         )

@@ -51,7 +51,7 @@ def register() -> None:
     HookRegistry.register(plan, _plan, HookType.AROUND)
     HookRegistry.register(f"{queue}.resume_retracted_reqs", _resume, HookType.AROUND)
     HookRegistry.register(sent, _send, HookType.AFTER)
-    unseen = "kvtide.plugin.sglang.unseen_results.Pending._unseen"
+    unseen = "kvtide.plugin.sglang.unseen_results.UnseenResults._unseen"
     HookRegistry.register(unseen, _unseen, HookType.AFTER)
     if os.environ.get("KVTIDE_MEDDLE") == "refuse":
         from kvtide.plugin.sglang.pools import describe

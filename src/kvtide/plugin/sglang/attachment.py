@@ -1,29 +1,37 @@
-"""Attachment: kvtide beside the scheduler of this process, from the moment it has its pools.
+"""Attachment: kvtide at the scheduler of this process, from the moment the scheduler has its pools.
 
-`hooks` and `colocated` stand where SGLang decides something; what they do, they do through this.
-A request's Backup is kept where SGLang keeps its own, in `req.kv.retraction_backup`.
+`hooks` and `ordinary.hooks` stand where SGLang decides something; what they do, they do through
+this. An attachment has a keeper, which moves, or says why it has none. Backups have two owners,
+since SGLang has a place for them in one kind of server only:
+
+    a decode server     SGLang keeps a backup in `req.kv.retraction_backup`, hands it to whoever
+                        restores the request, and says when to forget it. kvtide's lies there, too.
+    an ordinary server  SGLang saves nothing, and says nothing when a waiting request is gone. So a
+                        shelf (`ordinary.shelf`) has the backups, and looks up who is waiting.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-import torch
-
 from kvtide.errors import ArenaFull, KvtideError
-from kvtide.plugin.description import Refused
-from kvtide.plugin.host_memory import gather_among, measure_with
 from kvtide.plugin.keeper import Backup, Keeper
-from kvtide.plugin.metrics import metrics_of
+from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.reader import Reader, Table
-from kvtide.plugin.sglang.ordinary import allocation, shelf
+from kvtide.plugin.refusals import Refused
+from kvtide.plugin.sglang.collector import metrics_of
+from kvtide.plugin.sglang.open_keeper import open_keeper
+from kvtide.plugin.sglang.ordinary.allocation import window_tokens
+from kvtide.plugin.sglang.ordinary.shelf import open_shelf
+from kvtide.plugin.sglang.pools.subject import Subject
+from kvtide.plugin.sglang.reads import refuse_if_moved
+from kvtide.plugin.sglang.requests import STATE
 from kvtide.plugin.sglang.settings import Settings
-from kvtide.plugin.sglang.unseen_results import Pending
-from kvtide.plugin.versions import refuse_if_moved
+from kvtide.plugin.sglang.unseen_results import UnseenResults
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +65,15 @@ class Attachment:
     refusal: str = ""
     """Why there is no keeper."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Of requests, by id, that couldn't be restored: why. Whoever resumed them takes them out."""
+    """Why requests couldn't be restored, by their ids. Whoever resumed them takes them out."""
     is_yielding: bool = False
     """Whether SGLang is at a request that isn't saved: see `yielding`."""
     allocator: Any = None
     """SGLang's, whose pool the keeper has adopted."""
-    pending: Pending = field(init=False)
+    results: UnseenResults = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pending = Pending(self.scheduler)
+        self.results = UnseenResults(self.scheduler)
 
     def covers(self, allocator: Any) -> bool:
         """Whether requests in this allocator's slots are kvtide's to save."""
@@ -84,8 +92,8 @@ class Attachment:
 
     def must_look(self, batch: Any) -> bool:
         """Whether results on their way matter to what may now be saved of this batch."""
-        has_state = self.keeper is not None and self.keeper.has_recurrent_state
-        return has_state and self.pending.is_due(batch)
+        has_state = self.keeper is not None and STATE in self.keeper.request_kinds
+        return has_state and self.results.is_due(batch)
 
     @contextmanager
     def yielding(self) -> Iterator[None]:
@@ -139,8 +147,17 @@ _attachments: list[Attachment] = []
 
 
 def attached() -> Attachment | None:
-    """That of this process's scheduler; None before it has its pools."""
+    """The attachment at this process's scheduler; None before it has its pools."""
     return _attachments[-1] if _attachments else None
+
+
+def saves_requests(settings: Settings) -> bool:
+    """Whether this server retracts requests for kvtide to save, as it is set up."""
+    from sglang.srt.runtime_context import get_disagg
+
+    disagg = get_disagg()
+    mode, may_switch = disagg.disaggregation_mode, bool(disagg.enable_pd_role_switch)
+    return mode == "decode" or may_switch or (mode == "null" and settings.is_colocated)
 
 
 def attach(scheduler: Any, settings: Settings) -> Attachment:
@@ -148,7 +165,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     attachment = Attachment(scheduler, settings)
     _attachments[:] = [attachment]
     try:
-        keeper = _keeper_of(scheduler, settings, attachment.pending)
+        keeper = _keeper_of(scheduler, settings, attachment.results)
         try:
             _serve(scheduler, keeper)
         except BaseException:
@@ -175,7 +192,7 @@ def _serve(scheduler: Any, keeper: Keeper) -> None:
     except Exception:
         logger.exception("kvtide goes without metrics")
     if get_disagg().disaggregation_mode == "null":
-        shelf.attach(scheduler, keeper)
+        open_shelf(scheduler, keeper)
 
 
 def would_cover(request_pool: Any, allocator: Any) -> bool:
@@ -183,7 +200,8 @@ def would_cover(request_pool: Any, allocator: Any) -> bool:
     try:
         _refuse_pipelines()
         refuse_if_moved()
-        Keeper.of(allocator, request_pool, [], Settings(host_memory_bytes=0)).close()
+        subject = Subject.in_scheduler(allocator, request_pool)
+        open_keeper(subject, [], Settings(host_memory_bytes=0)).close()
     except KvtideError:
         return False
     except Exception:
@@ -202,25 +220,18 @@ def _refuse_pipelines() -> None:
         )
 
 
-def _keeper_of(scheduler: Any, settings: Settings, pending: Pending) -> Keeper:
+def _keeper_of(scheduler: Any, settings: Settings, results: UnseenResults) -> Keeper:
     from sglang.srt.runtime_context import get_parallel
 
     _refuse_pipelines()
     refuse_if_moved()
-    of = Reader(scheduler, READS)
-    least = least_among([of["attn_tp_cpu_group"], of["attn_cp_cpu_group"]])
-    count = rank_count(get_parallel())
-    return Keeper.of(
-        of["token_to_kv_pool_allocator"],
-        of["req_to_token_pool"],
-        draft_pools(scheduler),
-        replace(settings, rank_count=count),
-        agree=lambda went_well: bool(least(int(went_well))),
-        agree_on_limit=least,
-        measure=measure_with(gather_among(of["tp_cpu_group"]), count),
-        window_tokens=_window_tokens(of),
-        is_ahead=pending.concerns,
+    reads = Reader(scheduler, READS)
+    ranks = Ranks([reads["attn_tp_cpu_group"], reads["attn_cp_cpu_group"]], reads["tp_cpu_group"])
+    subject = Subject.in_scheduler(
+        reads["token_to_kv_pool_allocator"], reads["req_to_token_pool"], _window_tokens(reads)
     )
+    settings = replace(settings, rank_count=rank_count(get_parallel()))
+    return open_keeper(subject, draft_pools(scheduler), settings, ranks, results.concern)
 
 
 def rank_count(parallel: Any) -> int:
@@ -230,7 +241,7 @@ def rank_count(parallel: Any) -> int:
     return int(max(1, -(-total // parallel.nnodes)))
 
 
-def _window_tokens(of: Reader) -> int | None:
+def _window_tokens(reads: Reader) -> int | None:
     """How many of a request's last tokens have rows in a window when it comes back.
 
     Where a decode server has a prefix cache, a resumed request gets slots for what that cache
@@ -239,13 +250,13 @@ def _window_tokens(of: Reader) -> int | None:
     """
     from sglang.srt.runtime_context import get_disagg
 
-    size: int | None = of["sliding_window_size"]
+    size: int | None = reads["sliding_window_size"]
     if size is None:
         return None
-    disagg, page_size = get_disagg(), int(of["token_to_kv_pool_allocator"].page_size)
+    disagg, page_size = get_disagg(), int(reads["token_to_kv_pool_allocator"].page_size)
     if disagg.disaggregation_mode == "null":
-        is_shared = of["tree_cache"].supports_prefix_sharing()
-        return allocation.window_tokens(size, page_size, is_shared=is_shared)
+        is_shared = reads["tree_cache"].supports_prefix_sharing()
+        return window_tokens(size, page_size, is_shared=is_shared)
     is_cached = disagg.disaggregation_mode == "decode" and (
         disagg.disaggregation_decode_enable_radix_cache
     )
@@ -255,36 +266,22 @@ def _window_tokens(of: Reader) -> int | None:
 def draft_pools(scheduler: Any) -> list[Any]:
     """The pools of the draft model, which use the target's slots and rows; none without one.
 
-    A draft that reads the target's KV, or its recurrent state, has none of its own.
+    A draft that reads the target's KV, or its recurrent state, has no pool of its own.
     """
-    of = Reader(scheduler, READS)
-    worker, target = of["draft_worker"], of["token_to_kv_pool_allocator"].get_kvcache()
+    reads = Reader(scheduler, READS)
+    worker, target = reads["draft_worker"], reads["token_to_kv_pool_allocator"].get_kvcache()
     if worker is None:
         return []
     runners = Reader(worker, READS)["_draft_model_runners"]()
     readers = [Reader(runner, READS) for runner in runners]
-    pools = [one["token_to_kv_pool"] for one in readers]
-    pools += [_state_pool(one["req_to_token_pool"]) for one in readers]
-    own = {id(None), id(target), id(_state_pool(of["req_to_token_pool"]))}
-    distinct = {id(pool): pool for pool in pools if id(pool) not in own}
+    pools = [reader["token_to_kv_pool"] for reader in readers]
+    pools += [_state_pool(reader["req_to_token_pool"]) for reader in readers]
+    shared = {id(None), id(target), id(_state_pool(reads["req_to_token_pool"]))}
+    distinct = {id(pool): pool for pool in pools if id(pool) not in shared}
     return list(distinct.values())
 
 
 def _state_pool(request_pool: Any) -> Any:
-    """What a request pool has of recurrent state; None for one without."""
+    """What a request pool has of recurrent state; None for a pool without."""
     kinds = {kind.__name__ for kind in type(request_pool).__mro__}
     return Reader(request_pool, READS)["mamba_pool"] if "HybridReqToTokenPool" in kinds else None
-
-
-def least_among(groups: Sequence[Any]) -> Callable[[int], int]:
-    """Gives the least of what these groups' ranks ask with, which all must, in the same order."""
-    wide = [group for group in groups if torch.distributed.get_world_size(group) > 1]
-
-    def least(value: int) -> int:
-        for group in wide:
-            on_host = torch.tensor([value], dtype=torch.int64)
-            torch.distributed.all_reduce(on_host, torch.distributed.ReduceOp.MIN, group=group)
-            value = int(on_host.item())
-        return value
-
-    return least

@@ -1,13 +1,10 @@
-"""Where SGLang defines the classes that kvtide knows: a class is known by its module and its name.
-
-Another package may derive a pool from SGLang's, give it the same name, and keep more in it.
-"""
+"""SGLang's package: where it defines the classes that kvtide knows, and its tested versions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-PACKAGE = "sglang.srt"
+from kvtide.plugin.package import EnginePackage
 
 HOMES: Mapping[str, tuple[str, ...]] = {
     "mem_cache.memory_pool": (
@@ -64,21 +61,19 @@ HOMES: Mapping[str, tuple[str, ...]] = {
 }
 """The names of classes by their modules below `sglang.srt`; each name is there once."""
 
-_HOME_OF = {name: f"{PACKAGE}.{module}" for module, names in HOMES.items() for name in names}
+SGLANG = EnginePackage(
+    "SGLang",
+    "sglang",
+    "srt",
+    HOMES,
+    # SGLang makes these two of the fields that these files have.
+    assembled={
+        "ServerArgs": "arg_groups/fields/",
+        "ParallelContext": "arg_groups/fields/parallel.py",
+    },
+    tested=("0.5.23",),
+)
+"""The package, and the versions of it that kvtide was tested with."""
 
-
-def name_of(thing: object) -> str:
-    """The class of a thing of SGLang's by its name alone, if it is one of those above.
-
-    Of any other class that is the full name, so that it is none of SGLang's, whatever it is called.
-    """
-    kind = type(thing)
-    if _HOME_OF.get(kind.__qualname__) == kind.__module__:
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def is_at_home(name: str, file: str) -> bool:
-    """Whether a class that SGLang has in `file` (below `sglang/srt`) is the one of that name."""
-    module = file.removesuffix(".py").replace("/", ".")
-    return name in HOMES.get(module, ())
+name_of = SGLANG.name_of
+"""The class of a thing of SGLang's, by its name alone if kvtide knows it: see EnginePackage."""

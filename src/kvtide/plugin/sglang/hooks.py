@@ -25,17 +25,17 @@ from http import HTTPStatus
 from typing import Any
 
 from kvtide.errors import UsageError
-from kvtide.plugin.description import Refused
 from kvtide.plugin.reader import Reader
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.attachment import (
     READS,
-    Attachment,
     attach,
     attached,
     is_saved,
+    saves_requests,
     would_cover,
 )
-from kvtide.plugin.sglang.ordinary import shelf
+from kvtide.plugin.sglang.ordinary.hooks import hooks as ordinary_hooks
 from kvtide.plugin.sglang.settings import Settings, read_settings
 from kvtide.plugin.sglang.status_line import report
 
@@ -94,7 +94,7 @@ def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
         f"{builder}.resolve_decode_retraction_backup": _choosing(settings),
     }
     hooks = [(target, hook, "around") for target, hook in around.items()]
-    return [*hooks, *(shelf.hooks() if settings.is_colocated else [])]
+    return [*hooks, *(ordinary_hooks() if settings.is_colocated else [])]
 
 
 def hooks_not_in_place(settings: Settings) -> list[str]:
@@ -154,7 +154,8 @@ def _beginning(settings: Settings) -> Hook:
         try:
             # With a hook missing, what the others begin would be left half done.
             loose = hooks_not_in_place(settings)
-            refusal = report(None if loose else attach_if_needed(scheduler, settings), loose)
+            is_needed = not loose and saves_requests(settings)
+            refusal = report(attach(scheduler, settings) if is_needed else None, loose)
         except Exception as error:  # a server that would come up without kvtide comes up
             logger.exception("kvtide can't read this SGLang")
             refusal = f"{type(error).__name__}: {error}"
@@ -162,17 +163,6 @@ def _beginning(settings: Settings) -> Hook:
             raise Refused(f"KVTIDE_SGLANG=strict: {refusal}")
 
     return begin
-
-
-def attach_if_needed(scheduler: Any, settings: Settings) -> Attachment | None:
-    """The scheduler's attachment; None for one that never has a retracted request to save."""
-    from sglang.srt.runtime_context import get_disagg
-
-    disagg = get_disagg()
-    is_decoding = disagg.disaggregation_mode == "decode" or disagg.enable_pd_role_switch
-    if not is_decoding and not (settings.is_colocated and disagg.disaggregation_mode == "null"):
-        return None
-    return attach(scheduler, settings)
 
 
 def end(original: Hook, scheduler: Any) -> None:
@@ -220,21 +210,21 @@ def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
     attachment = attached()
     if attachment is None or not attachment.must_look(batch):
         return original(scheduler, batch)
-    with attachment.pending.looked_at():
+    with attachment.results.looked_at():
         return original(scheduler, batch)
 
 
 def process_batch_result(original: Hook, scheduler: Any, batch: Any, result: Any) -> None:
     """Once for each result."""
     attachment = attached()
-    if attachment is None or not attachment.pending.is_repeated(result):
+    if attachment is None or not attachment.results.is_repeated(result):
         original(scheduler, batch, result)
 
 
 def cumulate_penalty_output_tokens(original: Hook, batch: Any) -> None:
-    """See Pending.counting."""
+    """See UnseenResults.counting."""
     attachment = attached()
-    with attachment.pending.counting(batch) if attachment is not None else nullcontext():
+    with attachment.results.counting(batch) if attachment is not None else nullcontext():
         original(batch)
 
 

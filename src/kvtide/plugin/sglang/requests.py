@@ -1,40 +1,98 @@
-"""The rows that a request of SGLang's has besides those of its tokens, by their kinds."""
+"""SGLangRequests: what a keeper asks of a request of SGLang's: its slots, and its own rows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, final
+
+import torch
 
 from kvtide.errors import SlotError
 from kvtide.integers import integer_of, shown
 from kvtide.plugin.description import Description
+from kvtide.plugin.keeper import Requests
 from kvtide.plugin.reader import Table
+from kvtide.plugin.sglang.rules import LastTokens, window_of
 
-READS: Table = {"ReqKvInfo": ("req_pool_idx", "mamba_pool_idx?")}
+READS: Table = {
+    "ReqToTokenPool": ("req_to_token",),
+    "DecodeReqToTokenPool": ("req_to_token",),
+    "Req": ("rid", "kv", "seqlen"),
+    "ReqKvInfo": ("req_pool_idx", "mamba_pool_idx?"),
+}
+"""Read by name: a request pool of another class will do as well, if it has the table."""
+
+STATE = "mamba"
+"""The kind of a request's row of recurrent state, which each of its steps changes."""
 
 
-def rows_of_request(
-    req: Any, description: Description, kinds: Collection[str]
-) -> Mapping[str, int]:
-    """Of the `kinds` that the described pool has: `request` is its row in SGLang's tables.
+@final
+class SGLangRequests(Requests):
+    """Those of one scheduler, whose `request_pool` (SGLang's req_to_token_pool) has their slots.
 
-    Raises SlotError for a recurrent state that the description doesn't know of, and for row 0,
-    which is SGLang's padding.
+    `kinds` are those of the rows that the described pool has on this rank. `is_ahead` says whether
+    a request is part of a step whose result is on its way: see `unseen_results`.
     """
-    held = {"request": req.kv.req_pool_idx, "mamba": req.kv.mamba_pool_idx}
-    # A state's row is a tensor, which may lie on the device.
-    rows = {
-        kind: row.cpu() if hasattr(row, "cpu") else row
-        for kind, row in held.items()
-        if row is not None
-    }
-    if "mamba" in rows and "mamba" not in description.request_kinds:
-        raise SlotError(
-            f"request has a recurrent state, in row {shown(rows['mamba'])}, and kvtide knows of "
-            f"none beside {description.name}: it would be lost"
-        )
-    own = {kind: row for kind, row in rows.items() if kind in kinds}
-    empty = [kind for kind, row in own.items() if integer_of(row) == 0]
-    if empty:
-        raise SlotError(f"request has no row of the kinds {empty}: row 0 is SGLang's padding")
-    return own
+
+    def __init__(
+        self,
+        request_pool: Any,
+        description: Description,
+        kinds: Collection[str],
+        is_ahead: Callable[[Any], bool],
+    ) -> None:
+        self._request_pool = request_pool
+        self._description = description
+        self._kinds = kinds
+        self._is_ahead = is_ahead
+        self._window = _window_of(description)
+
+    def id_of(self, request: Any) -> str:
+        """SGLang's `rid`."""
+        rid: str = request.rid
+        return rid
+
+    def slots_of(self, request: Any) -> torch.Tensor:
+        """The slots of the request's tokens that have KV, or of those in its window, [token].
+
+        Those are its first `seqlen - 1` tokens: the last one has no KV yet.
+        """
+        table: torch.Tensor = self._request_pool.req_to_token
+        token_count = request.seqlen - 1
+        # In a model of windows alone, the slots of earlier tokens are somebody else's by now.
+        first = 0 if self._window is None else self._window.first(token_count)
+        return table[request.kv.req_pool_idx, first:token_count].cpu()
+
+    def rows_of(self, request: Any) -> Mapping[str, int]:
+        """See Requests: `request` is its row in SGLang's tables, `mamba` that of its state.
+
+        Raises SlotError for a recurrent state that the description doesn't know of, and for row 0,
+        which is SGLang's padding.
+        """
+        held = {"request": request.kv.req_pool_idx, STATE: request.kv.mamba_pool_idx}
+        # A state's row is a tensor, which may lie on the device.
+        rows = {
+            kind: row.cpu() if hasattr(row, "cpu") else row
+            for kind, row in held.items()
+            if row is not None
+        }
+        if STATE in rows and STATE not in self._description.request_kinds:
+            raise SlotError(
+                f"request has a recurrent state, in row {shown(rows[STATE])}, and kvtide knows of "
+                f"none beside {self._description.name}: it would be lost"
+            )
+        moved = {kind: row for kind, row in rows.items() if kind in self._kinds}
+        empty = [kind for kind, row in moved.items() if integer_of(row) == 0]
+        if empty:
+            raise SlotError(f"request has no row of the kinds {empty}: row 0 is SGLang's padding")
+        return moved
+
+    def is_ahead(self, request: Any) -> bool:
+        """See Requests. Without a recurrent state a step more is no matter."""
+        return STATE in self._kinds and self._is_ahead(request)
+
+
+def _window_of(description: Description) -> LastTokens | None:
+    """What leaves out all but the last tokens of a request, if all of its parts do."""
+    parts = [part for part in description.parts if any(tensor.numel() for tensor in part.tensors)]
+    return window_of(part.rules for part in parts)

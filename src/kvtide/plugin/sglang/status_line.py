@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang.attachment import Attachment
+from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.status import coverage, without_draft, without_room
 from kvtide.plugin.versions import installed_version
-from kvtide.sizes import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
     level = logging.INFO if get_parallel().attn_tp_rank == 0 else logging.DEBUG
-    versions = f"kvtide {installed_version('kvtide')} with SGLang {installed_version()}"
+    versions = f"kvtide {installed_version('kvtide')} with SGLang {SGLANG.version}"
     # SGLang settles on a backend in every server; an ordinary one never asks for it.
     is_ordinary = get_disagg().disaggregation_mode == "null"
     backend = None if is_ordinary else get_disagg().disaggregation_decode_retraction_backup
@@ -42,7 +43,7 @@ def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
         why = "retracted requests are aborted (backend none)"
         logger.log(level, "%s: nothing to do, %s", versions, why)
         return ""
-    covered = f"{_covered(attachment.keeper)}{named}"
+    covered = f"{coverage(attachment.keeper)}{named}"
     wrong = _shortcoming(attachment, attachment.keeper, is_ordinary)
     if wrong:
         logger.warning("%s: %s; %s", versions, covered, wrong)
@@ -51,29 +52,17 @@ def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
     return ""
 
 
-def _covered(keeper: Keeper) -> str:
-    names = [plane.name for plane in keeper.tide.pool.geometry.planes]
-    return (
-        f"covers {keeper.description.name} ({', '.join(names)}), {keeper.token_bytes} bytes a "
-        f"token, arena up to {format_size(keeper.arena.limit_bytes)} on this rank, for "
-        f"{keeper.arena.limit_bytes // max(1, keeper.token_bytes)} tokens"
-    )
-
-
 def _shortcoming(attachment: Attachment, keeper: Keeper, is_ordinary: bool) -> str:
-    arena = keeper.arena
-    if arena.limit_bytes < arena.block_bytes:
+    lack = without_room(keeper)
+    if lack:
         return (
-            f"that holds not even one block of {arena.block_bytes} bytes, so "
-            f"{_without_room(attachment, is_ordinary)}; raise KVTIDE_HOST_MEMORY, or turn kvtide "
-            "off with KVTIDE_SGLANG=0"
+            f"{lack}, so {_unsaved(attachment, is_ordinary)}; raise KVTIDE_HOST_MEMORY, or turn "
+            "kvtide off with KVTIDE_SGLANG=0"
         )
-    if keeper.draft_refusal:
-        return f"the draft model's KV isn't kept: {keeper.draft_refusal}"
-    return ""
+    return without_draft(keeper)
 
 
-def _without_room(attachment: Attachment, is_ordinary: bool) -> str:
+def _unsaved(attachment: Attachment, is_ordinary: bool) -> str:
     """What becomes of retracted requests when none is saved."""
     if is_ordinary:
         return "this server computes every retracted request again"

@@ -46,8 +46,8 @@ def without_last_tokens(reqs: Iterable[Any]) -> Iterator[None]:
 
 
 @final
-class Pending:
-    """One scheduler's results that are on their way, oldest first: each with its batch."""
+class UnseenResults:
+    """Results of a scheduler's steps that are on their way, oldest first: each with its batch."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -56,7 +56,7 @@ class Pending:
         self._uncounted: WeakSet[Any] = WeakSet()
         """Of what is looked at now: requests whose last token SGLang doesn't count on yet."""
 
-    def concerns(self, req: Any) -> bool:
+    def concern(self, req: Any) -> bool:
         """Whether the request is part of a step whose result is on its way."""
         return any(req is one for batch, _ in self._unseen() for one in batch.reqs)
 

@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from kvtide.errors import UsageError, first_line
-from kvtide.plugin.census import census
+from kvtide.plugin.sglang.pools.known_classes import known_classes
 from kvtide.plugin.sglang.settings import Settings
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def find_classes(trips: Sequence[Trip]) -> list[ClassFound]:
             for name in trip.classes:
                 wrong.setdefault(name, []).append(trip.name)
     found = []
-    for one in census():
+    for one in known_classes():
         verdict, reason = _verdict(one.verdict, counts[one.name], wrong.get(one.name, []))
         count = counts[one.name]
         found.append(ClassFound(one.name, one.file, verdict, reason or one.reason, count))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtide.plugin.description import Refused
 from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang import unseen_results
 from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.ordinary import allocation, resume

@@ -1,4 +1,4 @@
-"""colocated: a server that isn't a disaggregated decode server saves and restores as well.
+"""Shelf: the backups of requests that an ordinary server, without disaggregation, has retracted.
 
 SGLang forgets the KV of a request that an ordinary server retracts, and computes it again. With
 kvtide its backup lies on a shelf, and the request stays where SGLang puts it, in the waiting queue,
@@ -6,8 +6,8 @@ where aborts, timeouts, priorities and metrics find it:
 
     retract_decode                     get_new_batch_prefill
       release_req                        Shelf.resume
-        Shelf.keep                         room?, by SGLang's own rule   (colocated_resume)
-          Keeper.save                      slots, Keeper.restore
+        Shelf.keep                         room?, by SGLang's own rule   (resume)
+          Keeper.save                      slots, Keeper.restore         (allocation)
       the waiting queue                    a batch of one, merged into the running batch
 
 Its next step is a decode step like any other. Retracted requests come back before new ones are let
@@ -17,7 +17,7 @@ in. What isn't in the waiting queue any more has no backup: that is looked up, n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 from weakref import WeakSet
@@ -36,8 +36,6 @@ from kvtide.plugin.sglang.ordinary.resume import (
 from kvtide.plugin.sglang.unseen_results import without_last_tokens
 
 logger = logging.getLogger(__name__)
-
-Hook = Callable[..., Any]
 
 _SHELVES: dict[Any, Shelf] = {}
 """Of each scheduler in this process; in a server there is one."""
@@ -82,7 +80,7 @@ class Shelf:
         """Brings back who fits, oldest first: the running batch with them.
 
         Nobody while a chunked prefill is under way, which has a claim on memory that SGLang's
-        estimate doesn't know of. Whose adapter has no place beside those that run is passed over.
+        estimate doesn't know of. Requests whose LoRA adapter doesn't fit are skipped.
         """
         self.sweep()
         if self._scheduler.chunked_req is not None:
@@ -219,7 +217,7 @@ def _joined(running: Any, batch: Any) -> Any:
     return running
 
 
-def attach(scheduler: Any, keeper: Keeper) -> None:
+def open_shelf(scheduler: Any, keeper: Keeper) -> None:
     """From now on this scheduler's retracted requests are saved. Raises Refused, with the reason.
 
     To be called when the scheduler is complete, in a server with KVTIDE_SGLANG_COLOCATED=1.
@@ -228,85 +226,12 @@ def attach(scheduler: Any, keeper: Keeper) -> None:
     _SHELVES[scheduler] = Shelf(scheduler, keeper)
 
 
-def hooks() -> list[tuple[str, Hook, str]]:
-    """What has to be hooked into SGLang: the target, the hook, and its kind as SGLang names it.
-
-    They do nothing for a scheduler that isn't attached.
-    """
-    managers = "sglang.srt.managers"
-    scheduler, batch = f"{managers}.scheduler.Scheduler", f"{managers}.schedule_batch"
-    weights = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    sources = ("disk", "distributed", "tensor", "ipc")
-    updates = [f"update_weights_from_{source}" for source in sources]
-    return [
-        (f"{batch}.release_req", _keep, "before"),
-        (f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens", _count, "around"),
-        (f"{scheduler}.get_new_batch_prefill", _plan_prefill, "around"),
-        (f"{scheduler}.abort_request", _after_abort, "after"),
-        (f"{scheduler}.flush_cache", _after_flush, "after"),
-        (f"{scheduler}.release_host_resources", _before_shutdown, "before"),
-        *((f"{weights}.{update}", _before_update, "before")
-          for update in [*updates, "begin_weight_update", "end_weight_update"]),
-    ]  # fmt: skip
+def shelf_of(scheduler: Any) -> Shelf | None:
+    """The scheduler's shelf; None for a scheduler without."""
+    return _SHELVES.get(scheduler)
 
 
-def _keep(*, req: Any, tree_cache: Any, offload_kv: bool = True, **_: Any) -> None:
-    shelf = _shelf_with(tree_cache)
-    if shelf is not None and offload_kv:
-        shelf.keep(req)
-    elif shelf is not None:
-        shelf.leave(req)
-
-
-def _count(original: Hook, batch: Any) -> None:
-    shelf = _shelf_with(batch.tree_cache)
-    if shelf is None:
-        original(batch)
-        return
-    with shelf.counting(batch):
-        original(batch)
-
-
-def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
-    from sglang.srt.managers.schedule_batch import NextBatchPlan
-
-    shelf = _SHELVES.get(scheduler)
-    if not shelf:
-        return original(scheduler, running_batch)
-    running_batch = shelf.resume(running_batch)
-    with shelf.aside() as anybody:
-        if anybody:
-            return original(scheduler, running_batch)
-    # As SGLang would have done first, so that compiled grammars don't wait for those on the shelf.
-    if scheduler.grammar_manager.has_waiting_grammars():
-        for req in scheduler.grammar_manager.get_ready_grammar_requests():
-            scheduler._add_request_to_queue(req)
-    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-
-
-def _after_abort(_: Any, scheduler: Any, *__: Any) -> None:
-    if (shelf := _SHELVES.get(scheduler)) is not None:
-        shelf.sweep()
-
-
-def _after_flush(flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
-    shelf = _SHELVES.get(scheduler)
-    if flushed and shelf is not None:
-        shelf.clear("the cache was flushed")
-
-
-def _before_shutdown(scheduler: Any) -> None:
-    if (shelf := _SHELVES.get(scheduler)) is not None:
-        shelf.clear("the server shuts down")
-
-
-def _before_update(manager: Any, *_: Any, **__: Any) -> None:
-    shelf = _SHELVES.get(manager.scheduler)
-    if shelf is not None:
-        shelf.clear("the weights change")
-
-
-def _shelf_with(tree_cache: Any) -> Shelf | None:
+def shelf_with(tree_cache: Any) -> Shelf | None:
     """The shelf of the scheduler that has this prefix cache."""
     shelves = list(_SHELVES.items())
     return next((shelf for owner, shelf in shelves if owner.tree_cache is tree_cache), None)

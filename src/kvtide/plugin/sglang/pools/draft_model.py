@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.description import Description, Part
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.pools.describe import describe, with_describers
 from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS, with_state

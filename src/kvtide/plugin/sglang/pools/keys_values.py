@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvtide.layout import EveryToken, Rule, Striped
-from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.description import Description, Part
 from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.pools import keys_values_quantized, kv_cache
 from kvtide.plugin.sglang.pools.keys_values_quantized import scales
 from kvtide.plugin.sglang.pools.kv_cache import (

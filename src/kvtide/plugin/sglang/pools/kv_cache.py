@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kvtide.layout import EveryNth
-from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.description import Description, Part
 from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.pools.subject import Subject
 
 READS: Table = {

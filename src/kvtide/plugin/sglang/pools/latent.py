@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from kvtide.layout import EveryNth, EveryToken, OfRequest, Striped
-from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.description import Description, Part
 from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.pools import kv_cache
 from kvtide.plugin.sglang.pools.kv_cache import described, evenly, share_of_context
 from kvtide.plugin.sglang.pools.subject import Describer, NeverMoved, Subject

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvtide.layout import Mapped, Rule
-from kvtide.plugin.description import Description, Refused
+from kvtide.plugin.description import Description
 from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.pools.subject import Describer, Subject
 from kvtide.plugin.sglang.rules import LastTokens
 

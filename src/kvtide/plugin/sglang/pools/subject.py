@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from kvtide.plugin.description import Description, Refused
+from kvtide.plugin.description import Description
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.homes import name_of
 
 Describer = Callable[["Subject"], Description]
@@ -27,6 +28,13 @@ class Subject:
     sliding_window_size."""
     describers: Mapping[str, Describer] = field(default_factory=dict)
     """Of each known class, by its name in SGLang; `describe` fills it in."""
+
+    @classmethod
+    def in_scheduler(
+        cls, allocator: Any, request_pool: Any, window_tokens: int | None = None
+    ) -> Subject:
+        """The pool that the allocator hands out slots of, in a scheduler with this request pool."""
+        return cls(allocator.get_kvcache(), allocator, request_pool, window_tokens)
 
     def part(self, pool: Any) -> Description:
         """The description of a pool within this one. Raises Refused."""

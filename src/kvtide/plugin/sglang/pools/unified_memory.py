@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvtide.layout import Mapped, Rule, Striped
-from kvtide.plugin.description import Description, Part, Refused
+from kvtide.plugin.description import Description, Part
 from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.pools.kv_cache import described, evenly
 from kvtide.plugin.sglang.pools.page_table import PageTable
 from kvtide.plugin.sglang.pools.recurrent_state import with_state

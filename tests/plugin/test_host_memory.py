@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvtide.plugin import host_memory
-from kvtide.plugin.host_memory import Gather, gather_alone, measure_with
+from kvtide.plugin.host_memory import HostMemory
+from kvtide.plugin.ranks import Ranks
 
 GIB = 1 << 30
 RANKS = range(4)
@@ -29,17 +30,33 @@ class Machine:
         self.went_on_early |= any(name.startswith("arena") for name in self.taken)
         return 16 * GIB - sum(self.taken.values())
 
-    def gather_of(self, rank: int) -> Gather:
-        """What the rank asks the others with."""
+    def hear(self, rank: int, numbers: Sequence[int]) -> list[Sequence[int]]:
+        """What all ranks say, once they all have."""
+        self.said[rank] = numbers
+        self._all_said.wait(10)
+        heard = [self.said[other] for other in RANKS]
+        self._all_said.wait(10)
+        return heard
 
-        def gather(numbers: Sequence[int]) -> list[Sequence[int]]:
-            self.said[rank] = numbers
-            self._all_said.wait(10)
-            heard = [self.said[one] for one in RANKS]
-            self._all_said.wait(10)
-            return heard
 
-        return gather
+class RanksOn(Ranks):
+    """One rank of those on the machine."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        super().__init__()
+        self._machine, self._rank = machine, rank
+
+    def gather(self, numbers: Sequence[int]) -> list[Sequence[int]]:
+        """Asks the other ranks."""
+        return self._machine.hear(self._rank, numbers)
+
+
+class RanksElsewhere(Ranks):
+    """Two more ranks, on other hosts."""
+
+    def gather(self, numbers: Sequence[int]) -> list[Sequence[int]]:
+        """They answer whatever is asked."""
+        return [numbers, [1, 4], [2, 1]]
 
 
 def measure_on(
@@ -51,7 +68,8 @@ def measure_on(
     heard: dict[int, tuple[int, int]] = {}
 
     def run(rank: int, untouched_bytes: int) -> None:
-        heard[rank] = measure_with(machine.gather_of(rank), len(RANKS))(untouched_bytes)
+        memory = HostMemory(None, len(RANKS), RanksOn(machine, rank))
+        heard[rank] = memory.measure(untouched_bytes)
         machine.taken[f"arena {rank}"] = GIB
 
     threads = []
@@ -83,12 +101,11 @@ def test_ranks_of_other_hosts_take_nothing_here(monkeypatch: pytest.MonkeyPatch)
     """They answer, as all must, and their memory is their own."""
     monkeypatch.setattr(host_memory, "_host_id", lambda: 1)
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9)
-    others = [[1, 4], [2, 1]]
-    assert (3 + 4, 4) == measure_with(lambda numbers: [numbers, *others], 2)(3)
+    assert (3 + 4, 4) == HostMemory(None, 2, RanksElsewhere()).measure(3)
 
 
 def test_ranks_that_take_no_part_count_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a server share the host, and have no group in common: nobody hears what they
     have written to."""
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9)
-    assert (4 * 3, 9) == measure_with(gather_alone, 4)(3)
+    assert (4 * 3, 9) == HostMemory(None, 4, Ranks()).measure(3)

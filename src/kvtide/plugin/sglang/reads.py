@@ -1,0 +1,30 @@
+"""What kvtide reads of SGLang, and whether the installed one still has it."""
+
+from __future__ import annotations
+
+from kvtide.plugin.reader import Table
+from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.source import gone
+from kvtide.plugin.versions import refuse_if_gone, tables_in
+
+PACKAGES = tuple(f"kvtide.plugin.sglang{below}" for below in ("", ".pools", ".ordinary"))
+"""Whose modules say in `READS` what they read of SGLang."""
+
+
+def tables() -> list[Table]:
+    """The `READS` of all modules of the plugin that have one."""
+    return tables_in(PACKAGES)
+
+
+def what_is_gone() -> list[str]:
+    """All of it that the installed SGLang doesn't define: `Class.attribute`, or `class Class`.
+
+    Takes two seconds. Raises ImportError where there is no SGLang, and OSError, ValueError or
+    SyntaxError for source that can't be read.
+    """
+    return gone(SGLANG.source(), tables())
+
+
+def refuse_if_moved() -> None:
+    """Raises Refused if this SGLang isn't a tested one, and lacks something that kvtide reads."""
+    refuse_if_gone(SGLANG.title, SGLANG.version, SGLANG.tested, what_is_gone)

@@ -1,0 +1,187 @@
+"""What every engine needs is in kvtide.plugin, and knows none: an invented engine needs no more."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import kvtide.plugin
+
+PLUGIN = Path(kvtide.plugin.__file__).parent
+NEUTRAL = sorted(PLUGIN.glob("*.py"))
+ENGINES = ("sglang", "vllm")
+
+WANTED = {
+    "description": ("Description", "Part"),
+    "refusals": ("DeviceFailed", "RankFailed", "Refused", "StateAhead", "REASONS", "reason_of"),
+    "keeper": ("Backup", "Keeper", "Requests"),
+    "books": ("Counters",),
+    "ranks": ("Ranks",),
+    "host_memory": ("HostMemory",),
+    "metrics": ("Metrics",),
+    "status": ("coverage", "without_draft", "without_room"),
+    "reader": ("Reader", "Table"),
+    "package": ("EnginePackage",),
+    "source": ("Source", "SourceClass", "gone"),
+    "versions": ("installed_version", "refuse_if_gone", "tables_in"),
+    "census": ("PoolClass", "PoolKinds", "census"),
+}
+"""What a plugin for another engine, such as plugin/vllm/, imports."""
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_what_another_engines_plugin_imports_is_there(name: str) -> None:
+    """In kvtide.plugin itself."""
+    module = importlib.import_module(f"kvtide.plugin.{name}")
+    missing = [wanted for wanted in WANTED[name] if not hasattr(module, wanted)]
+    assert [] == missing
+
+
+def test_the_list_has_all_files_of_the_neutral_half() -> None:
+    """A new one is either for every engine, or belongs into the folder of one."""
+    assert sorted(WANTED) == [path.stem for path in NEUTRAL if path.stem != "__init__"]
+
+
+def engines_imported(text: str) -> list[str]:
+    """The imports of a file that lead to an engine, or to kvtide's folder of one."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found += [name for name in names if set(name.split(".")) & set(ENGINES)]
+    return found
+
+
+@pytest.mark.parametrize("path", NEUTRAL, ids=lambda path: path.stem)
+def test_no_file_for_every_engine_imports_one(path: Path) -> None:
+    """Neither an engine's own modules, nor those of kvtide's plugin for it."""
+    assert [] == engines_imported(path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from kvtide.plugin.sglang.homes import SGLANG",
+        "from kvtide.plugin import sglang",
+        "def f():\n    from sglang.srt import managers",
+        "import vllm.v1",
+    ],
+)
+def test_an_import_of_an_engine_is_found(line: str) -> None:
+    """Also within a function."""
+    assert 1 == len(engines_imported(line))
+
+
+TOY_PLUGIN = '''
+"""toy: an engine whose pool is a list of tensors [page, token, width], and the plugin for it."""
+
+import torch
+
+from kvtide.device import open_device
+from kvtide.plugin.description import Description, Part
+from kvtide.plugin.host_memory import HostMemory
+from kvtide.plugin.keeper import Keeper, Requests
+from kvtide.plugin.ranks import Ranks
+from kvtide.plugin.refusals import Refused
+from kvtide.tide import Tide
+
+
+class ToyPool:
+    """The engine's: four layers, eight pages of four tokens."""
+
+    def __init__(self):
+        self.layers = [torch.randn(8, 4, 6) for _ in range(4)]
+
+
+class ToyRequest:
+    """The engine's: its pages, in order, and how many tokens it has."""
+
+    def __init__(self, name, pages, token_count):
+        self.name, self.pages, self.token_count = name, pages, token_count
+
+
+def describe(pool):
+    if type(pool) is not ToyPool:
+        raise Refused(f"pool class {type(pool).__name__} isn't known to kvtide")
+    rows = [layer.flatten(0, 1) for layer in pool.layers]
+    return Description("toy", (Part("kv", rows),), page_size=4, slot_count=32, padding_slots=0)
+
+
+class ToyRequests(Requests):
+    def id_of(self, request):
+        return request.name
+
+    def slots_of(self, request):
+        pages = torch.tensor(request.pages)
+        slots = (pages[:, None] * 4 + torch.arange(4)).flatten()
+        return slots[: request.token_count]
+
+
+def open_keeper(pool, limit_bytes):
+    ranks = Ranks()
+    memory = HostMemory(limit_bytes, 1, ranks)
+    device = open_device("cpu")
+    try:
+        with memory.refusing_together():
+            description = describe(pool)
+            adopted = description.adopt(device)
+        tide = Tide(adopted, memory.arena_for(adopted))
+    except BaseException:
+        device.close()
+        raise
+    return Keeper(description, tide, ToyRequests(), ranks)
+'''
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Iterator[ModuleType]:
+    """The plugin for an engine that there isn't, as one new file."""
+    path = tmp_path / "kvtide_toy.py"
+    path.write_text(TOY_PLUGIN, "utf-8")
+    spec = importlib.util.spec_from_file_location("kvtide_toy", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before = set(sys.modules)
+    yield module
+    assert not any(name.split(".")[0] in ENGINES for name in set(sys.modules) - before)
+
+
+def test_one_file_is_enough_for_another_engine(toy: ModuleType) -> None:
+    """A request leaves its pages, which others overwrite, and comes back in other pages."""
+    pool = toy.ToyPool()
+    request = toy.ToyRequest("r1", [0, 5, 2], token_count=10)
+    expected = [layer[[0, 5, 2]].flatten(0, 1)[:10] for layer in pool.layers]
+    keeper = toy.open_keeper(pool, 1 << 20)
+    backup = keeper.save(request)
+    assert (10, "r1") == (backup.token_count, backup.request_id)
+    for layer in pool.layers:
+        layer.fill_(777.0)
+    request.pages = [7, 1, 6]
+    keeper.restore(request, backup)
+    for layer, rows in zip(pool.layers, expected, strict=True):
+        assert rows.equal(layer[[7, 1, 6]].flatten(0, 1)[:10])
+        others = layer[[0, 2, 3, 4, 5]]
+        assert others.equal(torch.full_like(others, 777.0))
+    assert (1, 1, 0) == (keeper.counters.saves, keeper.counters.restores, keeper.arena.used_bytes)
+    keeper.close()
+
+
+def test_a_pool_that_its_plugin_refuses_is_refused(toy: ModuleType) -> None:
+    """By name, with the neutral half's own error."""
+    from kvtide.plugin.refusals import Refused
+
+    with pytest.raises(Refused, match="pool class object isn't known"):
+        toy.open_keeper(object(), 1 << 20)
