@@ -44,8 +44,9 @@ def tables() -> Iterator[str]:
     refused = {one.name: one.reason for one in known_classes() if one.verdict == "refused"}
     rows = [("all", f"`{name}`", reason) for name, reason in refused.items()]
     yield from table(("pool", "class", "why"), [*rows, *refused_pools(REFUSED, refused)])
-    for whose, names in zip(("Ordinary servers", "Their requests"), reasons(), strict=True):
-        yield from ("", f"### {whose} that aren't covered: those with", "")
+    left = ("an ordinary server", "a request of an ordinary server")
+    for what, names in zip(left, reasons(), strict=True):
+        yield from ("", f"### kvtide leaves {what} to SGLang if it has", "")
         yield from (f"- {name}" for name in names if name != DISAGGREGATED)
 
 
@@ -56,7 +57,7 @@ def summary(trips: Sequence[Trip]) -> Iterator[str]:
     here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
     yield f"SGLang {SGLANG.version}, {len(trips)} round trips of small pools on the CPU."
     yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(own)}"
-    yield f"({here} of those that aren't exact are so {ON_A_CPU}; the last column says which)."
+    yield f"({here} copies fail {ON_A_CPU}; the last column says which)."
 
 
 def counts(words: Counter[str]) -> str:
