@@ -32,8 +32,10 @@ ORDER = (
     ("snapshot",),
     ("tier",),
     ("tide",),
-    ("models",),
-    ("npu", "conformance", "plugin", "serve"),
+    ("models", "conformance"),
+    ("npu", "plugin", "serve"),
+    ("measure",),
+    ("doctor",),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
@@ -104,7 +106,7 @@ def check_order(source: Source) -> list[str]:
         elif steps[0] == "kvtide" and steps[1] in RANK and steps[1] != source.part:
             if RANK[steps[1]] >= rank:
                 problems.append(f"{source.path}:{line}: {source.part} stands below {steps[1]}")
-        elif steps[0] == "kvtide" and steps[1] not in RANK and source.part != "cli":
+        elif steps[0] == "kvtide" and steps[1] not in RANK and steps[1] != "__version__":
             problems.append(f"{source.path}:{line}: {name}: import it from where it is defined")
     return problems
 

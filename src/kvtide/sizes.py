@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: `24MiB`, `1.5GiB`, `512KB`, `1000000`."""
+"""Sizes in bytes as people write them (`24MiB`, `1.5GiB`, `512KB`, `1000000`), and counts."""
 
 from __future__ import annotations
 
@@ -52,3 +52,8 @@ def format_size(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 token`, `1,234 tokens`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -12,10 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvtide.cli.doctor import describe, examine
 from kvtide.cli.main import main
+from kvtide.cli.page import ConsolePage
 from kvtide.conformance import SAMPLES
 from kvtide.device import Device
+from kvtide.doctor.device import DeviceReport, describe
 from kvtide.layout import Layout, Plane
 from support.broken_devices import (
     DirtyDevice,
@@ -42,8 +43,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs the doctor on the device that the function makes: its exit code and lines."""
 
     def run(make: Callable[[], Device]) -> tuple[int, list[str]]:
-        monkeypatch.setattr("kvtide.cli.doctor._ROUNDS", 1)
-        monkeypatch.setattr("kvtide.cli.checkup.here.open_device", lambda name: make())
+        monkeypatch.setattr("kvtide.doctor.device._ROUNDS", 1)
+        monkeypatch.setattr("kvtide.doctor.here.open_device", lambda name: make())
         code = main(CPU)
         captured = capsys.readouterr()
         assert "" == captured.err
@@ -285,7 +286,7 @@ def test_json_has_the_reasons_of_what_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code and counts are those of the table."""
-    monkeypatch.setattr("kvtide.cli.checkup.here.open_device", lambda name: FullDevice())
+    monkeypatch.setattr("kvtide.doctor.here.open_device", lambda name: FullDevice())
     assert 1 == main([*CPU, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"]
@@ -301,10 +302,10 @@ def test_json_has_the_reasons_of_what_failed(
 
 def test_reasons_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """They stand below the line that failed, folded, and no line is wider than the terminal."""
-    monkeypatch.setattr("kvtide.cli.checkup.here.open_device", lambda name: FullDevice())
+    monkeypatch.setattr("kvtide.doctor.here.open_device", lambda name: FullDevice())
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, color_system=None, width=80)
-    examine("cpu", None, 1 << 20, console)
+    DeviceReport("cpu", size_bytes=1 << 20).examine(ConsolePage(console))
     lines = shown.getvalue().splitlines()
     assert max(len(line) for line in lines) <= 80
     at = next(i for i, line in enumerate(lines) if line.startswith("gqa bfloat16"))

@@ -27,7 +27,7 @@ PACKAGE = Path(kvtide.conformance.__file__).parent
 def test_samples_and_checks_need_no_pytest() -> None:
     """`kvtide doctor` uses them where it may not be installed."""
     program = (
-        "import sys, kvtide.conformance.checks, kvtide.cli.checkup.roundtrips; "
+        "import sys, kvtide.conformance.checks, kvtide.doctor.roundtrips; "
         "sys.exit('pytest' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)

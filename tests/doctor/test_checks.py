@@ -8,12 +8,12 @@ import pytest
 import simnpu
 import torch
 
-from kvtide.cli.bench import Timing
-from kvtide.cli.checkup.finding import attempt
-from kvtide.cli.checkup.here import Here, default_device, open_for_checkup
-from kvtide.cli.checkup.roundtrips import make_round_trips
-from kvtide.cli.checkup.speed import _copying, _ratios, choose_size
 from kvtide.conformance import SAMPLES
+from kvtide.doctor.finding import attempt
+from kvtide.doctor.here import Here, default_device, open_for_checkup
+from kvtide.doctor.roundtrips import make_round_trips
+from kvtide.doctor.speed import _copying, _ratios, choose_size
+from kvtide.measure.timing import Timing
 from support.simulated import simulated
 
 HERE = Here("a device", 0, None, None, True, None)

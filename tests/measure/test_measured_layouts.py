@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 
-from kvtide.cli import bench, bench_layouts
-from kvtide.cli.bench_layouts import AXES, bind_for_models, bind_for_size, declared_layouts
 from kvtide.cli.main import main
+from kvtide.layout import Layout, Plane
 from kvtide.layout.compressed import COMPRESSED_128
 from kvtide.layout.mla import MLA
 from kvtide.layout.recurrent import RECURRENT
 from kvtide.layout.window import WINDOW_AND_FULL
+from kvtide.measure import copies, layouts
+from kvtide.measure.layouts import (
+    bind_for_models,
+    bind_for_size,
+    declared_layouts,
+    size_of_axis,
+)
 from kvtide.pool import Pool
 
 
@@ -20,28 +26,29 @@ def test_every_declared_layout_has_a_case(capsys: pytest.CaptureFixture[str]) ->
     arguments = ["bench", "copy", "--layouts", "--size", "1MiB", "--rounds", "1", "--json"]
     assert 0 == main(arguments)
     entries = json.loads(capsys.readouterr().out)["layouts"]
-    assert [layout.name for layout in declared_layouts()] == [one["layout"] for one in entries]
+    assert [layout.name for layout in declared_layouts()] == [entry["layout"] for entry in entries]
     for entry in entries:
         ratios = [entry[key] for key in ("gather_ratio", "scatter_ratio", "seal_ratio")]
         assert all(ratio > 0 for ratio in ratios), entry["layout"]
         assert 0 < entry["row_bytes"][0] <= entry["row_bytes"][1]
 
 
-def test_people_see_a_line_for_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its row sizes beside its ratios."""
-    assert 0 == main(["bench", "copy", "--layouts", "--size", "1MiB", "--rounds", "1"])
-    printed = capsys.readouterr().out
-    assert "pages of 64 tokens, scattered" in printed
-    for layout in declared_layouts():
-        assert 1 == sum(line.startswith(f"{layout.name} ") for line in printed.splitlines())
-
-
 def test_axes_are_those_of_models() -> None:
     """By their own name, or in a joined layout by that behind the part's; all parts are there."""
     (latent,) = bind_for_models(MLA).planes
-    assert (AXES["layer"], AXES["latent_dim"] * 2) == (latent.layer_count, latent.row_bytes)
+    assert (size_of_axis("layer"), size_of_axis("latent_dim") * 2) == (
+        latent.layer_count,
+        latent.row_bytes,
+    )
     joined = bind_for_models(WINDOW_AND_FULL)
     assert [2048] * 4 == [plane.row_bytes for plane in joined.planes]
+
+
+def test_axis_that_nobody_knew_before_has_a_size() -> None:
+    """A layout with one is a new file, and no edit here: few layers, rows that aren't tiny."""
+    layout = Layout("new", Plane("phase", "echo_layer page token voice", dtype="uint8"))
+    (plane,) = bind_for_models(layout).planes
+    assert (4, (64,)) == (plane.layer_count, plane.row_shape)
 
 
 def test_a_page_holds_whole_rows() -> None:
@@ -67,14 +74,14 @@ def test_blocks_are_those_of_an_arena_for_the_pool(monkeypatch: pytest.MonkeyPat
         assert limit_bytes >= 1 << 30
         return 1 << 21
 
-    monkeypatch.setattr("kvtide.arena.budget.block_bytes_for", block_bytes_for)
-    monkeypatch.setattr(bench_layouts, "declared_layouts", lambda: [MLA])
+    monkeypatch.setattr(layouts, "block_bytes_for", block_bytes_for)
+    monkeypatch.setattr(layouts, "declared_layouts", lambda: [MLA])
     sizes: list[int] = []
 
     def noting(*args: Any, chunk_bytes: int) -> Any:
         sizes.append(chunk_bytes)
-        return bench.make_moves(*args, chunk_bytes=chunk_bytes)
+        return copies.make_moves(*args, chunk_bytes=chunk_bytes)
 
-    monkeypatch.setattr(bench_layouts, "make_moves", noting)
-    assert ["mla"] == [one.name for one in bench_layouts.measure_layouts(1 << 20, 1)]
+    monkeypatch.setattr(layouts, "make_moves", noting)
+    assert ["mla"] == [figures.name for figures in layouts.measure_layouts(1 << 20, 1)]
     assert (["mla"], [1 << 21]) == (asked, sizes)

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtide.sizes import format_size
+from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats
@@ -217,11 +217,6 @@ def print_table(console: Console, rows: Sequence[tuple[str, str]]) -> None:
     for name, value in rows:
         table.add_row(name, Text(printable(value, console.encoding)))
     console.print(table)
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 token`, `1,234 tokens`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

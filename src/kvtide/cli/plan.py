@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtide.cli.display import counted, make_display, print_table
+from kvtide.cli.display import make_display, print_table
 from kvtide.errors import UsageError
 from kvtide.models.names import BUILT_IN, HUB_ID
-from kvtide.sizes import format_size
+from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from kvtide.layout import PlaneGeometry

@@ -11,9 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtide.cli.display import counted
 from kvtide.errors import KvtideError, UsageError
-from kvtide.sizes import format_size
+from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtide.cli.display import counted
+from kvtide.sizes import counted
 
 if TYPE_CHECKING:
     from kvtide.serve.request import Request

@@ -1,5 +1,5 @@
-"""What `kvtide doctor` looks at and tries; the command itself only asks and prints.
+"""What works here: on a device (`kvtide doctor`), in this SGLang (`kvtide doctor --sglang`).
 
-Everything is tried by itself, and its error is a finding: one that is there says nothing
-about the others. These modules import torch, so the command imports them when it is called.
+Each thing is tried by itself, and an error is a finding: it says nothing about the other things. A
+report writes its findings to a page; how a page looks is the command's affair.
 """

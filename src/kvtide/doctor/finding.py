@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
@@ -13,9 +13,9 @@ from kvtide.errors import first_line
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`reason` is why it isn't as it should be, on one line; None where it is.
+    """`reason` is one line that says what is wrong; None where nothing is.
 
-    `consequence` is what follows from that for someone who uses kvtide on this device.
+    `consequence` is what follows from that for someone who uses kvtide here.
     """
 
     name: str
@@ -27,6 +27,20 @@ class Finding:
         """Whether it is as it should be."""
         return self.reason is None
 
+    def to_json(self) -> dict[str, object]:
+        """All of it."""
+        return {
+            "name": self.name,
+            "ok": self.ok,
+            "reason": self.reason,
+            "consequence": self.consequence or None,
+        }
+
+
+def count_failed(findings: Sequence[Finding]) -> int:
+    """How many of them aren't as they should be."""
+    return sum(not finding.ok for finding in findings)
+
 
 def attempt(
     name: str,
@@ -37,8 +51,8 @@ def attempt(
 ) -> Finding:
     """Tries `check`, which returns what is wrong or None, or raises.
 
-    `settle` waits for the device: what goes wrong late in a check is its own, and not the next
-    one's. Ctrl-C alone isn't a finding.
+    `settle` waits for the device, so that what goes wrong late in a check isn't taken for the next
+    check's fault. Ctrl-C alone isn't a finding.
     """
     try:
         reason = check()

@@ -9,10 +9,10 @@ from typing import final
 import torch
 
 from kvtide import __version__
-from kvtide.cli.bench import machine_name
-from kvtide.cli.checkup.finding import Finding
 from kvtide.device import Device, open_device
+from kvtide.doctor.finding import Finding
 from kvtide.errors import UsageError, first_line
+from kvtide.measure.machine import machine_name
 
 # Enough that a low limit of locked memory shows, which is often 64 KiB and lately 8 MiB.
 _HOST_SAMPLE_BYTES = 16 << 20
@@ -68,7 +68,7 @@ def default_device() -> str:
 
 
 def open_for_checkup(name: str) -> Opened:
-    """Opens the device of that name. Raises UsageError if torch has none of it here."""
+    """Opens the device of that name. Raises UsageError if torch has no such device here."""
     what = "kvtide opens the device"
     try:
         device = open_device(name)
@@ -123,7 +123,9 @@ def _look_at_host_memory(opened: Opened) -> tuple[bool, str | None]:
             pinned = opened.allocate_host(_HOST_SAMPLE_BYTES).is_pinned()
         except Exception as error:  # whatever a device's driver raises
             return False, first_line(error)
-    complaints = [str(one.message) for one in said if issubclass(one.category, RuntimeWarning)]
+    complaints = [
+        str(warning.message) for warning in said if issubclass(warning.category, RuntimeWarning)
+    ]
     if complaints:
         return pinned, complaints[0].strip().partition("\n")[0]
     if pinned or opened.is_cpu:

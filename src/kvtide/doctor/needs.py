@@ -7,9 +7,9 @@ from typing import TypeVar, final
 
 import torch
 
-from kvtide.cli.checkup.finding import Finding, attempt
-from kvtide.cli.checkup.here import Here, Opened
 from kvtide.device import AcceleratorDevice
+from kvtide.doctor.finding import Finding, attempt
+from kvtide.doctor.here import Here, Opened
 from kvtide.layout.dtypes import dtype_name
 
 # What KV is kept in. A name that this version of torch lacks is a finding like any other.

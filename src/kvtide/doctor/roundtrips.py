@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from kvtide.cli.checkup.finding import Finding, attempt
-from kvtide.cli.checkup.here import Opened
 from kvtide.conformance.samples import SAMPLES, Sample
 from kvtide.conformance.subjects import KINDS, Make
 from kvtide.conformance.trips import make_trip
 from kvtide.conformance.ways import TideWay, block_sizes, go, some_tokens
 from kvtide.device import Device
+from kvtide.doctor.finding import Finding, attempt
+from kvtide.doctor.here import Opened
 from kvtide.layout import Geometry
 
 ORDERS = ("contiguous", "pages", "reversed", "scattered")
@@ -31,9 +31,30 @@ class RoundTrip:
     geometry: Geometry
     finding: Finding
 
+    def to_json(self) -> dict[str, object]:
+        """What moved, and what came of it."""
+        geometry = self.geometry
+        planes = [
+            {
+                "name": plane.name,
+                "dtype": plane.dtype,
+                "layers": plane.layer_count,
+                "row": list(plane.row_shape),
+            }
+            for plane in geometry.planes
+        ]
+        return {
+            "layout": geometry.layout.name,
+            "planes": planes,
+            "page_size": geometry.page_size,
+            "token_bytes": geometry.token_bytes,
+            "exact": self.finding.ok,
+            "reason": self.finding.reason,
+        }
+
 
 def make_round_trips(opened: Opened) -> Iterator[RoundTrip]:
-    """One for each sample, as it becomes known; none if kvtide can't open the device."""
+    """One for each sample, as soon as it is known; none if kvtide can't open the device."""
     if opened.device is None:
         return
     for sample in SAMPLES:

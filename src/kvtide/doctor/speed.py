@@ -1,8 +1,8 @@
 """How fast KV moves, as ratios to plain copies of as many bytes in the same run.
 
-The yardsticks are single `copy_` calls between host memory and the device: pinned memory, and
-pageable memory; on the CPU it is one, `memcpy`. What is gathered is compared with the way to the
-host, what is scattered with the way to the device. See `kvtide bench copy` for how time is taken.
+The yardsticks are single `copy_` calls between host memory and the device, for pinned and for
+pageable memory; on the CPU the only yardstick is `memcpy`. A gather is compared with a copy to the
+host, a scatter with a copy to the device. See `kvtide.measure` for how time is taken.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import final
 import torch
 
 from kvtide.arena import HostArena
-from kvtide.cli.bench import Operation, Timing, make_moves, make_pool, make_slots, time_in_turns
-from kvtide.cli.checkup.finding import Finding, attempt
-from kvtide.cli.checkup.here import Here, Opened
 from kvtide.device import Device
+from kvtide.doctor.finding import Finding, attempt
+from kvtide.doctor.here import Here, Opened
+from kvtide.measure.copies import make_moves, make_pool
+from kvtide.measure.timing import Operation, Timing, time_in_turns
+from kvtide.measure.workload import PAGE_BYTES, make_slots
 from kvtide.transfer import chunk_tokens_for
 
 CASES = ("contiguous", "pages", "random")
@@ -28,7 +30,6 @@ TO_HOST, TO_DEVICE = "to_host", "to_device"
 
 # The pool is four times what moves, beside it a buffer for the yardsticks and staging.
 _DEVICE_SHARE = 8
-_PAGE_BYTES = 1 << 20
 
 Key = tuple[str, str]
 
@@ -36,9 +37,10 @@ Key = tuple[str, str]
 @final
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """`gb_s` has the yardsticks' bandwidth, `ratios` that of each case's moves to theirs.
+    """`gb_s` is the bandwidth of each yardstick, `ratios` that of each case's moves, a yardstick's
+    being 1.
 
-    `findings` are one for each operation that was tried; what failed has no figure.
+    `findings` has one for each operation that was tried; what failed has no figure.
     """
 
     size_bytes: int
@@ -48,13 +50,27 @@ class Speed:
     ratios: Mapping[str, Mapping[str, float]]
     findings: tuple[Finding, ...]
 
+    def to_json(self) -> dict[str, object]:
+        """Figures to three digits, and what failed."""
+        return {
+            "size_bytes": self.size_bytes,
+            "rounds": self.rounds,
+            "gb_s": {name.replace(" ", "_"): round(value, 3) for name, value in self.gb_s.items()},
+            "yardstick": self.yardstick,
+            "ratios": {
+                case: {move: round(value, 3) for move, value in ratios.items()}
+                for case, ratios in self.ratios.items()
+            },
+            "errors": [finding.to_json() for finding in self.findings if not finding.ok],
+        }
+
 
 def choose_size(wanted_bytes: int, here: Here) -> int:
     """`wanted_bytes`, or less where the device has no room for the pool that they lie in."""
     if here.free_bytes is None:
         return wanted_bytes
-    fitting = here.free_bytes // _DEVICE_SHARE // _PAGE_BYTES * _PAGE_BYTES
-    return max(_PAGE_BYTES, min(wanted_bytes, fitting))
+    fitting = here.free_bytes // _DEVICE_SHARE // PAGE_BYTES * PAGE_BYTES
+    return max(PAGE_BYTES, min(wanted_bytes, fitting))
 
 
 def measure_speed(opened: Opened, here: Here, size_bytes: int, *, rounds: int) -> Speed:
@@ -147,13 +163,13 @@ def _ratios(timings: Mapping[Key, Timing], case: str, yardstick: str) -> dict[st
     """Bandwidths of one case's moves, the yardstick's being 1."""
     ratios: dict[str, float] = {}
     for move in MOVES:
-        way = TO_DEVICE if move == "scatter" else TO_HOST
-        unit = timings.get((yardstick, "" if yardstick == "memcpy" else way))
+        direction = TO_DEVICE if move == "scatter" else TO_HOST
+        unit = timings.get((yardstick, "" if yardstick == "memcpy" else direction))
         timing = timings.get((case, move))
         if unit is not None and timing is not None:
             ratios[move] = unit.seconds / timing.seconds
     return ratios
 
 
-def _label(kind: str, way: str) -> str:
-    return f"{kind} {way}".replace("_", " ").strip()
+def _label(kind: str, name: str) -> str:
+    return f"{kind} {name}".replace("_", " ").strip()

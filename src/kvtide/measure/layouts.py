@@ -1,8 +1,8 @@
-"""`kvtide bench copy --layouts`: the same for every declared layout, at row sizes that models have.
+"""How fast the rows of each declared layout move, at row sizes that models have.
 
 Slots lie in scattered pages of 64 tokens (128 where so many share a row), as a paged allocator
-leaves them, and blocks are as large as those of an arena for such a pool. Each layout is measured
-beside a memcpy of its own, in turns with it: ratios are of bandwidth.
+leaves them, and blocks are as large as an arena's for such a pool. Each layout is measured beside a
+memcpy of as many bytes, in turns with it: ratios are of bandwidth.
 """
 
 from __future__ import annotations
@@ -10,23 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, final
 
-from kvtide.cli.bench import Timing, make_moves, time_in_turns
+import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    from kvtide.device import Device
-    from kvtide.layout import Geometry, Layout
-    from kvtide.pool import Pool
+from kvtide.arena import HostArena
+from kvtide.arena.budget import block_bytes_for
+from kvtide.conformance.samples import SAMPLES
+from kvtide.device import Device, open_device
+from kvtide.layout import Geometry, Layout
+from kvtide.measure.copies import make_moves
+from kvtide.measure.timing import Timing, time_in_turns
+from kvtide.measure.workload import PAGE_SIZE, POOL_SHARE
+from kvtide.pool import Pool
+from kvtide.transfer import Mover
 
-_PAGE_SIZE = 64
 # Of an arena large enough to have blocks of the size that it likes best.
 _ARENA_BYTES = 1 << 30
-_POOL_SHARE = 4
 
 # Axes as in an 8B model for attention with heads, as in DeepSeek-V3 for latents, as in Qwen3-Next
 # for recurrent state, as in SGLang's pools for scales and index keys.
-AXES: Mapping[str, int] = {
+_AXES: Mapping[str, int] = {
     "layer": 4, "head": 8, "head_dim": 128, "v_head_dim": 128,
     "k_scale_dim": 1, "v_scale_dim": 1, "packed_dim": 64, "v_packed_dim": 64,
     "scale_block": 4, "v_scale_block": 4, "scale_dim": 16,
@@ -35,13 +40,17 @@ AXES: Mapping[str, int] = {
     "index_scale_dim": 1, "index_page_bytes": 64 * 132, "tail_layer": 4, "tail_token": 64,
     "channel": 8192, "width": 3, "state": 128, "ring": 128,
 }  # fmt: skip
+_LAYERS = 4
+_WIDTH = 64
+"""Sizes of an axis that isn't listed: a layout may bring axes that nobody knew before."""
 
 
-@dataclass(frozen=True)
+@final
+@dataclass(frozen=True, slots=True)
 class LayoutFigures:
     """What one layout's moves took; each moved `size_bytes`, and so did its `memcpy`.
 
-    `row_bytes` are those of its narrowest and its widest plane.
+    `row_bytes` are the widths of its narrowest and its widest plane.
     """
 
     name: str
@@ -50,28 +59,46 @@ class LayoutFigures:
     memcpy: Timing
     moves: Mapping[str, Timing]
 
+    def to_json(self) -> dict[str, Any]:
+        """Ratios of bandwidth to memcpy; `seal_ratio` is that of times, sealed to unsealed."""
+        memcpy = self.memcpy.seconds
+        moves = {name: timing.seconds for name, timing in self.moves.items()}
+        return {
+            "layout": self.name,
+            "row_bytes": list(self.row_bytes),
+            "memcpy_gb_s": round(self.size_bytes / memcpy / 1e9, 3),
+            "gather_ratio": round(memcpy / moves["gather"], 3),
+            "scatter_ratio": round(memcpy / moves["scatter"], 3),
+            "seal_ratio": round(moves["sealed_gather"] / moves["gather"], 3),
+        }
+
 
 def declared_layouts() -> list[Layout]:
     """Every layout that kvtide declares, once; a test of the kit finds those without a sample."""
-    from kvtide.conformance.samples import SAMPLES
-
     return list({sample.layout.name: sample.layout for sample in SAMPLES}.values())
 
 
-def bind_for_models(layout: Layout, **larger: int) -> Geometry:
-    """The layout with axes as models have them, its optional planes included; `larger` are sizes
-    to have instead."""
+def bind_for_models(layout: Layout, **sizes: int) -> Geometry:
+    """The layout with axes as models have them, its optional planes included. `sizes` are used in
+    place of the usual ones."""
     axes = {axis for plane in layout.planes for axis in plane.sized_axes} - {"token"}
-    # A joined layout's axes are called by their part first: full_layer, draft_head_dim.
-    sizes: dict[str, Any] = {
-        axis: AXES[axis] if axis in AXES else AXES[axis.partition("_")[2]] for axis in axes
-    } | larger
+    usual: dict[str, Any] = {axis: size_of_axis(axis) for axis in axes}
     shared = [rule.tokens_per_row for plane in layout.planes for rule in plane.rows]
-    return layout.bind(dtype="bfloat16", token=max(_PAGE_SIZE, *shared, 1), **sizes)
+    token = max(PAGE_SIZE, *shared, 1)
+    return layout.bind(dtype="bfloat16", token=token, **(usual | sizes))
+
+
+def size_of_axis(axis: str) -> int:
+    """As models have it. The axes of a joined layout are called by their part first: full_layer,
+    draft_head_dim."""
+    for name in (axis, axis.partition("_")[2]):
+        if name in _AXES:
+            return _AXES[name]
+    return _LAYERS if axis.endswith("layer") else _WIDTH
 
 
 def bind_for_size(layout: Layout, size_bytes: int) -> Geometry:
-    """The same. Where a request has but one row in each layer, whatever its length, layers are as
+    """The same. Where a request has a single row in each layer, whatever its length, layers are as
     many as it takes to move about `size_bytes`."""
     geometry = bind_for_models(layout)
     if geometry.page_bytes:
@@ -81,37 +108,14 @@ def bind_for_size(layout: Layout, size_bytes: int) -> Geometry:
 
 
 def measure_layouts(size_bytes: int, rounds: int) -> Iterator[LayoutFigures]:
-    """One for each declared layout, as it becomes known; `size_bytes` is about what is moved."""
-    from kvtide.device import open_device
-
+    """Figures of each declared layout, as they become known; about `size_bytes` move."""
     with closing(open_device("cpu")) as device:
         for layout in declared_layouts():
             yield _measure(bind_for_size(layout, size_bytes), device, size_bytes, rounds)
 
 
-def layout_json(figures: LayoutFigures) -> dict[str, Any]:
-    """One entry of the list that `--json` prints."""
-    memcpy = figures.memcpy.seconds
-    moves = {name: timing.seconds for name, timing in figures.moves.items()}
-    return {
-        "layout": figures.name,
-        "row_bytes": list(figures.row_bytes),
-        "memcpy_gb_s": round(figures.size_bytes / memcpy / 1e9, 3),
-        "gather_ratio": round(memcpy / moves["gather"], 3),
-        "scatter_ratio": round(memcpy / moves["scatter"], 3),
-        "seal_ratio": round(moves["sealed_gather"] / moves["gather"], 3),
-    }
-
-
 def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -> LayoutFigures:
-    import numpy as np
-    import torch
-
-    from kvtide.arena import HostArena
-    from kvtide.arena.budget import block_bytes_for
-    from kvtide.transfer import Mover
-
-    # Recurrent state alone has no pages: then one request's row is all that moves.
+    # Recurrent state alone has no pages: then the row of one request is all that moves.
     page_count = max(1, size_bytes // geometry.page_bytes) if geometry.page_bytes else 1
     pool = _make_pool(geometry, device, page_count)
     pages = np.random.default_rng(0).permutation(np.arange(1, pool.page_count))[:page_count]
@@ -143,12 +147,7 @@ def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -
 
 def _make_pool(geometry: Geometry, device: Device, moved_pages: int) -> Pool:
     """Several times as large as what is moved, filled; its maps lead each slot to its own row."""
-    import numpy as np
-    import torch
-
-    from kvtide.pool import Pool
-
-    page_count = _POOL_SHARE * moved_pages + 1
+    page_count = POOL_SHARE * moved_pages + 1
     names = {
         rule.map_name
         for plane in geometry.planes

@@ -1,0 +1,1 @@
+"""How fast KV moves here, always beside something that is measured in turns with it."""

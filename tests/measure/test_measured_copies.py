@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.device import open_device
+from kvtide.layout import GQA
+from kvtide.measure.copies import CopyFigures, make_operations
+from kvtide.measure.timing import Timing
+from kvtide.measure.workload import make_slots
+from kvtide.pool import Pool
+
+OPERATIONS = ["gather", "sealed_gather", "scatter", "engine_gather", "engine_scatter"]
+
+
+def test_ratios_are_of_bandwidth_and_seal_of_time() -> None:
+    """Half of memcpy's speed is 0.5; sealing that adds a fifth is 1.2."""
+    seconds = {
+        "gather": 0.2,
+        "sealed_gather": 0.24,
+        "scatter": 0.4,
+        "engine_gather": 0.5,
+        "engine_scatter": 1.0,
+    }
+    case = {name: Timing(value, 0.0) for name, value in seconds.items()}
+    figures = CopyFigures(2_000_000_000, Timing(0.1, 0.2), {"pages": case})
+    assert {
+        "memcpy_gb_s": 20.0,
+        "cases": [
+            {
+                "name": "pages",
+                "gather_ratio": 0.5,
+                "scatter_ratio": 0.25,
+                "engine_gather_ratio": 0.2,
+                "engine_scatter_ratio": 0.1,
+                "seal_ratio": 1.2,
+            }
+        ],
+    } == figures.to_json()
+
+
+def test_slots_lie_as_their_case_says() -> None:
+    """Contiguous, whole pages in any order, and single slots in any order; none twice."""
+    cases = make_slots(256, 1024)
+    for slots in cases.values():
+        assert (256, 256) == (slots.size, np.unique(slots).size)
+        assert 0 <= slots.min() <= slots.max() < 1024
+    assert (np.diff(cases["contiguous"]) == 1).all()
+    pages = cases["pages"].reshape(4, 64)
+    assert (pages[:, 0] % 64 == 0).all()
+    assert (np.diff(pages) == 1).all()
+    assert (np.diff(pages[:, 0]) != 64).any()
+    assert (np.diff(cases["random"]) != 1).mean() > 0.9
+
+
+@pytest.mark.parametrize("case", ["contiguous", "pages", "random"])
+def test_every_operation_copies_what_it_should(case: str) -> None:
+    """Both scatters bring back what was gathered, wherever it lay, and touch nothing else."""
+    device = open_device("cpu")
+    geometry = GQA.bind(dtype="bfloat16", layer=4, token=64, head=8, head_dim=128, v_head_dim=128)
+    pool = Pool.create(geometry, device, page_count=8)
+    for buffer in pool.buffers:
+        buffer.random_()
+    expected = [buffer.clone() for buffer in pool.buffers]
+    slots = make_slots(128, pool.slot_count)[case]
+    lease = HostArena(device, limit_bytes=2 << 20, block_bytes=1 << 20).lease(2)
+    operations = make_operations(pool, slots, lease.blocks)
+    assert OPERATIONS == list(operations)
+    for gather, scatter in (("sealed_gather", "scatter"), ("engine_gather", "engine_scatter")):
+        checksums = operations[gather]()
+        assert gather != "sealed_gather" or checksums != operations["gather"]()
+        for name in ("k", "v"):
+            for layer in range(4):
+                pool.plane(name, layer)[torch.from_numpy(slots)] = 0
+        assert not torch.equal(expected[0], pool.buffers[0])
+        operations[scatter]()
+        for before, after in zip(expected, pool.buffers, strict=True):
+            assert torch.equal(before, after)
+    lease.release()
+    device.close()

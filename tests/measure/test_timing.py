@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtide.measure.timing import Timing, time_in_turns
+
+
+class _Time:
+    """Time that passes only in the operations."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return 2 * self.now
+
+
+def test_operations_take_turns_and_only_the_second_call_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow machine slows all alike only if they alternate; a cold start isn't measured."""
+    clock = _Time()
+    monkeypatch.setattr("kvtide.measure.timing.time", clock)
+    seconds = {"a": [9.0, 1.0, 9.0, 3.0, 9.0, 2.0], "b": [9.0, 4.0, 9.0, 4.0, 9.0, 6.0]}
+    calls: list[str] = []
+
+    def operation(name: str) -> Callable[[], None]:
+        def call() -> None:
+            clock.now += seconds[name][calls.count(name)]
+            calls.append(name)
+
+        return call
+
+    timings = time_in_turns({("", name): operation(name) for name in seconds}, rounds=3)
+    assert ["a", "a", "b", "b"] * 3 == calls
+    assert {("", "a"): Timing(2.0, 4.0), ("", "b"): Timing(4.0, 8.0)} == timings
