@@ -20,20 +20,20 @@ import dataclasses
 import json
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from kvtide.measure.machine import machine_facts
+from kvtide.measure.timing import Timing, median_of, timed
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import open_model
 from kvtide.serve.request import Request, SamplingParams
@@ -137,7 +137,9 @@ def _generate_batch(prompts: list[list[int]], options: argparse.Namespace) -> Co
         found = model.generate_batch(
             prompts, generation_config=generation, continuous_batching_config=batching
         )
-        answers = {tuple(one.prompt_ids): list(one.generated_tokens) for one in found.values()}
+        answers = {
+            tuple(answer.prompt_ids): list(answer.generated_tokens) for answer in found.values()
+        }
         return [answers[tuple(prompt)] for prompt in prompts]
 
     return run
@@ -156,34 +158,31 @@ def _others_busy(count: int) -> Iterator[None]:
             other.wait()
 
 
-def _measure(
-    contenders: dict[str, Contender], rounds: int
-) -> dict[str, list[tuple[float, float, int]]]:
-    """Wall seconds, CPU seconds and new tokens of each contender in each round."""
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contenders}
+def _measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[tuple[Timing, int]]]:
+    """What each contender took in each round, and how many new tokens it made."""
+    found: dict[str, list[tuple[Timing, int]]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            tokens = sum(len(answer) for answer in run())
-            spent = (time.perf_counter() - wall, time.process_time() - cpu, tokens)
+            answers, timing = timed(run)
             if number:
-                found[name].append(spent)
+                found[name].append((timing, sum(map(len, answers))))
     return found
 
 
 def _report(
-    measured: dict[str, list[tuple[float, float, int]]], options: argparse.Namespace
+    measured: dict[str, list[tuple[Timing, int]]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    contenders = {
-        name: {
-            "seconds": statistics.median(wall for wall, _, _ in rounds),
-            "cpu_seconds": statistics.median(cpu for _, cpu, _ in rounds),
-            "new_tokens": rounds[0][2],
-            "tokens_per_second": statistics.median(count / wall for wall, _, count in rounds),
+    contenders = {}
+    for name, rounds in measured.items():
+        median = median_of(timing for timing, _ in rounds)
+        speeds = [count / timing.seconds for timing, count in rounds]
+        contenders[name] = {
+            "seconds": median.seconds,
+            "cpu_seconds": median.cpu_seconds,
+            "new_tokens": rounds[0][1],
+            "tokens_per_second": statistics.median(speeds),
         }
-        for name, rounds in measured.items()
-    }
-    speed = {name: one["tokens_per_second"] for name, one in contenders.items()}
+    speed = {name: figures["tokens_per_second"] for name, figures in contenders.items()}
     return {
         "machine": _machine(),
         "options": {name: value for name, value in vars(options).items() if name != "json"},
@@ -197,15 +196,8 @@ def _report(
 
 
 def _machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
     return {
-        "processor": names[0] if names else platform.processor(),
-        "processors": len(names) or None,
-        "bfloat16_instructions": [name for name in ("avx512_bf16", "amx_bf16") if name in flags],
-        "python": platform.python_version(),
+        **machine_facts(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
         "torch": torch.__version__,
@@ -215,10 +207,10 @@ def _machine() -> dict[str, Any]:
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    for name, one in report["contenders"].items():
+    for name, figures in report["contenders"].items():
         print(
-            f"{name:15} {one['tokens_per_second']:8.1f} tokens/s "
-            f"{one['seconds']:7.2f} s {one['cpu_seconds']:7.2f} CPU s"
+            f"{name:15} {figures['tokens_per_second']:8.1f} tokens/s "
+            f"{figures['seconds']:7.2f} s {figures['cpu_seconds']:7.2f} CPU s"
         )
     for name, ratio in report["ratios"].items():
         print(f"{name:22} {ratio:.2f}")

@@ -19,18 +19,17 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import random
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvtide
 from kvtide.device import open_device
+from kvtide.measure.machine import machine_facts
 from kvtide.serve.adapter import random_llama
 from kvtide.serve.engine import Engine, EngineOptions, check_exact
 from kvtide.serve.models import OpenModel, open_model
@@ -237,11 +236,8 @@ def _options() -> argparse.Namespace:
 
 
 def _machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": names[0] if names else platform.processor(),
+        **machine_facts(),
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "mkl_repeatable": is_mkl_repeatable(),

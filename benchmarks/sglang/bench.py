@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +27,8 @@ from sglang.srt.runtime_context import get_parallel
 from kvtide.arena import HostArena
 from kvtide.arena.budget import block_bytes_for
 from kvtide.device import open_device
+from kvtide.measure.machine import machine_facts
+from kvtide.measure.timing import Timing, median_of, timed
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.tide import Tide
@@ -39,8 +39,8 @@ LIMIT_BYTES = 1 << 30
 WARM_UP_S = 0.03
 
 
-Times = dict[str, list[tuple[float, float]]]
-"""Wall and CPU seconds of each move."""
+Times = dict[str, list[Timing]]
+"""What each move took, by its name."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ def main() -> None:
     ]
     if options.json:
         machine = {
-            "processor": platform.processor() or platform.machine(),
+            **machine_facts(),
             "threads": options.threads,
             "torch": torch.__version__,
             "rounds": options.rounds,
@@ -130,11 +130,11 @@ def main() -> None:
         return
     print(f"{'pool':22} {'tokens':>6} {'MiB':>6}   save ms sglang/kvtide   load ms sglang/kvtide")
     for case in cases:
-        own, ours = case["sglang"], case["kvtide"]
+        theirs, ours = case["sglang"], case["kvtide"]
         print(
             f"{case['pool']:22} {case['tokens']:6} {case['mib']:6.1f}"
-            f"   {own['save_ms']:8.2f} {ours['save_ms']:8.2f} {case['save_ratio']:5.2f}"
-            f"   {own['load_ms']:8.2f} {ours['load_ms']:8.2f} {case['load_ratio']:5.2f}"
+            f"   {theirs['save_ms']:8.2f} {ours['save_ms']:8.2f} {case['save_ratio']:5.2f}"
+            f"   {theirs['load_ms']:8.2f} {ours['load_ms']:8.2f} {case['load_ratio']:5.2f}"
         )
 
 
@@ -153,63 +153,61 @@ def measure(name: str, tokens: int, rounds: int) -> dict[str, Any]:
     request = subject.rows or None
 
     def by_sglang(times: Times) -> None:
-        copy = timed(
+        copy = note(
             times, "sglang save", lambda: allocator.get_cpu_copy(slots[0], mamba_indices=mamba)
         )
-        timed(
+        note(
             times,
             "sglang load",
             lambda: allocator.load_cpu_copy(copy, slots[1], mamba_indices=mamba),
         )
 
     def by_kvtide(times: Times) -> None:
-        kept = timed(times, "kvtide save", lambda: tide.offload(slots[0], request=request))
-        timed(times, "kvtide load", lambda: tide.restore(kept, slots[1], request=request))
+        kept = note(times, "kvtide save", lambda: tide.offload(slots[0], request=request))
+        note(times, "kvtide load", lambda: tide.restore(kept, slots[1], request=request))
         tide.discard(kept)
 
     times = in_turns((by_sglang, by_kvtide), rounds)
     size = tide.stats.offloaded_bytes / tide.stats.offloads
     tide.close()
     device.close()
-    medians = {
-        what: [statistics.median(one[at] for one in spent) * 1e3 for at in range(2)]
-        for what, spent in times.items()
-    }
+    medians = {name: median_of(timings) for name, timings in times.items()}
     case: dict[str, Any] = {"pool": name, "tokens": tokens, "mib": round(size / 2**20, 2)}
-    for way in ("sglang", "kvtide"):
-        save, load = medians[f"{way} save"], medians[f"{way} load"]
-        case[way] = {
-            "save_ms": round(save[0], 3), "save_cpu_ms": round(save[1], 3),
-            "load_ms": round(load[0], 3), "load_cpu_ms": round(load[1], 3),
-        }  # fmt: skip
+    for mover in ("sglang", "kvtide"):
+        case[mover] = {
+            f"{move}_{kind}": round(seconds * 1e3, 3)
+            for move in ("save", "load")
+            for kind, seconds in (
+                ("ms", medians[f"{mover} {move}"].seconds),
+                ("cpu_ms", medians[f"{mover} {move}"].cpu_seconds),
+            )
+        }
     for move in ("save", "load"):
-        own, ours = medians[f"sglang {move}"][0], medians[f"kvtide {move}"][0]
-        case[f"{move}_ratio"] = round(own / ours, 2)
+        theirs, ours = medians[f"sglang {move}"].seconds, medians[f"kvtide {move}"].seconds
+        case[f"{move}_ratio"] = round(theirs / ours, 2)
     return case
 
 
-def in_turns(ways: Sequence[Callable[[Times], None]], rounds: int) -> Times:
-    """Each way in its turn, again and again for a while; the last time is measured.
+def in_turns(movers: Sequence[Callable[[Times], None]], rounds: int) -> Times:
+    """Each mover in its turn, again and again for a while; the last time is measured.
 
-    By then the other way's OpenMP threads have gone to sleep: they spin for milliseconds on a core
-    that this one needs. And what both ways call is in the processor's caches.
+    By then the other mover's OpenMP threads sleep: they spin for milliseconds on a core
+    that this one needs. And what both movers call is in the processor's caches.
     """
     times: Times = {}
     for _ in range(rounds):
-        for way in ways:
+        for mover in movers:
             until = time.perf_counter() + WARM_UP_S
             while time.perf_counter() < until:
-                way({})
-            way(times)
+                mover({})
+            mover(times)
     return times
 
 
-def timed(times: Times, what: str, call: Callable[[], Any]) -> Any:
+def note(times: Times, name: str, call: Callable[[], Any]) -> Any:
     """The call's result; what it took is added to `times`."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = call()
-    spent = time.perf_counter() - wall, time.process_time() - cpu
-    times.setdefault(what, []).append(spent)
+    result, timing = timed(call)
+    times.setdefault(name, []).append(timing)
     return result
 
 
