@@ -1,4 +1,8 @@
-"""What a token owns: layouts as declarations. Pure: no torch, no I/O."""
+"""What a token owns: layouts as declarations. Pure: no torch, no I/O.
+
+A declared layout names the axes of its content. An engine's pool is described instead, by a layout
+that is made of its tensors and knows sizes alone (see `plugin.description` and docs/glossary.md).
+"""
 
 from kvtide.layout.gqa import GQA
 from kvtide.layout.rows import BufferRows
