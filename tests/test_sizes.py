@@ -34,8 +34,8 @@ def test_sizes_parse_to_bytes(text: str, size_bytes: int) -> None:
     ["", "MiB", "-1", "+1", "1e9", "nan", "inf", "12 parsecs", "1,5GiB", "0x10", ".5GiB", "5.GiB",
      "1 2", "24M", "٣MiB", "9223372036854775808", "9" * 5000, "1MiB; rm"],
 )  # fmt: skip
-def test_what_is_no_size_is_refused_by_name(text: str) -> None:
-    """The error names the option, begins with the value and says what would do, in one line."""
+def test_an_invalid_size_is_refused_by_name(text: str) -> None:
+    """The error is one line: the option, the value and the accepted forms."""
     with pytest.raises(UsageError) as error:
         parse_size(text, name="--kv-memory")
     message = str(error.value)
@@ -45,7 +45,7 @@ def test_what_is_no_size_is_refused_by_name(text: str) -> None:
 
 
 def test_error_lists_the_units() -> None:
-    """Somebody who wrote 24M learns of MiB and MB."""
+    """It answers `24M` with MB and MiB."""
     with pytest.raises(UsageError, match=r"MB.*MiB.*such as 24MiB"):
         parse_size("24M", name="--kv-memory")
 
@@ -63,12 +63,12 @@ def test_error_lists_the_units() -> None:
     ],
 )
 def test_sizes_format_in_the_unit_that_fits(size_bytes: int, text: str) -> None:
-    """Values just below a unit are rounded into it, not to 1024 of the one before."""
+    """A value just below a unit is rounded up to that unit, not to 1024 of the smaller unit."""
     assert text == format_size(size_bytes)
 
 
 @given(st.integers(min_value=0, max_value=2**62))
-def test_what_is_formatted_parses_to_nearly_the_same(size_bytes: int) -> None:
-    """Formatting keeps two digits or more, whatever the size."""
+def test_a_formatted_size_parses_to_nearly_the_same_size(size_bytes: int) -> None:
+    """Formatting keeps at least two digits."""
     parsed = parse_size(format_size(size_bytes), name="x")
     assert abs(parsed - size_bytes) <= 0.05 * max(size_bytes, 1)

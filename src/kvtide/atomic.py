@@ -1,10 +1,15 @@
-"""Steps that nothing comes into: each is one call of C that calls C's functions alone.
+"""Atomic steps: an interrupt comes before or after each of these, never in its middle.
 
-What a signal's handler raises, such as Ctrl-C, comes between two instructions of Python, any two:
-in `finally`, and at the end of a `with`. So whatever somebody holds, be it a page or a block, is in
-exactly one container at any moment; the step that moves it is one of these; whoever has to give it
-back knows the container before anything is in it; and giving back is repeatable. Then nothing is
-lost wherever an interrupt comes, and nothing is there twice.
+A signal's handler (Ctrl-C) may raise between any two instructions of Python, even in `finally` and
+at the end of a `with`. It can't raise inside a C function that calls only other C functions, and
+each step here is such a call. The code that hands out pages and blocks keeps four rules:
+
+- At any moment each page, and each block, is in exactly one container.
+- Only a step of this module moves it to another container.
+- The code that must give it back knows the container before anything is in it.
+- Giving back is repeatable.
+
+So an interrupt loses nothing and duplicates nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +23,9 @@ T = TypeVar("T")
 
 
 def call_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
-    """Calls `function`, one of C, with the first of all `arguments`, then the second, and so on.
+    """Calls `function` with the first item of each of `arguments`, then the second, and so on.
 
-    The arguments must be made by C as well: lists, and iterators of itertools over such.
+    To be atomic, `function` must be a C function, and the arguments lists or itertools' iterators.
     """
     deque(map(function, *arguments), maxlen=0)
 
@@ -31,7 +36,7 @@ def move_last(source: list[T], target: list[T], count: int) -> None:
 
 
 def take_out(items: list[T] | deque[T], item: T) -> None:
-    """Removes an item, one that is equal to no other, if it is there: repeatable."""
+    """Removes an item, which equals no other item, if it is there. Repeatable."""
     try:
         items.remove(item)
     except ValueError:

@@ -1,17 +1,17 @@
 """Everything kvtide raises on purpose.
 
 KvtideError
-├── UsageError         what a person asked for can't be: printed as one line, exit code 2
+├── UsageError         a person asked for something impossible: one line, exit code 2
 ├── LayoutError        a declaration that contradicts itself, or buffers that don't fit one
-├── SlotError          slots or pages that can't be meant: negative, repeated, not held
-├── ArenaFull          the host budget has no room: this one request degrades
-├── SnapshotMiss       nothing to restore: discarded, or of another geometry, length or key
-├── SnapshotDamaged    the bytes aren't those that were sealed
-├── SlotsLost          a restore broke off while it wrote: neither the old bytes nor the new
-└── ProcessForked      a move, or a device, that the process left behind when it forked
+├── SlotError          invalid slots or pages: negative, repeated, not held
+├── ArenaFull          the host memory's limit leaves no room: only this request suffers
+├── SnapshotMiss       nothing to restore: discarded, or another geometry, length or key
+├── SnapshotDamaged    the snapshot's bytes differ from its seal
+├── SlotsLost          a restore failed while it wrote: the slots hold neither old nor new bytes
+└── ProcessForked      a move or a device belongs to the process before the fork
 
-A restore that doesn't raise is a hit. Outcomes are exceptions and not values, because a
-value that nobody looks at is a silent miss.
+A restore that raises nothing has restored everything. A failure is an exception and not a return
+value, because a caller can overlook a value.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LayoutError(KvtideError, ValueError):
 
 
 class SlotError(KvtideError, ValueError):
-    """Slot or page ids that can't be meant; the message names the first bad id."""
+    """Invalid slot or page ids; the message names the first bad id."""
 
 
 class ArenaFull(KvtideError):
-    """The arena's limit leaves no room for this lease; nothing was taken. Worth a retry later."""
+    """The arena's limit leaves no room for this lease. Nothing was taken; a later try may work."""
 
 
 class SnapshotMiss(KvtideError):
@@ -53,18 +53,19 @@ class SnapshotDamaged(KvtideError):
 
 
 class SlotsLost(KvtideError):
-    """A restore failed in the middle of its writes: its slots may hold neither the old bytes nor
-    the new, so nothing may read them. Release them; the snapshot is whole, and can be restored
-    again. The cause is what failed."""
+    """A restore failed while it wrote, so its slots may hold neither the old bytes nor the new.
+
+    Read nothing from the slots and release them. The snapshot is whole and can be restored again.
+    `__cause__` is the error that ended the restore.
+    """
 
 
 class ProcessForked(KvtideError):
-    """What this move, or device, needs was left behind in the process that this one was forked
-    from."""
+    """The move or the device belongs to the process that this process was forked from."""
 
 
 def first_line(error: BaseException) -> str:
-    """The error's class, and the first line of what it says."""
+    """The error's class and the first line of its message."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -75,8 +76,10 @@ def shortened(text: str, most: int = 40) -> str:
 
 
 def to_keep(error: E) -> E:
-    """The error without its traceback, which holds the frames that it came through and those that
-    called them, with all that they hold. Of what isn't kvtide's own a note says where it was."""
+    """Removes the traceback, which keeps frames and all their values alive; returns the error.
+
+    An error of another library gets the traceback's text as a note.
+    """
     is_noted = isinstance(error, KvtideError) or hasattr(error, "__notes__")
     if not is_noted and hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note("".join(traceback.format_exception(error)).rstrip())
@@ -88,17 +91,20 @@ def to_keep(error: E) -> E:
 
 
 def to_raise(error: E) -> E:
-    """The error anew, for each who asks: what is raised holds the frames of who asked."""
-    for copied in (copy.copy, _made_bare):
-        with suppress(Exception):  # of a class that is made in a way of its own
-            again = copied(error)
-            again.__cause__ = error.__cause__
-            return again
+    """A copy of the error, so that each raise has its own traceback.
+
+    Returns the error itself if its class can't be copied.
+    """
+    for make_copy in (copy.copy, _copy_without_init):
+        with suppress(Exception):  # some classes can't be copied, each in its own manner
+            copied = make_copy(error)
+            copied.__cause__ = error.__cause__
+            return copied
     return error
 
 
-def _made_bare(error: E) -> E:
-    """A copy without a call of `__init__`, which may want other arguments than the error keeps."""
-    again = type(error).__new__(type(error), *error.args)
-    vars(again).update(vars(error))
-    return again
+def _copy_without_init(error: E) -> E:
+    """A copy for classes whose `__init__` takes other arguments than `args` has."""
+    copied = type(error).__new__(type(error), *error.args)
+    vars(copied).update(vars(error))
+    return copied

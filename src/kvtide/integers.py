@@ -1,8 +1,8 @@
-"""Integers that a caller gives: one, or many in a row. Pure: no torch, no I/O.
+"""Checks integers from a caller, single or in a row. Pure: no torch, no I/O.
 
-An integer is Python's, numpy's, or a tensor without axes on the host. A bool is none here, nor is
-2.0, "2" or a list of one: rounding and converting would guess what was meant, and a wrong guess
-is another request's bytes.
+An integer is Python's, numpy's, or a tensor without axes on the host. A bool is not an integer
+here, nor is 2.0, "2" or [2]. To convert such a value is to guess, and a wrong guess reaches another
+request's bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = {int, np.int32, np.int64}
 
 
 def integer_of(value: object) -> int | None:
-    """The value as an int, or None where it isn't exactly one integer."""
+    """The value as an int, or None if it isn't a single integer."""
     if type(value) is int:
         return value
     if isinstance(value, bool):
@@ -32,18 +32,21 @@ def integer_of(value: object) -> int | None:
         if not isinstance(value, int):
             kind = str(getattr(value, "dtype", "")).rpartition(".")[2]
             place = str(getattr(value, "device", "cpu")).partition(":")[0]
-            is_one = getattr(value, "shape", None) == () and kind.startswith(("int", "uint"))
-            if not is_one or place != "cpu" or np.ma.is_masked(value):
+            is_scalar = getattr(value, "shape", None) == () and kind.startswith(("int", "uint"))
+            if not is_scalar or place != "cpu" or np.ma.is_masked(value):
                 return None
         return int(operator.index(value))  # type: ignore[arg-type]
-    except Exception:  # whatever a caller's object raises when it is read
+    except Exception:  # a caller's object may raise anything when it is read
         return None
 
 
 def checked_integer(
     value: object, what: str, *, least: int = 0, error: type[KvtideError] = SlotError
 ) -> int:
-    """The value as an int from `least` to 2**63 - 1; `error`, with `what` it was for, otherwise."""
+    """The value as an int, if it is an integer from `least` to 2**63 - 1.
+
+    Raises `error` otherwise; its message calls the value `what`.
+    """
     number = integer_of(value)
     if number is None or not least <= number <= LARGEST:
         raise error(f"{what} must be an integer from {least}, not {shown(value)}")
@@ -51,14 +54,14 @@ def checked_integer(
 
 
 def integers_of(values: Any, what: str, axis: str = "token") -> Ids:
-    """A copy of the integers in a row as int64 [`axis`], none of which is larger than 2**63 - 1.
+    """A copy of the integers in a row, as int64 [`axis`].
 
-    Takes whatever numpy takes for integers, and tensors that lie on a device; for those it
-    blocks. Raises SlotError, with `what` each of them is, for anything else.
+    Takes integers in a sequence, an array or a tensor; blocks for a tensor on a device. Raises
+    SlotError, which names `what` each integer is, for anything else and above 2**63 - 1.
     """
     try:
         found = _array_of(values)
-    except Exception as error:  # whatever a caller's object raises when it is read
+    except Exception as error:  # a caller's object may raise anything when it is read
         raise SlotError(f"{what}s must be integers [{axis}]: {error}") from error
     if found.size == 0 and found.ndim == 1:
         return np.empty(0, np.int64)
@@ -66,8 +69,8 @@ def integers_of(values: Any, what: str, axis: str = "token") -> Ids:
         raise SlotError(f"{what}s must be integers [{axis}], not {shown(values)}")
     numbers = found.astype(np.int64)
     if found.dtype == np.uint64 and (numbers < 0).any():
-        at = int((numbers < 0).argmax())
-        raise SlotError(f"{what} {found[at]} at position {at} is larger than {LARGEST}")
+        first = int((numbers < 0).argmax())
+        raise SlotError(f"{what} {found[first]} at position {first} is larger than {LARGEST}")
     return numbers
 
 
@@ -76,18 +79,19 @@ def _array_of(values: Any) -> NDArray[Any]:
         raise ValueError("some of them are masked")
     if not isinstance(values, list | tuple):
         return np.asarray(values.cpu().numpy() if hasattr(values, "cpu") else values)
-    # numpy would take a bool among integers for one of them.
+    # numpy would convert a bool among integers.
     is_plain = {*map(type, values)} <= _PLAIN
-    numbers = values if is_plain else [integer_of(one) for one in values]
+    numbers = values if is_plain else [integer_of(value) for value in values]
     try:
         return np.array(numbers, np.int64)
     except (TypeError, OverflowError) as error:
-        at = next(at for at, one in enumerate(numbers) if one is None or abs(one) > LARGEST)
-        raise ValueError(f"{shown(values[at])} at position {at} is none") from error
+        first = next(i for i, n in enumerate(numbers) if n is None or abs(n) > LARGEST)
+        message = f"{shown(values[first])} at position {first} isn't an integer of 64 bits"
+        raise ValueError(message) from error
 
 
 def shown(value: object) -> str:
-    """A value for an error's text: short, and of an array or a tensor what it is."""
+    """A value in an error's message: short; an array or a tensor by its dtype and shape."""
     try:
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             axes = tuple(value.shape)
@@ -96,5 +100,5 @@ def shown(value: object) -> str:
             if axes or where:
                 return f"{value.dtype} {list(axes)}{where}"
         return reprlib.repr(value)
-    except Exception:  # the object's own, or an integer of more digits than Python writes
+    except Exception:  # the object's error, or an integer of more digits than Python prints
         return f"<{type(value).__name__}>"

@@ -29,14 +29,14 @@ _ACCEPTED = (
 def parse_size(text: str, *, name: str) -> int:
     """Parses `text`, the value of `name` (such as `--kv-memory`), to bytes, rounded down.
 
-    Letter case doesn't matter, and a space may stand before the unit. Raises `UsageError`, which
-    names the value and what is accepted.
+    Letter case doesn't matter, and a space may stand before the unit. Raises UsageError, which
+    names the value and the accepted forms.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = match and _UNITS.get(match[2].lower() or "b")
     if not match or not unit:
         raise UsageError(f"{name}: {shortened(text)!r} is not a size; accepted: {_ACCEPTED}")
-    # A float would lose bytes of sizes above 2**53 and of decimal fractions.
+    # A float would round sizes above 2**53 and decimal fractions.
     size = int(Fraction(match[1]) * unit)
     if size > _LARGEST:
         raise UsageError(f"{name}: {shortened(text)!r} is more than 2**63 - 1 bytes")
@@ -44,7 +44,7 @@ def parse_size(text: str, *, name: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Formats a number of bytes to four digits at most in the unit that fits: `22.5 MiB`."""
+    """Formats a number of bytes with at most four digits, in the unit that fits: `22.5 MiB`."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         # Not 1024: 1023.96 would be shown as 1024.0.

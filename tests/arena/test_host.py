@@ -18,34 +18,34 @@ from support.values import NO_ROWS, ONES, name_of
 
 
 def places(blocks: Iterable[Block]) -> list[tuple[int, int]]:
-    """Where each block lies: the address of its slab, and its offset there."""
+    """The place of each block: its slab's address, and the offset in the slab."""
     return [(block.slab.data_ptr(), block.offset) for block in blocks]
 
 
 def make_arena(limit_bytes: int, block_bytes: int) -> tuple[HostArena, LazyDevice]:
-    """An arena, and the device that knows what it took."""
+    """An arena, and its device, which lists the sizes that the arena took."""
     device = LazyDevice()
     return HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes), device
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Any sequence of leases and releases, beside the list of leases that are out."""
+    """Any sequence of leases and releases, compared with a list of the leases."""
 
     @initialize(limit_bytes=st.integers(0, 500), block_bytes=st.sampled_from((1, 3, 16, 64)))
     def start(self, limit_bytes: int, block_bytes: int) -> None:
-        """An arena whose limit need not be a multiple of its blocks."""
+        """The limit need not be a multiple of the block size."""
         self.arena, self.device = make_arena(limit_bytes, block_bytes)
         self.leases: list[Lease] = []
         self.peak_bytes = 0
 
     @property
     def used_count(self) -> int:
-        """Blocks that are out."""
+        """Blocks under lease."""
         return sum(len(lease.blocks) for lease in self.leases)
 
     @rule(block_count=st.integers(0, 40))
     def lease(self, block_count: int) -> None:
-        """Fits exactly when the limit holds it, to the byte."""
+        """A lease fits exactly if the limit holds it, to the byte."""
         needed_bytes = (self.used_count + block_count) * self.arena.block_bytes
         if needed_bytes > self.arena.limit_bytes:
             with pytest.raises(ArenaFull, match="raise the limit"):
@@ -60,7 +60,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), times=st.integers(1, 2))
     def release(self, data: st.DataObject, times: int) -> None:
-        """Any of them; once more is harmless."""
+        """Releases a lease, once or twice."""
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         for _ in range(times):
             lease.release()
@@ -68,7 +68,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def within_limit(self) -> None:
-        """What is out is counted, what was taken stays below the limit, no block is out twice."""
+        """The counts are right, the limit holds, and no block is in two leases."""
         if not hasattr(self, "arena"):
             return
         assert self.used_count * self.arena.block_bytes == self.arena.used_bytes
@@ -82,7 +82,7 @@ class ArenaMachine(RuleBasedStateMachine):
             assert block.offset + self.arena.block_bytes <= block.slab.numel()
 
     def teardown(self) -> None:
-        """All of it can be given back."""
+        """All leases can be released."""
         for lease in getattr(self, "leases", []):
             lease.release()
 
@@ -92,7 +92,7 @@ TestArena = ArenaMachine.TestCase
 
 
 def test_the_limit_is_hard_to_the_byte() -> None:
-    """One block less than a byte more than it holds is refused."""
+    """Three blocks of 64 bytes don't fit in 191 bytes, two do."""
     arena, _ = make_arena(limit_bytes=3 * 64 - 1, block_bytes=64)
     with pytest.raises(ArenaFull, match="192 bytes asked for, 0 of 191 in use"):
         arena.lease(3)
@@ -100,7 +100,7 @@ def test_the_limit_is_hard_to_the_byte() -> None:
 
 
 def test_full_takes_nothing() -> None:
-    """After the refusal what was free can still be had."""
+    """After the refusal the free blocks can still be leased."""
     arena, _ = make_arena(limit_bytes=4 * 64, block_bytes=64)
     first = arena.lease(2)
     with pytest.raises(ArenaFull):
@@ -113,7 +113,7 @@ def test_full_takes_nothing() -> None:
 
 
 def test_zero_blocks_are_valid() -> None:
-    """They cost nothing, even in an arena that has room for none."""
+    """They cost nothing, even in an arena whose limit is 0."""
     arena, device = make_arena(limit_bytes=0, block_bytes=64)
     lease = arena.lease(0)
     assert ((), 0, []) == (lease.blocks, arena.peak_bytes, device.host_sizes)
@@ -124,7 +124,7 @@ def test_zero_blocks_are_valid() -> None:
 
 @pytest.mark.parametrize("limit_bytes", [0, 63])
 def test_a_limit_below_one_block_leases_none(limit_bytes: int) -> None:
-    """It is full from the start, and takes nothing from the system."""
+    """The arena is full from the start and takes nothing from the system."""
     arena, device = make_arena(limit_bytes=limit_bytes, block_bytes=64)
     with pytest.raises(ArenaFull):
         arena.lease(1)
@@ -132,7 +132,7 @@ def test_a_limit_below_one_block_leases_none(limit_bytes: int) -> None:
 
 
 def test_the_steady_state_takes_no_memory() -> None:
-    """Leases after the first peak get blocks that were there before."""
+    """After the first peak the arena takes no more memory from the system."""
     arena, device = make_arena(limit_bytes=64 * 100, block_bytes=64)
     arena.lease(100).release()
     taken = list(device.host_sizes)
@@ -144,7 +144,7 @@ def test_the_steady_state_takes_no_memory() -> None:
 
 
 def test_memory_is_taken_in_slabs_up_to_the_limit() -> None:
-    """Blocks as large as a slab come one at a time, small ones many at once."""
+    """A large block comes alone; many small blocks come together."""
     large, large_device = make_arena(limit_bytes=250 << 20, block_bytes=80 << 20)
     lease = large.lease(2)
     assert [80 << 20, 80 << 20] == large_device.host_sizes
@@ -157,7 +157,7 @@ def test_memory_is_taken_in_slabs_up_to_the_limit() -> None:
 
 
 def test_blocks_released_last_are_leased_first() -> None:
-    """In their order: they are likely still in cache."""
+    """They come in the same order, since they are likely still in cache."""
     arena, _ = make_arena(limit_bytes=64 * 10, block_bytes=64)
     kept, lease = arena.lease(2), arena.lease(3)
     expected = places(lease.blocks)
@@ -169,7 +169,7 @@ def test_blocks_released_last_are_leased_first() -> None:
 
 
 def test_a_forgotten_lease_gives_back_its_blocks_and_says_so() -> None:
-    """A leak is a defect of the caller's, not of the arena's books."""
+    """A leak is the caller's defect; the arena's counts stay right."""
     arena, _ = make_arena(limit_bytes=64 * 4, block_bytes=64)
     leases = [arena.lease(3)]
     with pytest.warns(ResourceWarning, match="lease of 192 bytes was never released"):
@@ -179,8 +179,8 @@ def test_a_forgotten_lease_gives_back_its_blocks_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("block_count", [0, 2])
-def test_a_lease_that_was_released_goes_silently(block_count: int) -> None:
-    """Nor is a lease of no blocks worth a warning."""
+def test_a_released_lease_is_forgotten_without_a_warning(block_count: int) -> None:
+    """A lease of no blocks causes no warning either."""
     arena, _ = make_arena(limit_bytes=64 * 4, block_bytes=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -192,8 +192,8 @@ def test_a_lease_that_was_released_goes_silently(block_count: int) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "1MiB", 4096.7, *NO_ROWS], ids=name_of)
-def test_what_is_no_size_is_refused_when_the_arena_is_made(value: Any) -> None:
-    """Not at the first lease, when a request has nowhere else to go."""
+def test_an_invalid_size_is_refused_when_the_arena_is_made(value: Any) -> None:
+    """The first lease would be too late: a request would have nowhere else to go."""
     with pytest.raises(LayoutError, match="host arena: block_bytes must be an integer from 1"):
         make_arena(64, value)
     with pytest.raises(LayoutError, match="host arena: limit_bytes must be an integer from 0"):
@@ -201,8 +201,8 @@ def test_what_is_no_size_is_refused_when_the_arena_is_made(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [None, *NO_ROWS], ids=name_of)
-def test_what_is_no_count_of_blocks_is_refused(value: Any) -> None:
-    """And nothing is leased."""
+def test_an_invalid_count_of_blocks_is_refused(value: Any) -> None:
+    """Nothing is leased then."""
     arena, _ = make_arena(64 * 4, 64)
     with pytest.raises(LayoutError, match="host arena: block_count must be an integer from 0"):
         arena.lease(value)
@@ -210,14 +210,14 @@ def test_what_is_no_count_of_blocks_is_refused(value: Any) -> None:
 
 
 def test_blocks_without_bytes_are_refused() -> None:
-    """A block holds at least one byte; a limit of none is an arena that is always full."""
+    """A block holds at least one byte. A limit of 0 is valid: that arena is always full."""
     with pytest.raises(LayoutError, match="block_bytes must be an integer from 1, not 0"):
         make_arena(64, 0)
 
 
 @pytest.mark.parametrize("value", ONES, ids=name_of)
-def test_sizes_are_integers_of_any_maker(value: Any) -> None:
-    """They are Python's from then on."""
+def test_sizes_may_be_integers_of_python_numpy_and_torch(value: Any) -> None:
+    """The arena keeps them as Python's."""
     arena, _ = make_arena(value, value)
     assert (int, int) == (type(arena.limit_bytes), type(arena.block_bytes))
     arena.lease(1).release()
@@ -227,7 +227,7 @@ def test_sizes_are_integers_of_any_maker(value: Any) -> None:
 def test_a_system_without_memory_is_a_full_arena(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """One request degrades then; nobody crashes, and nothing was taken."""
+    """The lease raises ArenaFull, and nothing was taken."""
     arena, device = make_arena(256, 64)
 
     def fail(size_bytes: int) -> torch.Tensor:

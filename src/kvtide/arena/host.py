@@ -12,8 +12,8 @@ from kvtide.device import Block, Device, Job
 from kvtide.errors import ArenaFull, LayoutError
 from kvtide.integers import checked_integer
 
-# Memory is taken from the system in slabs of about this size, and kept: a copy in the steady
-# state then neither allocates nor faults in fresh pages.
+# The arena takes memory from the system in slabs of about this size and keeps it. So a copy in
+# the steady state neither allocates memory nor faults in fresh pages.
 _SLAB_BYTES = 64 << 20
 
 
@@ -26,30 +26,30 @@ class HostArena:
     """
 
     def __init__(self, device: Device, *, limit_bytes: int, block_bytes: int) -> None:
-        """Raises LayoutError for what is no size in bytes; `parse_size` makes one of a text."""
+        """Raises LayoutError for a size that isn't an integer; `parse_size` reads `24MiB`."""
         self._device = device
         self.limit_bytes = _size(limit_bytes, "limit_bytes", 0)
         self.block_bytes = _size(block_bytes, "block_bytes", 1)
         self._block_limit = self.limit_bytes // self.block_bytes
-        # A block lies among the free ones or in one lease's list, and in `_all` as well.
+        # `_all` has every block. Each block is also in `_free` or in the list of one lease.
         self._all: list[Block] = []
         self._free: list[Block] = []
         self._peak_count = 0
         self._leased: dict[weakref.ref[Lease], list[Block]] = {}
-        # Leases that were forgotten, in whatever thread and moment: C notes it, and the next who
-        # asks takes the blocks back.
+        # A lease may be forgotten at any moment and in any thread. C code notes it here, and the
+        # next call that needs free blocks takes the blocks back.
         self._forgotten: deque[weakref.ref[Lease]] = deque()
-        self._released: list[Lease] = []  # while a move used them
+        self._released: list[Lease] = []  # released while a move still used their blocks
 
     @property
     def used_bytes(self) -> int:
-        """Bytes under lease, or of a lease that was released while a move uses it still."""
+        """Bytes under lease, also after the release while a move still uses them."""
         self._reclaim()
         return (len(self._all) - len(self._free)) * self.block_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes taken from the system: under lease, or kept for the next one."""
+        """Bytes taken from the system: under lease, or kept for the next lease."""
         return len(self._all) * self.block_bytes
 
     @property
@@ -58,9 +58,9 @@ class HostArena:
         return self._peak_count * self.block_bytes
 
     def lease(self, block_count: int) -> Lease:
-        """`block_count` blocks (zero is valid), or ArenaFull and nothing taken.
+        """Leases `block_count` blocks; zero is valid.
 
-        Raises LayoutError for what is no count.
+        Raises ArenaFull, and takes nothing, if too few are left; LayoutError for an invalid count.
         """
         lease = Lease(self)
         try:
@@ -71,11 +71,11 @@ class HostArena:
             raise
 
     def _note(self, lease: Lease, blocks: list[Block]) -> None:
-        """From now on the arena takes back what is in `blocks` once the lease is forgotten."""
+        """Makes the arena take back all of `blocks` when the lease is forgotten."""
         self._leased[weakref.ref(lease, self._forgotten.append)] = blocks
 
     def _move_to(self, blocks: list[Block], block_count: int) -> None:
-        """Free blocks to a lease's list, or ArenaFull and nothing taken."""
+        """Moves free blocks to a lease's list; ArenaFull, and none moved, if too few are left."""
         block_count = _size(block_count, "block_count", 0)
         self._reclaim()
         used_count = len(self._all) - len(self._free)
@@ -106,21 +106,21 @@ class HostArena:
         call_each(list.extend, (self._all, self._free), (blocks, blocks))
 
     def _take_back(self, lease: Lease, blocks: list[Block]) -> None:
-        """What a lease still has, unless a move uses it: then as soon as that has ended."""
+        """Takes back a lease's blocks: now, or when the moves that use them have ended."""
         if not lease.in_use:
             move_last(blocks, self._free, len(blocks))
         elif lease not in self._released:
             self._released.append(lease)
 
     def _move_again(self, lease: Lease, blocks: list[Block], block_count: int) -> None:
-        """What `_take_back` was given last, and so is taken first."""
+        """Undoes `_take_back`, while nobody has leased a block since: `_free` ends with them."""
         self._released = [other for other in self._released if other is not lease]
         move_last(self._free, blocks, block_count - len(blocks))
 
     def _reclaim(self) -> None:
-        """Takes back what was forgotten, and what was released while a move used it.
+        """Takes back the blocks of forgotten leases, and of released ones whose moves have ended.
 
-        Each step may be repeated: an interrupt between two loses nothing.
+        Each step is repeatable, so an interrupt between two steps loses nothing.
         """
         while self._forgotten:
             blocks = self._leased.get(self._forgotten[0], [])
@@ -137,13 +137,13 @@ class HostArena:
 class Lease:
     """The right to some blocks of an arena, until `release`.
 
-    Nobody else gets a block while a move uses it, whatever becomes of the lease.
+    While a move uses a block no other lease gets it, even if this lease is released or forgotten.
     """
 
-    _is_released = True  # until it is made, for `__del__`
+    _is_released = True  # for `__del__`, if an interrupt ends `__init__`
 
     def __init__(self, arena: HostArena) -> None:
-        """Of no blocks: see `extend`, and HostArena.lease."""
+        """A lease of no blocks yet; see `extend` and HostArena.lease."""
         self._arena = arena
         self._blocks: list[Block] = []
         self._moves: list[Job[Any]] = []
@@ -151,21 +151,21 @@ class Lease:
         self._is_released = False
 
     def extend(self, block_count: int) -> None:
-        """Takes `block_count` blocks more, or raises ArenaFull and takes none.
+        """Takes `block_count` more blocks, or raises ArenaFull and takes none.
 
-        Whoever makes a lease first and extends it then can give back all that it ever has,
-        wherever Ctrl-C comes.
+        A caller that makes the lease first and extends it then can release it wherever Ctrl-C
+        comes.
         """
         assert not self._is_released, "a lease that was released takes no more blocks"
         self._arena._move_to(self._blocks, block_count)
 
     def use(self, move: Job[Any]) -> None:
-        """Blocks stay this lease's until `move` has ended, also when it is released before."""
+        """Keeps the blocks until `move` has ended, even if the lease is released before."""
         self._moves = [move, *[other for other in self._moves if not other.done()]]
 
     @property
     def in_use(self) -> bool:
-        """Whether a move that uses its blocks is under way."""
+        """Whether a move still uses the blocks."""
         return any(not move.done() for move in self._moves)
 
     @property
@@ -175,12 +175,12 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        """Whether the blocks were given back, or are as soon as no move uses them."""
+        """Whether `release` was called."""
         return self._is_released
 
     @property
     def size_bytes(self) -> int:
-        """What this lease takes of the arena's limit; 0 after `release`."""
+        """Bytes of the arena's limit that this lease takes; 0 after `release`."""
         return len(self.blocks) * self._arena.block_bytes
 
     def release(self) -> None:
@@ -189,13 +189,15 @@ class Lease:
         self._arena._take_back(self, self._blocks)
 
     def hold_again(self, block_count: int) -> None:
-        """Takes back the `block_count` blocks that it just released, or hadn't yet: for whoever
-        undoes it, when nobody has leased any since."""
+        """Undoes `release`, or does nothing before it: the lease has its `block_count` blocks.
+
+        Only valid while nobody else has leased a block since the release.
+        """
         self._arena._move_again(self, self._blocks, block_count)
         self._is_released = False
 
     def __del__(self) -> None:
-        """A lease that was forgotten says so; the arena takes its blocks back in any case."""
+        """Warns of a lease that was never released; the arena takes its blocks back anyway."""
         if not self._is_released and self._blocks:
             message = f"lease of {self.size_bytes} bytes was never released; discard its snapshot"
             warnings.warn(message, ResourceWarning, stacklevel=2)
