@@ -252,7 +252,7 @@ def test_hub_that_gives_nothing_is_one_line(
     assert 2 == main(["plan", "org/name"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("kvtide: the configuration of org/name can't be fetched: ")
-    assert "the hub gives none: no route; name a folder" in line
+    assert "the hub fails: no route; name a folder" in line
 
 
 @pytest.mark.parametrize(

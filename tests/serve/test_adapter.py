@@ -55,7 +55,7 @@ def test_an_architecture_that_attends_by_its_own_code_is_refused() -> None:
     """It would never look into the pool; a person reads one line that names it."""
     model = model_of("GPTNeo")
     pool = pool_of(model_of("GPT2"))
-    with pytest.raises(UsageError, match=r"GPTNeoForCausalLM isn't served: its layers attend by"):
+    with pytest.raises(UsageError, match=r"GPTNeoForCausalLM isn't served: its layers don.t call"):
         HookedModel(model, pool, experts_by_token=False)
 
 

@@ -245,7 +245,7 @@ def test_request_longer_than_the_models_context_fails_alone() -> None:
     run_all(engine, [request])
     engine.close()
     assert request.finish_reason == "error"
-    assert "knows 8192 positions" in str(request.error)
+    assert "has 8192 positions" in str(request.error)
 
 
 def test_more_memory_than_there_is_is_refused() -> None:
@@ -296,7 +296,7 @@ def test_prompt_without_tokens_is_refused() -> None:
 def test_token_of_another_vocabulary_is_refused(token: int) -> None:
     """When it arrives, and not by a crash of the step that it shares with others."""
     engine = build(96)
-    with pytest.raises(UsageError, match=f"token {token} isn't one of the model's 260"):
+    with pytest.raises(UsageError, match=f"token {token} isn't one of the model's 260 tokens"):
         engine.add(Request("r", [5, token]))
     assert not engine.has_work
     engine.close()
@@ -358,6 +358,6 @@ def test_id_at_work_is_refused() -> None:
     """Two requests of one name could not be told apart."""
     engine = build(96)
     engine.add(Request("r", [5]))
-    with pytest.raises(UsageError, match="at work already"):
+    with pytest.raises(UsageError, match="is in use already"):
         engine.add(Request("r", [6]))
     engine.close()

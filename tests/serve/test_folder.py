@@ -85,14 +85,14 @@ def test_weights_that_are_cut_off_are_named(folder: Path, size: int) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:size])
     line = refusal(folder)
-    assert f"{path} is not a whole file of safetensors" in line
+    assert f"{path} is not a complete file of safetensors" in line
 
 
 def test_a_head_longer_than_the_file_costs_no_memory(folder: Path) -> None:
     """Its length is the first thing that the file says."""
     path = folder / WEIGHTS
     path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:])
-    assert f"{path} is not a whole file of safetensors" in refusal(folder)
+    assert f"{path} is not a complete file of safetensors" in refusal(folder)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
@@ -116,9 +116,9 @@ def test_layers_that_are_not_there_cost_no_memory(folder: Path, key: str) -> Non
 def test_quantization_that_nobody_knows_is_refused(folder: Path, told: Any) -> None:
     """Transformers skips it, and takes the packed weights for numbers."""
     change_config(folder, quantization_config=told)
-    assert "are quantized in a way that isn't known" in refusal(folder)
+    assert "are quantized by an unknown method" in refusal(folder)
     change_config(folder, quantization_config=None, text_config={"quantization_config": told})
-    assert "are quantized in a way that isn't known" in refusal(folder)
+    assert "are quantized by an unknown method" in refusal(folder)
 
 
 def test_weights_for_mlx_are_refused(folder: Path) -> None:
@@ -234,4 +234,4 @@ def test_a_file_that_would_be_left_out_is_named_where_it_is_missed(folder: Path)
     more = folder / "model-2.safetensors"
     save_file({"model.layers.4.mlp.up_proj.weight": torch.ones(4)}, more)
     line = refusal(folder)
-    assert f"{more} would be left out, and has model.layers.4.mlp.up_proj.weight" in line
+    assert f"{more} would be ignored, but only it has model.layers.4.mlp.up_proj.weight" in line

@@ -157,7 +157,7 @@ def test_a_key_that_the_model_has_otherwise_is_named(
         return {**keys, f"llama.{key}": value}, *rest
 
     monkeypatch.setattr("kvtide.serve.checkpoint.read_gguf_head", read)
-    assert f"llama.{key} = {value}, and the model would be run with" in refusal(path)
+    assert f"llama.{key} = {value}, and the model would run with" in refusal(path)
 
 
 def test_a_key_that_is_not_there_is_named_where_it_is_missed(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_nothing_is_not_what_the_model_has(key: str, value: Any, meant: dict[str
     """A file may say that there is no such part, where a default has one."""
     keys = {"general.architecture": "gemma2", f"gemma2.{key}": value}
     check_keys(keys, SimpleNamespace(head_dim=16))
-    with pytest.raises(UsageError, match=f"gemma2.{key} = {value}, .* would be run with"):
+    with pytest.raises(UsageError, match=f"gemma2.{key} = {value}, .* would run with"):
         check_keys(keys, SimpleNamespace(head_dim=16, **meant))
 
 

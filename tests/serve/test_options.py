@@ -1,4 +1,4 @@
-"""Options of an engine that can't be meant."""
+"""Invalid options of an engine."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "BigBirdPegasus": (decoder_of_two, [FROM_CACHE]),
     "JetMoe": (
         lambda: {**SMALL, "num_key_value_heads": 2, "kv_channels": 12, "num_local_experts": 4},
-        ["it makes 4 heads of 2 KV heads in an order of its own"],
+        ["it makes 4 heads of 2 KV heads in an unknown order"],
     ),
 }
 
@@ -238,12 +238,12 @@ def test_one_layer_at_a_time_is_held_twice() -> None:
 @pytest.mark.parametrize("layer", [0, 1])
 @DTYPES
 def test_weights_that_are_not_numbers_are_named(dtype: torch.dtype, layer: int) -> None:
-    """The model's own forward shows it, whether or not a layer caches what comes of them."""
+    """The model's plain forward shows them, whether or not a layer caches such numbers."""
     torch.manual_seed(3)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).to(dtype).eval()
     with torch.no_grad():
         model.model.layers[layer].mlp.up_proj.weight[3, 5] = float("nan")
-    assert "its own forward gives NaN" in refusal(model)
+    assert "without kvtide it gives NaN" in refusal(model)
 
 
 @pytest.mark.parametrize("ruled_out", [float("-inf"), torch.finfo(torch.float32).min])

@@ -145,7 +145,7 @@ def test_where_the_place_matters_each_row_runs_alone(model: Any) -> None:
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     found = check(model, 12, planted)
     assert rules(1) == found.rules
-    why = "that is slow: no passes but of 1 row, since other numbers of rows change a product"
+    why = "that is slow: all passes have 1 row, since other numbers of rows change a product"
     assert why in found.detail
     assert "--fast" in found.detail
 
@@ -201,7 +201,7 @@ def test_attention_that_depends_on_its_thread_is_found(
     found = check(model_of(dtype=dtype), 24)
     assert found.rules is not None
     assert not found.rules.share_attention
-    why = "a call of the attention for each request, since company changes attention over 64 tokens"
+    why = "each request needs a call by itself, since others in it change attention over 64 tokens"
     assert why in found.detail
 
 

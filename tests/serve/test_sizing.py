@@ -17,7 +17,7 @@ GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_
 def test_pages_are_counted_down_to_whole_ones() -> None:
     """A page is 4 tokens of 10 bytes."""
     assert [1, 1, 2] == [sizing.count_pages(GEOMETRY, size, ()) for size in (40, 79, 80)]
-    with pytest.raises(UsageError, match="39 bytes holds no page: one takes 40 bytes"):
+    with pytest.raises(UsageError, match="39 bytes holds no page: a page takes 40 bytes"):
         sizing.count_pages(GEOMETRY, 39, ())
 
 

@@ -1,13 +1,12 @@
-"""The one place that touches transformers, with `adapter_files`: nothing else in kvtide imports it.
+"""Runs transformers models over a pool. Only this module and `adapter_files` import transformers.
 
-`HookedModel` runs a transformers model, unpatched, over a pool. Two hooks that transformers
-offers are used and nothing else: a `Cache`, to which the model hands each layer's new keys and
-values, and an attention function, registered by name. Both get the pass at hand through the
-model's keyword arguments. Below it are the thin functions that make the tiny model and narrow a
-distribution before a token is drawn; what reads and writes files is in `adapter_files`.
+`HookedModel` uses two hooks that transformers offers and patches nothing: a `Cache`, which gets
+each layer's new keys and values, and an attention function, registered by name. Both find the
+current pass in a context variable. Two small functions make the tiny model and narrow a
+distribution before a token is drawn. `adapter_files` reads and writes files.
 
-Transformers moves fast. What moves between its releases is in these two files;
-`transformers>=5.24,<5.25` is what it is tested with.
+transformers changes fast, and these two files hold all that depends on its release. They are
+tested with `transformers>=5.24,<5.25`.
 """
 
 from __future__ import annotations
@@ -50,29 +49,29 @@ __all__ = [
 ]
 
 _ATTENTION_NAME = "kvtide_paged"
-# Arguments that models hand to every attention function and that change nothing here.
+# Models pass these arguments to every attention function; they don't change its result.
 _HARMLESS_ARGUMENTS = frozenset({"logits_to_keep", "position_ids", "use_cache"})
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One forward pass of the model, as the cache and the attention function need it."""
+    """What the cache and the attention function need to know of a forward pass."""
 
     pool: Pool
     out_slots: Tensor
-    """int64 [row], without the padding rows: their keys and values are dropped."""
+    """int64 [row] without padding rows. The keys and values of padding are dropped."""
     plan: AttentionPlan
     workspace: Workspace
     trial: Trial | None = None
 
 
-# Not handed through the model: many architectures drop an argument that they don't know on its way
-# to the cache or to the attention function.
+# Not an argument of the model: many architectures drop an unknown argument before it reaches the
+# cache or the attention function.
 _RUNNING: ContextVar[_Pass] = ContextVar("kvtide_pass")
 
 
 class _PagedCache(Cache):  # type: ignore[misc] # the type checker doesn't follow transformers
-    """Writes each layer's new keys and values to the pool; knows no sequences."""
+    """Writes each layer's new keys and values to the pool. It knows no sequences."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -80,7 +79,7 @@ class _PagedCache(Cache):  # type: ignore[misc] # the type checker doesn't follo
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes the new tokens' states, [1, kv_head, row, dim], and gives them back."""
+        """Stores the new tokens' states, [1, kv_head, row, dim], and returns them."""
         current = _RUNNING.get()
         count = len(current.out_slots)
         for name, states in (("k", key_states), ("v", value_states)):
@@ -110,15 +109,15 @@ def _paged_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature: query [1, head, row, dim] to [1, row, head, v_dim].
+    """Attention as transformers calls it: query [1, head, row, dim] to [1, row, head, v_dim].
 
-    Raises UsageError for an argument that would change the result and isn't known here. A
-    window changes nothing: the trial pass has found it longer than any context.
+    Raises UsageError for an unknown argument, which may change the result. A sliding window is
+    ignored: the trial pass has checked that no context is longer.
     """
     changes = {"attention_mask": attention_mask, **others}
     changes |= {"dropout": dropout or None, "is_causal": "no" if is_causal is False else None}
     for name, argument in changes.items():
-        # A switch that is off, such as output_attentions, changes nothing either.
+        # A switch that is off, such as output_attentions=False, changes nothing either.
         if argument is not None and argument is not False and name not in _HARMLESS_ARGUMENTS:
             raise UsageError(
                 f"the model's {type(module).__name__} passes {name!r} to its attention, which "
@@ -143,15 +142,15 @@ AttentionInterface.register(_ATTENTION_NAME, _paged_attention)
 
 
 class HookedModel:
-    """A transformers model whose layers write to a pool and attend to what it holds.
+    """A transformers model whose layers write keys and values to a pool and attend to them there.
 
-    Takes the model over: its attention is replaced by name, so its own ``generate`` doesn't
-    work until `release`. With ``experts_by_token`` experts run token by token, not grouped by
-    expert over the pass.
+    It takes the model over: the model's attention function is replaced by name, so the model's
+    `generate` doesn't work until `release`. With `experts_by_token` experts run token by token;
+    otherwise they run over all tokens of a pass that chose them.
     """
 
     def __init__(self, model: PreTrainedModel, pool: Pool, *, experts_by_token: bool) -> None:
-        """Raises UsageError, and releases the model, if it doesn't use both hooks as it must."""
+        """Raises UsageError, and releases the model, if the model doesn't use both hooks right."""
         self._model = model
         self._pool = pool
         self._cache = _PagedCache()
@@ -163,13 +162,13 @@ class HookedModel:
         if experts_by_token:
             model.set_experts_implementation("batched_mm")
         try:
-            self._refuse_untrue()
-        except BaseException:  # Ctrl-C, too, gives the model back
+            self._check_hooks()
+        except BaseException:  # Ctrl-C too must give the model back
             self.release()
             raise
 
     def release(self) -> None:
-        """Gives the model its own attention back; this object must not be used afterwards."""
+        """Gives the model its attention function back. Don't use this object afterwards."""
         self._model.set_attn_implementation(self._own_attention)
         self._model.set_experts_implementation(self._own_experts)
 
@@ -181,11 +180,11 @@ class HookedModel:
         plan: AttentionPlan,
         keep: Tensor | int,
     ) -> Tensor:
-        """One pass over int64 ``token_ids`` and ``positions`` [row]: logits [n, vocab].
+        """One pass over `token_ids` and `positions` (int64 [row]); gives logits [n, vocab].
 
-        ``out_slots`` takes the keys and values of as many rows as it is long, from the first;
-        the rest are padding. ``keep`` is the rows whose logits are wanted, int64 [n], or 0 for
-        all. To be called in inference mode.
+        `out_slots` (int64) names the slots for the keys and values of the first rows; further rows
+        are padding. `keep` names the rows whose logits are wanted (int64 [n]); 0 means all rows.
+        Call this in inference mode.
         """
         current = _Pass(self._pool, out_slots, plan, self._workspace)
         return self._call(current, token_ids, positions, keep)
@@ -208,19 +207,19 @@ class HookedModel:
         return logits
 
     @torch.inference_mode()
-    def _refuse_untrue(self) -> None:
-        """A pass of padding only, which writes to no slot: does the model do what we rely on?"""
+    def _check_hooks(self) -> None:
+        """Runs a pass of padding, which writes no slot; raises UsageError if a hook isn't used."""
         text = self._model.config.get_text_config(decoder=True)
         trial = Trial(limit=getattr(text, "max_position_embeddings", None))
         nothing = torch.zeros(2, dtype=torch.int64, device=self._model.device)
-        # From the middle of the vocabulary: a padding token's states are often all zero.
+        # A token from the middle of the vocabulary: a padding token's states are often all zero.
         tokens = nothing + self._model.get_input_embeddings().num_embeddings // 2
         current = _Pass(self._pool, nothing[:0], AttentionPlan(2, ()), self._workspace, trial)
         try:
             logits = self._call(current, tokens, nothing, nothing[:1])
         except UsageError:
             raise
-        # Each architecture fails in its own way over a cache or an argument it doesn't pass on.
+        # Architectures that drop a cache or an argument raise all kinds of errors.
         except Exception as error:
             raise UsageError(
                 f"{type(self._model).__name__} isn't served: it can't run over a paged cache "
@@ -232,14 +231,14 @@ class HookedModel:
         if len(logits) != 1:
             raise UsageError(
                 f"{type(self._model).__name__} isn't served: asked for the logits of 1 row, "
-                f"it gave those of {len(logits)}"
+                f"it gave logits of {len(logits)}"
             )
 
 
 def wrap_tokenizer(
     tokenizer: Tokenizer, *, bos: str, eos: str, pad: str, chat_template: str
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer of the tokenizers library, as transformers hands them out."""
+    """Wraps a tokenizer of the tokenizers library as a tokenizer of transformers."""
     wrapped: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=bos,
@@ -254,9 +253,9 @@ def wrap_tokenizer(
 def random_llama(
     tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, **sizes: int
 ) -> PreTrainedModel:
-    """A Llama of these configured sizes, in numbers that may change with a release.
+    """A Llama of the given sizes with random weights, which differ between releases.
 
-    Leaves torch's random numbers as they were.
+    Doesn't change torch's random state.
     """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -272,16 +271,16 @@ def random_llama(
 
 
 def warper(temperature: float, top_k: int, top_p: float) -> Callable[[Tensor], Tensor]:
-    """What turns scores [request, vocab] into those to draw from, excluded ones minus infinity.
+    """A function that narrows scores [request, vocab]: an excluded token gets minus infinity.
 
-    ``temperature`` is above 0; ``top_k`` 0 and ``top_p`` 1 exclude nothing.
+    `temperature` is above 0; `top_k` 0 and `top_p` 1 exclude nothing.
     """
     processors = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
     if top_k:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         processors.append(TopPLogitsWarper(float(top_p)))
-    # None of these looks at the tokens so far.
+    # These processors don't look at the tokens so far.
     no_tokens = torch.empty(1, 0, dtype=torch.int64)
 
     def warp(scores: Tensor) -> Tensor:

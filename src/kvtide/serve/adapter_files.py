@@ -1,7 +1,7 @@
-"""Models' files as transformers reads and writes them; the other half of `adapter`.
+"""Reads and writes models' files with transformers. `adapter` runs the models.
 
-Nothing is unpickled, no code is run that lies beside the weights, nothing is fetched. Whatever
-these functions read was written by somebody else: `models` checks it first, and what came of it.
+Nothing is unpickled, no code from a model's folder is run, nothing is fetched. The files are
+untrusted: `checkpoint` checks them before these functions read them, and checks the model after.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 QUANTIZATIONS = frozenset(AUTO_QUANTIZATION_CONFIG_MAPPING)
-"""The methods of quantization that transformers knows, by their names in a configuration."""
+"""The quantization methods that transformers knows, by their names in a configuration."""
 
 TEXT_SPLITS = frozenset(GGUF_PRE_TOKENIZER_SPLITS)
-"""Ways to cut a text into words that transformers takes from a GGUF file, by llama.cpp's names."""
+"""The rules for splitting text into words that transformers knows, by llama.cpp's names."""
 
 Shape = tuple[int, ...]
 
 
 @contextlib.contextmanager
 def quiet(*, is_gguf: bool = False) -> Iterator[None]:
-    """Keeps transformers and the hub from printing; what was set before is set again afterwards."""
+    """Keeps transformers and the hub from printing; restores their settings afterwards."""
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -64,11 +64,10 @@ def quiet(*, is_gguf: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gguf_alone(path: Path) -> Iterator[Path]:
-    """A name for a GGUF file under which transformers sees nothing but it, and reads it fast.
+    """Gives a link to a GGUF file, in a folder that holds nothing else.
 
-    Transformers takes a folder and looks there for further files, an adapter's for example. It
-    also has the gguf library parse the whole head, all tokens' texts in it, each time it looks for
-    something: within this block that is done once.
+    transformers reads a folder and would also read other files there, such as an adapter. It also
+    parses the file's head, with the texts of all tokens, many times; within this block, once.
     """
     reader = gguf.GGUFReader
     with tempfile.TemporaryDirectory(prefix="kvtide-") as folder:
@@ -82,23 +81,22 @@ def gguf_alone(path: Path) -> Iterator[Path]:
 
 
 def read_gguf_head(path: Path) -> tuple[dict[str, Any], dict[str, Shape], int]:
-    """A GGUF file's keys with their values, an array of texts by its length; its tensors; and how
-    many bytes it must have for them.
+    """Reads a GGUF file's keys, its tensors' shapes, and the size in bytes that it must have.
 
-    Reads no more than there is: whatever lengths a file claims, they cost no memory. Raises what
-    the reader raises, which can be anything.
+    An array of texts is given by its length. A false length in the file costs no memory. May raise
+    any error, since the reader does.
     """
     blob = gguf_reader._mapped(str(path))
     keys, count, position = gguf_reader._read_metadata(blob, str(path))
     key_count = int.from_bytes(bytes(blob[16:24]), "little")
-    if key_count != len(keys):  # readers differ in which of the two they take
+    if key_count != len(keys):  # of two equal keys, some readers take the first, some the last
         raise ValueError(f"it has {key_count} keys, and some of them twice")
     entries, position = gguf_reader._read_tensor_table(blob, count, position)
     alignment = keys.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     first = whole_bytes = -(-position // alignment) * alignment
     for name, shape, kind, offset in entries:
         if kind not in gguf.GGML_QUANT_SIZES:
-            raise ValueError(f"{name} is of type {kind}, which isn't known")
+            raise ValueError(f"{name} is of type {kind}, which is unknown")
         block_numbers, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         size_bytes = math.prod(shape) // block_numbers * block_bytes
         whole_bytes = max(whole_bytes, first + offset + size_bytes)
@@ -106,14 +104,15 @@ def read_gguf_head(path: Path) -> tuple[dict[str, Any], dict[str, Shape], int]:
 
 
 def read_gguf_tensor(path: Path, name: str) -> list[float]:
-    """The numbers of a small tensor, which must be there."""
-    found = next(one for one in gguf.GGUFReader(str(path)).tensors if one.name == name)
+    """The numbers of a small tensor, which must exist."""
+    tensors = gguf.GGUFReader(str(path)).tensors
+    found = next(tensor for tensor in tensors if tensor.name == name)
     numbers: list[float] = gguf.dequantize(found.data, found.tensor_type).reshape(-1).tolist()
     return numbers
 
 
 def load_config(path: Path) -> Any:
-    """The configuration in a model's folder or GGUF file, under the rules of `load_weights`."""
+    """The configuration in a model's folder or GGUF file. See `load_weights` for safety."""
     with quiet(is_gguf=path.is_file()):
         return AutoConfig.from_pretrained(
             _folder_of(path),
@@ -124,38 +123,38 @@ def load_config(path: Path) -> Any:
 
 
 def skeleton_of(config: Any) -> PreTrainedModel:
-    """The model of a configuration, without any numbers: it takes hardly any memory."""
+    """The model of a configuration, without its numbers, so it takes hardly any memory."""
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model
 
 
 def gguf_places(skeleton: PreTrainedModel, arch: str) -> frozenset[str]:
-    """The names of those tensors of a GGUF file that transformers puts into this model."""
+    """The names of the GGUF tensors that transformers loads into this model."""
     processor = TENSOR_PROCESSORS.get(arch, TensorProcessor)(config={})
     places = get_gguf_hf_weights_map(skeleton, processor)
-    # Experts are looked up without the end of their tensors' names.
+    # transformers looks up experts' tensors without the `.weight` at their names' end.
     return frozenset(places) | {f"{name}.weight" for name in places if name.endswith("_exps")}
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What didn't fit between a model and its files; all empty where all is well."""
+    """The differences between a model and its files; all empty if there are none."""
 
     missing: list[str]
-    """Weights of the model that no file has: filled with random numbers."""
+    """Weights of the model that no file has. They are filled with random numbers."""
     unexpected: list[str]
-    """Tensors in the files that the model has no place for: dropped."""
+    """Tensors in the files for which the model has no place. They are dropped."""
     mismatched: list[tuple[str, Shape, Shape]]
-    """Weights with the shape in the files and that in the model: filled with random numbers."""
+    """Weights whose shapes in the files and in the model differ. They are random, too."""
 
 
 def load_weights(path: Path, dtype: torch.dtype, config: Any) -> tuple[PreTrainedModel, Loading]:
-    """The model in a folder of safetensors or a GGUF file, and what didn't fit.
+    """The model in a folder of safetensors or a GGUF file, and how its files differ from it.
 
-    Nothing is unpickled, no code is run that lies in the folder, nothing is fetched. Transformers
-    goes on over whatever doesn't fit, so look at that before you use the model.
-    Raises what the readers of the files raise, which can be anything.
+    Nothing is unpickled, no code from the folder is run, nothing is fetched. transformers ignores
+    differences, so look at `Loading` before you use the model. May raise any error, since the
+    readers of the files do.
     """
     is_gguf = path.is_file()
     options: dict[str, Any] = (
@@ -171,14 +170,14 @@ def load_weights(path: Path, dtype: torch.dtype, config: Any) -> tuple[PreTraine
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # it is an error otherwise that names no weight
+            ignore_mismatched_sizes=True,  # without it, the error doesn't name the weight
             **options,
             **_gguf_options(path),
         )
     return model, Loading(
         sorted(info["missing_keys"]),
         sorted(info["unexpected_keys"]),
-        sorted((key, tuple(one), tuple(other)) for key, one, other in info["mismatched_keys"]),
+        sorted((key, tuple(held), tuple(made)) for key, held, made in info["mismatched_keys"]),
     )
 
 
@@ -191,7 +190,7 @@ def _gguf_options(path: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder or GGUF file, under the rules of `load_weights`."""
+    """The tokenizer in a model's folder or GGUF file. See `load_weights` for safety."""
     with quiet(is_gguf=path.is_file()):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             _folder_of(path),
@@ -203,14 +202,14 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes both to a folder, as `load_weights` and `load_tokenizer` read it."""
+    """Writes a folder that `load_weights` and `load_tokenizer` can read."""
     with quiet():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All ids that any of the model's three files calls an end; chat models need the union."""
+    """All ids that end an answer by any of the model's three files; chat models need the union."""
     ids: set[int] = set()
     for source in (model.generation_config, model.config, tokenizer):
         found = getattr(source, "eos_token_id", None)

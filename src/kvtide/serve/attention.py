@@ -1,16 +1,17 @@
-"""Attention over pool slots, in plain torch: who attends to what is planned once a step.
+"""Attention over pool slots, in plain torch, planned once a step for all layers.
 
-Two shapes of work. A *span* is several queries of one request (prefill): its context is
-gathered and attended to alone. A *bucket* is one query each of several requests whose contexts
-are padded to the same length (decode): one gather and one kernel call serve them all.
+The plan has two kinds of parts. A *span* is several queries of one request (prefill): its context
+is gathered and attended to by itself. A *bucket* is one query each of several requests whose
+contexts are padded to the same length (decode): one gather and one kernel call serve all of them.
 
-The padded length depends on the request's own length alone, padding repeats the request's own
-first slot behind a bias of minus infinity, and torch's CPU kernel treats each (request, head)
-by itself. What is left is which thread computes a (request, head), and where its numbers lie in
-memory: a library may add in another order for either, unless it was told to repeat its results
-(`kvtide.serve.repeatable`). `kvtide.serve.selfcheck` measures at each start whether a request's
-numbers are the same bits whoever shares its bucket; where they aren't, each has a bucket of its
-own: a call of the same shape, on memory that lies alike, whatever else is in the pass.
+A request's result must not depend on the other requests in its bucket. The padded length depends
+on the request's length alone. Padding repeats the request's first slot, and a bias of minus
+infinity hides it. torch's CPU kernel computes each (request, head) by itself. But the order of
+additions may depend on the thread that computes it and on the place of its numbers in memory,
+unless the library was told to repeat its results (`kvtide.serve.repeatable`). So
+`kvtide.serve.selfcheck` measures at each start whether a request gets the same bits in every
+bucket. If not, each request gets a bucket by itself: its call then has the same shape, on memory
+with the same alignment, in every pass.
 """
 
 from __future__ import annotations
@@ -31,46 +32,46 @@ MOST_IN_BUCKET = 64
 
 
 class Sharing(Enum):
-    """Which requests that have one query each share a bucket."""
+    """Which requests of one query each share a bucket, of at most 64 requests."""
 
     ANY = "any"
-    """All, but no more than 64: fastest, but numbers depend on the neighbours' lengths."""
+    """Any requests. Fastest, but results depend on the other requests' lengths."""
     ALIKE = "alike"
-    """Those of the same padded length, but no more than 64."""
+    """Requests of the same padded length."""
     NONE = "none"
-    """Each has its own."""
+    """None: each bucket has one request."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows ``first .. first+count`` are the last queries of one request's context."""
+    """Rows `first .. first+count` are the last queries of one request's context."""
 
     first: int
     count: int
     slots: Tensor
     """int64 [context]."""
     mask: Tensor | None
-    """bool [count, context], true where a query may look; None when it is plainly causal."""
+    """bool [count, context], true where a query may look; None for a plain causal mask."""
 
     def to(self, device: torch.device) -> Span:
-        """The same on that device."""
+        """A copy on that device."""
         mask = None if self.mask is None else self.mask.to(device)
         return replace(self, slots=self.slots.to(device), mask=mask)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows ``first .. first+count`` are one query each of ``count`` requests."""
+    """Rows `first .. first+count` are one query each of `count` requests."""
 
     first: int
     count: int
     slots: Tensor
-    """int64 [count * length]: each request's slots, padded to ``length``."""
+    """int64 [count * length]: each request's slots, padded to `length`."""
     bias: Tensor
-    """[count, 1, 1, length] in the model's dtype: 0 on the context, minus infinity behind it."""
+    """[count, 1, 1, length] in the model's dtype: 0 in the context, minus infinity behind it."""
 
     def to(self, device: torch.device) -> Bucket:
-        """The same on that device."""
+        """A copy on that device."""
         return replace(self, slots=self.slots.to(device), bias=self.bias.to(device))
 
 
@@ -79,20 +80,20 @@ class AttentionPlan:
     """The attention of one forward pass; the same for every layer."""
 
     row_count: int
-    """All rows, padding included; rows in no span or bucket get zeros."""
+    """The number of rows, padding included. Padding rows, in no part, get zeros."""
     parts: tuple[Span | Bucket, ...]
     """In the order of their rows, without gaps, from row 0."""
 
     def to(self, device: torch.device) -> AttentionPlan:
-        """The same on that device."""
+        """A copy on that device."""
         return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
 
 def padded_length(context: int) -> int:
-    """The length that a decoding request's context is padded to: a function of it alone.
+    """The length to which a context is padded for decoding; depends on nothing else.
 
-    A multiple of 64 up to 512, then of an eighth of the next lower power of two, so that
-    padding wastes little and requests of like length still meet in one bucket.
+    It is a multiple of 64 up to 512, and above that of an eighth of the next lower power of two.
+    So padding wastes little, and requests of similar lengths still share a bucket.
     """
     block = max(_FINEST_BLOCK, 1 << max(0, (context - 1).bit_length() - 4))
     return -(-context // block) * block
@@ -105,9 +106,9 @@ def plan_attention(
     *,
     sharing: Sharing = Sharing.ALIKE,
 ) -> AttentionPlan:
-    """Plan the attention of one pass; ``segments`` have their rows relative to the pass.
+    """Plans the attention of one pass. The segments' `first` counts rows of the pass.
 
-    Segments of one query must be ordered by `padded_length`, as `PagedModel` does.
+    Segments of one query must be sorted by `padded_length`; `PagedModel` sorts them.
     """
     parts: list[Span | Bucket] = []
     singles: dict[int, list[Segment]] = defaultdict(list)
@@ -117,10 +118,10 @@ def plan_attention(
         else:
             parts.append(_span(segment))
     if sharing is Sharing.ANY and singles:
-        singles = {max(singles): [one for group in singles.values() for one in group]}
+        singles = {max(singles): [segment for alike in singles.values() for segment in alike]}
     most = 1 if sharing is Sharing.NONE else MOST_IN_BUCKET
-    for length, group in singles.items():
-        buckets = (group[first : first + most] for first in range(0, len(group), most))
+    for length, alike in singles.items():
+        buckets = (alike[first : first + most] for first in range(0, len(alike), most))
         parts += [_bucket(bucket, length, dtype) for bucket in buckets]
     parts.sort(key=lambda part: part.first)
     return AttentionPlan(row_count, tuple(parts))
@@ -135,32 +136,32 @@ def _span(segment: Segment) -> Span:
     return Span(segment.first, segment.count, segment.slots, mask)
 
 
-def _bucket(group: Sequence[Segment], length: int, dtype: torch.dtype) -> Bucket:
-    device = group[0].slots.device
-    slots = torch.empty(len(group), length, dtype=torch.int64, device=device)
-    for row, segment in zip(slots, group, strict=True):
+def _bucket(segments: Sequence[Segment], length: int, dtype: torch.dtype) -> Bucket:
+    device = segments[0].slots.device
+    slots = torch.empty(len(segments), length, dtype=torch.int64, device=device)
+    for row, segment in zip(slots, segments, strict=True):
         context = len(segment.slots)
         row[:context] = segment.slots
-        # The request's own slot, so that what is gathered for padding is finite and its own.
+        # Padding gathers a slot of the same request, so its numbers are finite.
         row[context:] = segment.slots[0]
-    contexts = torch.tensor([len(segment.slots) for segment in group], device=device)
+    contexts = torch.tensor([len(segment.slots) for segment in segments], device=device)
     beyond = torch.arange(length, device=device)[None] >= contexts[:, None]
-    bias = torch.zeros(len(group), length, dtype=dtype, device=device)
+    bias = torch.zeros(len(segments), length, dtype=dtype, device=device)
     bias.masked_fill_(beyond, float("-inf"))
-    return Bucket(group[0].first, len(group), slots.view(-1), bias[:, None, None])
+    return Bucket(segments[0].first, len(segments), slots.view(-1), bias[:, None, None])
 
 
 class Workspace:
-    """Memory that gathered keys and values are put in, reused by all layers and steps.
+    """Memory for gathered keys and values, which all layers and steps use again.
 
-    A gather of megabytes into fresh memory costs more in page faults than in copying.
+    To gather megabytes into fresh memory costs more time in page faults than in copying.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def gather(self, name: str, plane: Tensor, slots: Tensor) -> Tensor:
-        """``plane[slots]``, [len(slots), head, dim]; valid until the next call of that name."""
+        """`plane[slots]`, [slot, head, dim]; valid until the next call with the same `name`."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < len(slots) or buffer.shape[1:] != plane.shape[1:]:
             buffer = plane.new_empty(len(slots) * 5 // 4, *plane.shape[1:])
@@ -178,7 +179,7 @@ def attend(
 ) -> Tensor:
     """Attention of one layer: query [row, head, dim], planes [slot, kv_head, dim].
 
-    Returns [row, head, v_dim]; reads the planes, changes nothing but ``workspace``.
+    Returns [row, head, v_dim]. Changes only `workspace`.
     """
     outputs = []
     done = 0
@@ -187,7 +188,7 @@ def attend(
         v = workspace.gather("v", values, part.slots)
         rows = query[part.first : part.first + part.count]
         if len(rows) < len(query):
-            rows = rows.clone()  # so that it lies in memory as if nobody else were in the pass
+            rows = rows.clone()  # its place in memory must not depend on the other rows
         if isinstance(part, Span):
             outputs.append(_attend_span(part, rows, k, v, scale))
         else:
@@ -213,7 +214,7 @@ def _attend_span(span: Span, query: Tensor, k: Tensor, v: Tensor, scale: float) 
 
 def _attend_bucket(bucket: Bucket, query: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     count, kv_heads = bucket.count, k.shape[1]
-    # The queries that share a key head lie side by side: they become that head's query rows.
+    # Queries that share a key head are neighbours, and become rows of that head.
     grouped = query.reshape(count, kv_heads, -1, query.shape[-1])
     out = scaled_dot_product_attention(
         grouped,

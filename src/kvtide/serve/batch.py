@@ -1,4 +1,4 @@
-"""What the scheduler hands to the model: one packed step."""
+"""A packed step: what the scheduler gives to the model. And the row counts of exact mode."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's share of a packed step.
+    """The rows of one request in a packed step.
 
-    ``slots`` holds the slots of the request's positions 0 .. context-1, those of this step
-    included, as int64 [context]; its queries are the last ``count`` of them.
+    `slots` holds the slots of all the request's tokens so far, this step's included, as int64
+    [context]. The request's queries are its last `count` tokens.
     """
 
     first: int
     """The segment's first packed row."""
     count: int
-    """Its query tokens in this step, at least 1."""
+    """The number of query tokens in this step, at least 1."""
     slots: Tensor
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The rows of all requests of a step, one after another; every row lies in one segment.
+    """The rows of all requests of a step, request after request. Every row is in one segment.
 
     All tensors are on the host.
     """
@@ -35,30 +35,30 @@ class PackedBatch:
     positions: Tensor
     """int64 [row]: each token's place in its own request."""
     out_slots: Tensor
-    """int64 [row]: the slot that each row's keys and values are written to."""
+    """int64 [row]: the slot to which each row's keys and values are written."""
     segments: tuple[Segment, ...]
     """In the order of their rows, without gaps."""
     logit_rows: Tensor
-    """int64 [n]: the rows whose logits are wanted, each in ascending order."""
+    """int64 [n]: the rows whose logits are wanted, ascending."""
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The row counts of a pass at which a row's numbers are the same bits, in ascending order.
+    """Row counts of a pass, ascending, at all of which a row's results have the same bits.
 
-    A pass of another number of rows is padded up to the next of them; a step of more rows than
-    the last runs as several passes.
+    A pass with another row count is padded to the next count in the list. A step with more rows
+    than the largest count runs as several passes.
     """
 
     counts: tuple[int, ...]
 
     @property
     def most(self) -> int:
-        """The most rows of a pass that requests share."""
+        """The most rows of a pass that several requests share."""
         return self.counts[-1]
 
     def padded(self, rows: int) -> int:
-        """The count that so many rows, at most `most`, are padded to; none stay none."""
+        """The count to which `rows` rows (0 to `most`) are padded. Zero rows stay zero."""
         return self.counts[bisect_left(self.counts, rows)] if rows else 0
 
     def __str__(self) -> str:
@@ -66,17 +66,17 @@ class RowCounts:
         parts, rest = [], self.counts
         while rest:
             step = rest[1] - rest[0] if len(rest) > 1 else 1
-            run = 1
-            while run < len(rest) and rest[run] == rest[0] + run * step:
-                run += 1
-            if run < 3:
-                run = 1
-            parts.append(_name_run(rest[0], rest[run - 1], step))
-            rest = rest[run:]
+            length = 1
+            while length < len(rest) and rest[length] == rest[0] + length * step:
+                length += 1
+            if length < 3:
+                length = 1
+            parts.append(_range_text(rest[0], rest[length - 1], step))
+            rest = rest[length:]
         return ", ".join(parts)
 
 
-def _name_run(first: int, last: int, step: int) -> str:
+def _range_text(first: int, last: int, step: int) -> str:
     if first == last:
         return str(first)
     return f"{first} to {last}" + (f" in steps of {step}" if step > 1 else "")
@@ -84,11 +84,12 @@ def _name_run(first: int, last: int, step: int) -> str:
 
 @dataclass(frozen=True)
 class ExactRules:
-    """How the passes of exact mode are made up on this machine; the self-check finds it."""
+    """The rules for passes in exact mode on this machine, found by the self-check."""
 
     rows: RowCounts
-    """Of the passes of segments that have one query each: answer tokens."""
+    """The row counts of passes for answer tokens: segments of one query each."""
     chunk_rows: RowCounts
-    """Of the passes of longer segments, parts of prompts. Where both are the same, they mix."""
+    """The row counts of passes for chunks of prompts: segments of several queries each. If both
+    are equal, the two kinds of segments share passes."""
     share_attention: bool = True
-    """Whether requests that have one query each may share a call of the attention."""
+    """Whether requests of one query each may share a call of the attention kernel."""

@@ -1,7 +1,8 @@
-"""A model from its files, whole or not at all.
+"""Loads a model from its files, completely or not at all.
 
-Each tensor and each key of the files is used, or known to have no effect, or the files are refused
-by its name: transformers would leave it out, or fill a gap with random numbers, and go on.
+Each tensor and each key of the files must be used or known to have no effect. Otherwise the files
+are refused, and the error names the tensor or the key. transformers would ignore it, or fill the
+gap with random numbers.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from kvtide.serve.gguf_keys import (
     has_no_space_before,
 )
 
-# SentencePiece's own.
+# SentencePiece writes a space as this character.
 _SPACE = "▁"
-# Packed into 32 bits each eight of them, with room to spare.
-_NUMBERS_IN_ONE = 16
-# What a model may compute besides, such as masks and tables of positions, however small it is.
+# The most weights in one stored number. Usual formats pack eight into 32 bits.
+_PACKED_WEIGHTS = 16
+# How many numbers even a small model may compute at its start: masks and tables of positions.
 _TABLE_NUMBERS = 1 << 26
 _FREQUENCIES = "rotary_emb.inv_freq"
 _QUANTIZED_ENDS = ("scale", "scale_inv", "scales", "zeros", "qweight", "qzeros", "g_idx", "absmax")
@@ -54,7 +55,7 @@ _QUANTIZED_ENDS = ("scale", "scale_inv", "scales", "zeros", "qweight", "qzeros",
 def load_folder(
     folder: Path, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in a folder of safetensors. Raises UsageError, in one line, if it isn't whole."""
+    """Loads a folder of safetensors. Raises UsageError, in one line, if it isn't complete."""
     what = f"the model in {folder}"
     with one_line(what):
         found = read_folder(folder)
@@ -73,7 +74,7 @@ def load_folder(
 
 
 def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in a GGUF file. Raises UsageError, in one line, if it isn't whole."""
+    """Loads a GGUF file. Raises UsageError, in one line, if it isn't complete."""
     what = f"the GGUF file {path}"
     with one_line(what), gguf_alone(path) as link:
         keys, shapes = _read_head(path, link)
@@ -92,15 +93,15 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
         if digits_apart:
             _split_digits(tokenizer)
         if has_no_space_before(keys):
-            _leave_beginnings(tokenizer)
+            _keep_beginnings(tokenizer)
         model.generation_config.eos_token_id = ends_of(keys) or None
         return model, tokenizer
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The configuration of a GGUF file as `load_gguf` makes it of its keys; no weights are read.
+    """The configuration that `load_gguf` makes from a GGUF file's keys. Reads no weights.
 
-    Raises UsageError, in one line, for a file that `load_gguf` refuses for its keys or its size.
+    Raises UsageError, in one line, if `load_gguf` would refuse the file's keys or its size.
     """
     with one_line(f"the GGUF file {path}"), gguf_alone(path) as link:
         fields: dict[str, Any] = _gguf_config(path, link, *_read_head(path, link)).to_dict()
@@ -108,11 +109,11 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def _read_head(path: Path, link: Path) -> tuple[dict[str, Any], dict[str, Shape]]:
-    """The keys and the tensors' shapes of a file that is a GGUF file, and all of it."""
+    """The keys and the tensors' shapes of a complete GGUF file."""
     _check_magic(path)
     try:
         keys, shapes, whole_bytes = read_gguf_head(link)
-    except struct.error as error:  # there is less than what is read next
+    except struct.error as error:  # the file ends before the next number
         raise UsageError(f"{path} is cut off in its head: get it again") from error
     _check_whole(path, whole_bytes)
     return keys, shapes
@@ -130,18 +131,18 @@ def _gguf_config(path: Path, link: Path, keys: dict[str, Any], shapes: dict[str,
 
 @contextlib.contextmanager
 def one_line(what: str) -> Iterator[None]:
-    """Turns what the readers of `what` may raise over a bad file into one line."""
+    """Turns any error of the readers of `what` into a UsageError of one line."""
     try:
         yield
     except UsageError:
         raise
-    # Half a dozen libraries read these files, and each has its own idea of what to raise.
+    # Half a dozen libraries read these files, and each raises errors of other classes.
     except Exception as error:
         raise UsageError(f"{what} can't be loaded: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows; a name where it says nothing."""
+    """The first line of an error's message, or the error's class if it has no message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     head = lines[0] if lines else type(error).__name__
     if head.endswith(":") and len(lines) > 1:
@@ -153,7 +154,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Says of a refusal what was refused."""
+    """Adds the name of the file to a refusal."""
     try:
         yield
     except UsageError as error:
@@ -161,7 +162,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Each digit is a word, so that the spaces before a number belong together."""
+    """Makes each digit a word, so that the spaces before a number stay together."""
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -170,8 +171,8 @@ def _split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
     )
 
 
-def _leave_beginnings(tokenizer: PreTrainedTokenizerBase) -> None:
-    """No space is put before a text, nor taken from the beginning of an answer."""
+def _keep_beginnings(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Adds no space before a text, and removes none from the beginning of an answer."""
     backend = tokenizer.backend_tokenizer
     backend.normalizer = normalizers.Replace(" ", _SPACE)
     backend.pre_tokenizer = None
@@ -198,12 +199,12 @@ def _check_whole(path: Path, whole_bytes: int) -> None:
 
 
 def _check_claims(path: Path, keys: dict[str, Any], shapes: dict[str, Shape]) -> None:
-    """Nothing is made as large as the file says that it is before the file is as large itself."""
+    """Raises UsageError if the file claims more layers or numbers than its size allows."""
     count = keys.get(f"{keys['general.architecture']}.block_count")
     if not isinstance(count, int) or count > len(shapes):
         raise UsageError(f"it says that it has {count} layers, with {len(shapes)} tensors")
     numbers, size_bytes = sum(math.prod(shape) for shape in shapes.values()), path.stat().st_size
-    # A number takes more than a bit.
+    # A number takes at least a bit.
     if numbers > 8 * size_bytes:
         raise UsageError(
             f"it says that it has {numbers} numbers, in {size_bytes} bytes: get it again"
@@ -213,12 +214,15 @@ def _check_claims(path: Path, keys: dict[str, Any], shapes: dict[str, Shape]) ->
 def _check_size(
     what: str, skeleton: PreTrainedModel, shapes: Collection[Shape], *, is_quantized: bool
 ) -> None:
-    """Transformers takes memory for all that the configuration asks for, wherever it comes from."""
+    """Raises UsageError for a configuration that asks for more numbers than the files have.
+
+    transformers would allocate memory for all of them.
+    """
     computed = sum(table.numel() for table in skeleton.buffers())
     wanted = sum(weight.numel() for weight in skeleton.parameters())
     wanted += max(0, computed - _TABLE_NUMBERS)
     held = sum(math.prod(shape) for shape in shapes)
-    if wanted > held * (_NUMBERS_IN_ONE if is_quantized else 2):
+    if wanted > held * (_PACKED_WEIGHTS if is_quantized else 2):
         raise UsageError(
             f"{what} is incomplete: its configuration asks for {wanted} numbers, and its files "
             f"have {held}; get it again"
@@ -234,8 +238,8 @@ def _check_loading(what: str, loading: Loading) -> None:
     if loading.mismatched:
         name, held, wanted = loading.mismatched[0]
         raise UsageError(
-            f"{what} doesn't fit its configuration: {name} is {list(held)}, and the configuration "
-            f"makes it {list(wanted)}; get both again from one place"
+            f"{what} doesn't fit its configuration: {name} is {list(held)}, but the configuration "
+            f"makes it {list(wanted)}; get both again from one source"
         )
     _refuse_unexpected(what, loading.unexpected)
 
@@ -245,7 +249,7 @@ def _refuse_unexpected(what: str, names: list[str]) -> None:
         return
     remedy = "correct its configuration so that it asks for them, or take another model"
     if any(name.endswith(_QUANTIZED_ENDS) for name in names):
-        remedy = "its weights are quantized, so take the model that they were made of"
+        remedy = "its weights are quantized, so take the model before quantization"
     elif any("lora_" in name for name in names):
         remedy = "it has an adapter, so merge that into the model"
     raise UsageError(
@@ -257,10 +261,10 @@ def _refuse_unexpected(what: str, names: list[str]) -> None:
 def _by_place(
     what: str, skeleton: PreTrainedModel, tensors: dict[str, Stored]
 ) -> dict[str, Stored]:
-    """The tensors by the names of the weights that they become.
+    """The tensors, by the names of the model's weights.
 
-    Transformers takes a weight's name with or without the one of the model's inner part before it.
-    Raises UsageError where a weight is there by both: one of them would be lost.
+    transformers accepts a weight's name with and without the prefix of the inner model. Raises
+    UsageError if a weight is stored under both names: one of the two would be lost.
     """
     places, prefix = skeleton.state_dict().keys(), f"{skeleton.base_model_prefix}."
     names: dict[str, str] = {}
@@ -268,7 +272,7 @@ def _by_place(
         inner = name
         while inner.startswith(prefix):
             inner = inner.removeprefix(prefix)
-        place = next((one for one in (name, prefix + inner, inner) if one in places), inner)
+        place = next((path for path in (name, prefix + inner, inner) if path in places), inner)
         if place in names:
             raise UsageError(
                 f"{what} has {names[place]} and {name}, which are one weight of the model: remove "
@@ -279,26 +283,29 @@ def _by_place(
 
 
 def _check_tied(what: str, skeleton: PreTrainedModel, tensors: dict[str, Stored]) -> None:
-    """A weight that is stored twice is without effect where both are the same bytes."""
+    """Raises UsageError for tied weights that are stored twice with different bytes."""
     for copy, source in skeleton.all_tied_weights_keys.items():
         both = copy in tensors and source in tensors
         if both and not _same_bytes(_read(tensors[copy]), _read(tensors[source])):
             raise UsageError(
                 f"{what} has {copy} and {source} of different numbers, and its configuration "
-                "makes them one: set tie_word_embeddings to false if they are meant to differ"
+                "ties them: set tie_word_embeddings to false if they are meant to differ"
             )
 
 
 def _check_frequencies(what: str, model: PreTrainedModel, tensors: dict[str, Stored]) -> None:
-    """Older versions of transformers saved what they had computed; it isn't read any more."""
-    computed = [one for name, one in model.named_buffers() if name.endswith(_FREQUENCIES)]
+    """Raises UsageError if stored frequencies differ from the computed ones.
+
+    Old versions of transformers stored them; the current version ignores them.
+    """
+    computed = [table for name, table in model.named_buffers() if name.endswith(_FREQUENCIES)]
     for name, stored in tensors.items():
         if name.endswith(_FREQUENCIES) and computed:
             held, meant = _read(stored).float(), computed[0].float()
             if held.shape != meant.shape or not torch.allclose(held, meant, rtol=1e-2):
                 raise UsageError(
-                    f"{what} has {name} with other frequencies than its configuration gives, which "
-                    "would be left out: say so in rope_parameters of config.json"
+                    f"{what} has {name} with other frequencies than its configuration gives; they "
+                    "would be ignored: state them in rope_parameters of config.json"
                 )
 
 
@@ -308,12 +315,12 @@ def _read(stored: Stored) -> torch.Tensor:
     return found
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _check_finite(what: str, model: PreTrainedModel) -> None:
-    """A NaN anywhere would make of every answer nothing; which tensor has it is known here only."""
+    """Raises UsageError for NaN or infinity, and names the tensor; no answer could be computed."""
     for name, weight in model.state_dict().items():
         if weight.is_floating_point() and weight.numel():
             numbers = weight if weight.element_size() > 1 else weight.float()

@@ -1,8 +1,8 @@
-"""Engine: many requests over one pool, step by step.
+"""Engine: many requests over one pool, step by step. Start reading at `Engine.build` and `step`.
 
-A step: the scheduler picks requests and finds them pages (retracting and resuming on the
-way), the model runs once over the packed tokens, each request whose tokens are all stored
-gets its next one.
+In each step the scheduler picks requests and finds pages for them; to find them it may retract and
+resume requests. Then the model runs once over the packed tokens. Each request whose tokens all have
+KV then gets its next token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
 @final
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's counts and the totals so far."""
+    """Counts at one moment, and totals since the start."""
 
     running: int
     waiting: int
@@ -68,7 +68,7 @@ class EngineStats:
 
 @final
 class Engine:
-    """Requests in (`add`), finished requests out (`step`). Not thread-safe."""
+    """Takes requests (`add`) and gives back finished ones (`step`). Not thread-safe."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Engine:
         options: EngineOptions,
         exact_check: RowCheck | None,
     ) -> None:
-        """For `build`, which makes the parts fit together."""
+        """Called by `build`, which makes the parts fit together."""
         self.exact_check = exact_check
         self._model = model
         self._tokenizer = source.tokenizer.backend_tokenizer
@@ -114,12 +114,12 @@ class Engine:
         *,
         check: RowCheck | None = None,
     ) -> Engine:
-        """An engine with its pool, arena and checked model, which is moved to the device.
+        """Builds an engine: opens the device, makes the pool and the arena, checks the model.
 
-        `check` is what `check_exact` has found for this model, device and number of threads in this
-        process; exact mode measures it anew without.
-        Raises UsageError for a model that can't be served or answers otherwise than by itself, an
-        unknown device, a pool smaller than one page or, in exact mode, a machine on which no row
+        The model is moved to the device. `check` is the result of `check_exact` for this model,
+        device and number of threads in this process; without it exact mode measures again. Raises
+        UsageError for a model that isn't served or that answers differently over the pool, an
+        unknown device, a pool of less than one page, and, in exact mode, a machine on which no row
         count is safe.
         """
         if getattr(source.tokenizer, "backend_tokenizer", None) is None:
@@ -152,23 +152,23 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is left that `step` has not given back."""
+        """Whether `step` still has a request to give back."""
         return bool(self._live or self._refused)
 
     def add(self, request: Request) -> None:
-        """Takes a request. One that can never fit comes back from the next step, with `error`.
+        """Takes a request. If it can never fit, the next step gives it back with `error` set.
 
-        Raises UsageError for an id that is at work already, or a prompt without tokens.
+        Raises UsageError for an id that is in use, a prompt without tokens, or an unknown token.
         """
         if request.id in self._live:
-            raise UsageError(f"request id {request.id!r} is at work already; choose another")
+            raise UsageError(f"request id {request.id!r} is in use already; choose another")
         if not request.prompt_ids:
             raise UsageError(f"request {request.id!r}: its prompt has no tokens")
         foreign = [token for token in request.prompt_ids if not 0 <= token < self._vocab_size]
         if foreign:
             raise UsageError(
                 f"request {request.id!r}: token {foreign[0]} isn't one of the model's "
-                f"{self._vocab_size}; is the tokenizer another model's?"
+                f"{self._vocab_size} tokens; is the tokenizer from another model?"
             )
         error = self._reason_to_refuse(request)
         if error is not None:
@@ -180,13 +180,13 @@ class Engine:
         self.scheduler.add(request)
 
     def step(self) -> list[Request]:
-        """Runs one step; the requests that finished in it, by whatever reason."""
+        """Runs one step; gives the requests that finished in it, for any reason."""
         finished, self._refused = self._refused, []
         self._failed += len(finished)
         if not self._live:
             return finished
         steps = self.scheduler.plan()
-        assert steps, "with requests at work there is always a step"
+        assert steps, "while a request is live there is always a step"
         self._peak_pages = max(self._peak_pages, self.pages.held_count)
         ready = [request for request, count in steps if _is_ready(request, count)]
         logits = self._model.forward(self._pack(steps))
@@ -199,7 +199,7 @@ class Engine:
         return finished
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in whatever state it is and frees all that it held; unknown ids pass."""
+        """Ends a request in any state and frees all that it holds. Unknown ids are ignored."""
         self._refused = [other for other in self._refused if other.id != request_id]
         live = self._live.get(request_id)
         if live is not None:
@@ -207,7 +207,7 @@ class Engine:
             self._end(live.request)
 
     def close(self) -> None:
-        """Aborts what is left, gives the model back and stops the device's threads."""
+        """Aborts all requests, gives the model back and stops the device's threads."""
         for request_id in list(self._live):
             self.abort(request_id)
         self.tide.close()
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """The counts of this moment."""
+        """The counts at this moment."""
         pool, arena, moved = self.tide.pool, self.tide.arena, self.tide.stats
         books, size = self.scheduler, pool.page_size
         return EngineStats(
@@ -255,7 +255,7 @@ class Engine:
             )
         if self._context_limit is not None and request.longest > self._context_limit:
             return (
-                f"{need}, the model knows {self._context_limit} positions; "
+                f"{need}, the model has {self._context_limit} positions; "
                 "shorten the prompt or ask for fewer new tokens"
             )
         return None
@@ -320,7 +320,7 @@ class Engine:
 
 @final
 class _Live:
-    """What the engine keeps of a request while it is at work."""
+    """A request that has not ended, with its sampler, its text and its slots."""
 
     def __init__(self, request: Request, sampler: Sampler, text: TextStream) -> None:
         self.request = request
@@ -330,7 +330,7 @@ class _Live:
         self._slots = torch.empty(0, dtype=torch.int64)
 
     def slots(self, tide: Tide) -> torch.Tensor:
-        """The slots of the request's pages, int64; made anew only when its pages change."""
+        """The slots of the request's pages, int64; computed again only when its pages change."""
         if self._pages != self.request.pages:
             self._pages = list(self.request.pages)
             self._slots = torch.from_numpy(tide.slots_of(self._pages))
@@ -338,16 +338,19 @@ class _Live:
 
 
 def _is_ready(request: Request, count: int) -> bool:
-    """Whether after `count` more tokens the next one is to be chosen."""
+    """Whether all tokens have KV after `count` more, so that the next token is chosen."""
     return request.stored + count == request.token_count
 
 
-# A model that one engine has checked is the same to the next, wherever it has been moved since.
+# For each model, the modes in which an engine has checked it. A later engine checks only others.
 _CHECKED: WeakKeyDictionary[torch.nn.Module, set[bool]] = WeakKeyDictionary()
 
 
 def _refuse_other_answers(source: OpenModel, device: Device, *, exact: bool) -> None:
-    """Where the model lies now, for its device: what is asked doesn't depend on it."""
+    """Raises UsageError for a model whose answers over a pool differ from its plain answers.
+
+    The check runs where the model lies now; its outcome doesn't depend on the device.
+    """
     checked = _CHECKED.setdefault(source.model, set())
     if exact in checked:
         return
@@ -361,10 +364,10 @@ def _refuse_other_answers(source: OpenModel, device: Device, *, exact: bool) -> 
 
 
 def check_exact(source: OpenModel, device: Device) -> RowCheck:
-    """How exact mode is kept for this model, which is on `device`, with the threads in force.
+    """Measures how exact mode works for this model, which is on `device`, with torch's threads.
 
-    Raises UsageError where it can't be had; warns where a library wasn't told in time to repeat
-    its results.
+    Raises UsageError if exact mode is impossible here. Warns if MKL computed something before
+    kvtide could ask it to repeat its results.
     """
     if is_mkl_repeatable() is False:
         warnings.warn(
@@ -375,5 +378,5 @@ def check_exact(source: OpenModel, device: Device) -> RowCheck:
         )
     check = find_rows(source.model, device)
     if check.rules is None:
-        raise UsageError(f"exact mode can't be had here: {check.detail}")
+        raise UsageError(f"exact mode is impossible here: {check.detail}")
     return check

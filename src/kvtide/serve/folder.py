@@ -1,7 +1,7 @@
-"""What a Hugging Face folder says of its model before anything is loaded from it.
+"""Checks a Hugging Face folder before a model is loaded from it.
 
-Everything here is another's word: sizes are checked against what there is before memory is taken
-for them, and file names stay within the folder.
+The folder is untrusted. Claimed sizes are compared with the files before memory is allocated, and
+file names must not leave the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ADAPTER = "adapter_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _READ = ("*.json", "*.safetensors", "*.model", "vocab.txt", "merges.txt", "*.jinja")
 _POINTER = b"version https://git-lfs.github.com/spec/"
-# Mistral's own files lie beside those for transformers: the same weights by other names.
+# Mistral adds the same weights under other names in files of this name.
 _OTHER_FORM = "consolidated"
 _LARGEST_JSON_BYTES = 64 << 20
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -37,19 +37,19 @@ class Stored:
     name: str
     shape: Shape
     dtype: str
-    """In the file format's words, such as BF16."""
+    """The dtype as the file names it, such as BF16."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder's tensors by name, those of the files that transformers loads."""
+    """The tensors by name, of the files that transformers loads."""
 
     tensors: dict[str, Stored]
     is_quantized: bool
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises UsageError for a file that was never fetched, or not written."""
+    """Raises UsageError for an empty file or a Git LFS pointer."""
     with path.open("rb") as file:
         head = file.read(len(_POINTER))
     if not head:
@@ -61,7 +61,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_folder(folder: Path) -> Folder:
-    """Raises UsageError, by its name, for what would be left out or can't be what it says."""
+    """Lists a folder's tensors. Raises UsageError for files that are false or would be ignored."""
     _refuse_other_kinds(folder)
     for mask in _READ:
         for path in sorted(folder.glob(mask)):
@@ -83,7 +83,7 @@ def read_folder(folder: Path) -> Folder:
 def _refuse_other_kinds(folder: Path) -> None:
     if (folder / _ADAPTER).is_file():
         raise UsageError(
-            f"{folder} has an adapter ({_ADAPTER}), which would be left out: merge it into its "
+            f"{folder} has an adapter ({_ADAPTER}), which would be ignored: merge it into its "
             "model and save that"
         )
     if not (folder / _CONFIG).is_file():
@@ -91,7 +91,7 @@ def _refuse_other_kinds(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         pickled = next((path.name for mask in _PICKLED for path in folder.glob(mask)), None)
         raise UsageError(
-            f"the weights in {folder} are pickled ({pickled}), and to unpickle can run anything: "
+            f"the weights in {folder} are pickled ({pickled}), and unpickling can run any code: "
             "convert them to safetensors"
             if pickled
             else f"{folder} has no weights: there is no .safetensors file in it"
@@ -101,7 +101,7 @@ def _refuse_other_kinds(folder: Path) -> None:
 def _read_object(path: Path) -> dict[str, Any]:
     size_bytes = path.stat().st_size
     if size_bytes > _LARGEST_JSON_BYTES:
-        raise UsageError(f"{path} has {size_bytes} bytes: that is no {path.name}")
+        raise UsageError(f"{path} has {size_bytes} bytes, too many for a {path.name}: get it again")
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
@@ -112,35 +112,35 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The configuration, and those of a composite model's parts."""
+    """The configuration itself, and the configurations of a composite model's parts."""
     return [config, *(part for part in config.values() if isinstance(part, dict))]
 
 
 def _refuse_unknown_quantization(folder: Path, config: dict[str, Any]) -> bool:
-    """Whether the weights are quantized, in a way that transformers knows."""
+    """Whether the weights are quantized. UsageError for a method that transformers doesn't know."""
     path = folder / _CONFIG
     if "transformers_weights" in config:
-        raise UsageError(f"{path} names weights of its own (transformers_weights): remove the key")
+        raise UsageError(f"{path} names other weights (transformers_weights): remove the key")
     if config.get("quantization") is not None:
         raise UsageError(
             f"the weights in {folder} are quantized for MLX (quantization in {_CONFIG}), which "
-            "isn't served: take the model that they were made of"
+            "isn't served: take the model before quantization"
         )
     told = [part.get("quantization_config") for part in _parts_of(config)]
-    told = [one for one in told if one is not None]
-    for one in told:
-        method = one.get("quant_method") if isinstance(one, dict) else None
+    told = [entry for entry in told if entry is not None]
+    for entry in told:
+        method = entry.get("quant_method") if isinstance(entry, dict) else None
         names = {f"{method}{bits}" for bits in ("", "_4bit", "_8bit")}
         if not names & QUANTIZATIONS:
             raise UsageError(
-                f"the weights in {folder} are quantized in a way that isn't known (quant_method "
-                f"{method!r} in {_CONFIG}): take the model that they were made of"
+                f"the weights in {folder} are quantized by an unknown method (quant_method "
+                f"{method!r} in {_CONFIG}): take the model before quantization"
             )
     return bool(told)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers loads: one, or what the index names."""
+    """The files that transformers loads: a single file, or the files in the index."""
     if (folder / _WEIGHTS).is_file() or not (folder / _INDEX).is_file():
         return [folder / _WEIGHTS]
     path = folder / _INDEX
@@ -164,7 +164,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _stored_in(files: list[Path]) -> Iterator[tuple[str, Stored]]:
-    """All tensors of these files, from their heads alone; UsageError for one in two files."""
+    """All tensors of these files, read from their heads. UsageError for a tensor in two files."""
     seen: dict[str, Path] = {}
     for path in files:
         for name, stored in _head_of(path):
@@ -184,14 +184,14 @@ def _head_of(path: Path) -> Iterator[tuple[str, Stored]]:
                 yield name, Stored(path, name, tuple(part.get_shape()), part.get_dtype())
     except OSError:
         raise
-    except Exception as error:  # the format's own error, which has no public base
+    except Exception as error:  # the error of safetensors has no public class
         raise UsageError(
-            f"{path} is not a whole file of safetensors ({error}): get it again"
+            f"{path} is not a complete file of safetensors ({error}): get it again"
         ) from error
 
 
 def _refuse_more_layers(folder: Path, config: dict[str, Any], tensor_count: int) -> None:
-    """A layer has a tensor at the least; a model of a billion layers would exhaust the memory."""
+    """Raises UsageError for more layers than tensors; a billion layers would exhaust the memory."""
     for part in _parts_of(config):
         for name in _LAYER_COUNTS:
             count = part.get(name)
@@ -203,15 +203,15 @@ def _refuse_more_layers(folder: Path, config: dict[str, Any], tensor_count: int)
 
 
 def _refuse_left_out(folder: Path, files: list[Path], tensors: dict[str, Stored]) -> None:
-    """A further file may hold the same weights in another dtype, but none that would be missed."""
+    """Raises UsageError for a file that isn't loaded and has a tensor that no loaded file has."""
     for path in sorted(set(folder.glob("*.safetensors")) - set(files)):
         if path.name.startswith(_OTHER_FORM):
             continue
         for name, _ in _head_of(path):
             if name not in tensors:
                 raise UsageError(
-                    f"{path} would be left out, and has {name}, which no other file has: remove "
-                    f"it, or name it in {_INDEX}"
+                    f"{path} would be ignored, but only it has {name}: remove the file, or name "
+                    f"it in {_INDEX}"
                 )
 
 
@@ -220,12 +220,12 @@ def _refuse_integers(tensors: dict[str, Stored]) -> None:
         if name.endswith(".weight") and stored.dtype in _INTEGERS:
             raise UsageError(
                 f"{name} in {stored.file} holds integers ({stored.dtype}), so it is quantized, "
-                f"and {_CONFIG} doesn't say how: take the model that it was made of"
+                f"and {_CONFIG} doesn't say how: take the model before quantization"
             )
 
 
 def _refuse_without_scale(tensors: dict[str, Stored]) -> None:
-    """In 8 bits a weight's numbers are others without it, and transformers would take them so."""
+    """Raises UsageError for 8-bit weights without their scale; transformers wouldn't notice."""
     for name, stored in tensors.items():
         has_scale = any(f"{name}_{end}" in tensors for end in ("scale", "scale_inv"))
         if name.endswith(".weight") and stored.dtype.startswith("F8_") and not has_scale:

@@ -1,10 +1,9 @@
-"""What a GGUF file says of its model, key by key, against the model that would answer.
+"""Compares the keys of a GGUF file with the configuration that transformers makes of them.
 
-Transformers takes some keys of a file into a configuration and drops the others without a word; so
-the file and the configuration are compared here, whatever happened in between. Each key is what the
-configuration says as well, or has no effect, or the file is refused by that key. Scaled positions
-and some widths are carried over, as a folder of the same model has them. What a key means is
-llama.cpp's word, whose format this is.
+transformers reads some keys and silently ignores others. So each key must either agree with the
+configuration or have no effect; otherwise the file is refused, and the error names the key. Scaled
+positions and some widths, which transformers ignores, are copied to the configuration. llama.cpp
+defines the format and the meaning of each key.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from kvtide.errors import UsageError
 from kvtide.serve.adapter_files import TEXT_SPLITS
 
 Keys = Mapping[str, Any]
-"""A file's keys with their values; an array of texts is given by its length."""
+"""A file's keys and values. An array of texts is given by its length."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor that divides the frequencies of a Llama 3.1 or later."""
+"""The tensor with the factors that divide the frequencies of Llama 3.1 and later."""
 
-# What the file says of itself, and of the text around the model. By the last a publisher of many
-# files says when and where each was made.
+# Keys about the file and about text, not about the model. With the last one a publisher of many
+# files notes when and where each file was made.
 _NO_PART_OF_THE_MODEL = ("general.", "tokenizer.", "quantize.", "imatrix.", "mradermacher.")
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TEXT_SPLIT = "tokenizer.ggml.pre"
-# GPT-2's way, which transformers takes where it doesn't know a name; "default" says nothing.
+# transformers splits text like GPT-2 for every name that it doesn't know. For these that is right.
 _AS_GPT_2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum"}
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _ROPE_SCALING = ("rope.scaling.", "rope.scale_linear")
-# Meta's own choice for every model that has such factors, and what converters take for granted.
+# Meta uses these values for every model with such factors, and converters rely on them.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -41,8 +40,8 @@ _LLAMA3 = {
 }
 
 
-def _of(*names: str) -> Callable[[Any], Any]:
-    """Reads the first of these attributes that a configuration has."""
+def _field(*names: str) -> Callable[[Any], Any]:
+    """A function that reads the first of these attributes that a configuration has."""
 
     def read(config: Any) -> Any:
         found = (getattr(config, name, None) for name in names)
@@ -52,7 +51,7 @@ def _of(*names: str) -> Callable[[Any], Any]:
 
 
 def _head_dim(config: Any) -> Any:
-    return _of("head_dim")(config) or config.hidden_size // config.num_attention_heads
+    return _field("head_dim")(config) or config.hidden_size // config.num_attention_heads
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -60,49 +59,49 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _rotary_dim(config: Any) -> Any:
-    share = _rope(config).get("partial_rotary_factor") or _of("partial_rotary_factor")(config)
+    share = _rope(config).get("partial_rotary_factor") or _field("partial_rotary_factor")(config)
     return int(_head_dim(config) * (1.0 if share is None else share))
 
 
-_EPSILON = _of("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
-# What a key says, as the configuration has it; None where it has no such thing.
+_EPSILON = _field("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+# For each key, how to read the same value from the configuration; None if it has no such value.
 _MEANINGS: dict[str, Callable[[Any], Any]] = {
-    "vocab_size": _of("vocab_size"),
-    "context_length": _of("max_position_embeddings"),
-    "embedding_length": _of("hidden_size"),
-    "block_count": _of("num_hidden_layers"),
+    "vocab_size": _field("vocab_size"),
+    "context_length": _field("max_position_embeddings"),
+    "embedding_length": _field("hidden_size"),
+    "block_count": _field("num_hidden_layers"),
     "feed_forward_length": lambda config: (
-        _of("intermediate_size", "n_inner")(config) or 4 * config.hidden_size
+        _field("intermediate_size", "n_inner")(config) or 4 * config.hidden_size
     ),
-    "use_parallel_residual": _of("use_parallel_residual"),
-    "attention.head_count": _of("num_attention_heads"),
-    "attention.head_count_kv": _of("num_key_value_heads", "num_attention_heads"),
+    "use_parallel_residual": _field("use_parallel_residual"),
+    "attention.head_count": _field("num_attention_heads"),
+    "attention.head_count_kv": _field("num_key_value_heads", "num_attention_heads"),
     "attention.key_length": _head_dim,
     "attention.value_length": _head_dim,
-    "attention.layer_norm_rms_epsilon": _of("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": _field("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": _EPSILON,
     "attention.scale": lambda config: (
-        (_of("query_pre_attn_scalar")(config) or _head_dim(config)) ** -0.5
+        (_field("query_pre_attn_scalar")(config) or _head_dim(config)) ** -0.5
     ),
-    "attention.sliding_window": _of("sliding_window"),
-    "attn_logit_softcapping": _of("attn_logit_softcapping"),
-    "final_logit_softcapping": _of("final_logit_softcapping"),
+    "attention.sliding_window": _field("sliding_window"),
+    "attn_logit_softcapping": _field("attn_logit_softcapping"),
+    "final_logit_softcapping": _field("final_logit_softcapping"),
     "rope.dimension_count": _rotary_dim,
     "rope.freq_base": lambda config: _rope(config).get("rope_theta"),
-    "expert_count": _of("num_experts", "num_local_experts"),
-    "expert_used_count": _of("num_experts_per_tok"),
-    "expert_feed_forward_length": _of("moe_intermediate_size"),
-    "expert_shared_feed_forward_length": _of("shared_expert_intermediate_size"),
-    "expert_weights_norm": _of("norm_topk_prob"),
+    "expert_count": _field("num_experts", "num_local_experts"),
+    "expert_used_count": _field("num_experts_per_tok"),
+    "expert_feed_forward_length": _field("moe_intermediate_size"),
+    "expert_shared_feed_forward_length": _field("shared_expert_intermediate_size"),
+    "expert_weights_norm": _field("norm_topk_prob"),
 }
-# Widths for which transformers has those of one model of each kind.
+# Widths that transformers doesn't read from the file; it assumes those of one model of each type.
 _WIDTHS = {
     "attention.key_length": "head_dim",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-# Values that stand for nothing: no such part, no such limit, a factor of one.
-_NONE: dict[str, tuple[Any, ...]] = {
+# For each key, the values that have no effect: no such part, no such limit, a factor of one.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
@@ -122,14 +121,14 @@ _NONE: dict[str, tuple[Any, ...]] = {
     "expert_group_used_count": (0,),
     "expert_weights_scale": (0, 1),
     "expert_weights_norm": (False,),
-    "expert_gating_func": (1,),  # softmax, which all models served here have
+    "expert_gating_func": (1,),  # softmax, which all served models use
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
-    "tensor_data_layout": ("Meta AI original pth",),  # the order of rows that is undone anyway
+    "tensor_data_layout": ("Meta AI original pth",),  # transformers undoes this order of rows
 }
-# What llama.cpp takes where a file says none of these, and transformers may not; None: it wants to
-# be told.
+# llama.cpp's value if a file has none of these keys; transformers may use another value. None means
+# that llama.cpp requires the key.
 _DEFAULTS: dict[tuple[str, ...], Callable[[Any], Any] | None] = {
     ("rope.freq_base",): lambda _: 10000.0,
     ("attention.scale",): lambda config: _head_dim(config) ** -0.5,
@@ -140,11 +139,10 @@ _DEFAULTS: dict[tuple[str, ...], Callable[[Any], Any] | None] = {
 
 
 def complete(config: Any, keys: Keys, factors: Sequence[float] | None) -> None:
-    """Gives a configuration what transformers leaves in the file, before the model is made of it.
+    """Copies to a configuration what transformers ignores: widths and scaled positions.
 
-    Those are widths of heads and experts, and scaled positions. `factors` are the numbers of the
-    tensor `ROPE_FACTORS`, if the file has one. Raises UsageError for a scaling that can't be given
-    as the folder of such a model has it.
+    Call this before the model is made. `factors` are the numbers of the tensor `ROPE_FACTORS`, if
+    the file has it. Raises UsageError for a scaling that no configuration can state.
     """
     arch = _arch(keys)
     for name, attribute in _WIDTHS.items():
@@ -152,18 +150,18 @@ def complete(config: Any, keys: Keys, factors: Sequence[float] | None) -> None:
         if isinstance(width, int) and getattr(config, attribute, None) is not None:
             setattr(config, attribute, width)
     found = _scaling_of(keys, config)
-    if factors is not None and any(one != 1 for one in factors):
+    if factors is not None and any(factor != 1 for factor in factors):
         if found:
             raise _refuse(ROPE_FACTORS, len(factors), "factors, and scales its positions besides")
         found = _llama3(factors, config)
     if found and "rope_theta" not in _rope(config):
-        raise _refuse(f"{arch}.rope.scaling", found, "and the model would be run without")
+        raise _refuse(f"{arch}.rope.scaling", found, "and the model would run without it")
     if found:
         config.rope_parameters = {**_rope(config), **found}
 
 
 def _scaling_of(keys: Keys, config: Any) -> dict[str, Any]:
-    """How a file's keys scale positions, as a configuration says it; empty where they don't."""
+    """The scaling of positions in a file's keys, as `rope_parameters`; empty if there is none."""
     arch = _arch(keys)
     scaling = {
         key.removeprefix(f"{arch}.rope.scaling."): value
@@ -175,7 +173,7 @@ def _scaling_of(keys: Keys, config: Any) -> dict[str, Any]:
     if factor is not None and not (is_number and 0 <= factor < math.inf):
         raise _refuse(f"{arch}.rope.scaling.factor", factor, "which is no factor")
     kind = scaling.pop("type", None if factor in (None, 0) else "linear")
-    scaling.pop("finetuned", None)  # says whether the model was trained with it
+    scaling.pop("finetuned", None)  # whether the model was trained with the scaling
     original = scaling.pop("original_context_length", None)
     if kind == "yarn" and factor:
         return _yarn(arch, scaling, float(factor), original or config.max_position_embeddings)
@@ -188,7 +186,7 @@ def _scaling_of(keys: Keys, config: Any) -> dict[str, Any]:
 
 
 def check_keys(keys: Keys, config: Any) -> None:
-    """Raises UsageError, by its name, for a key that the model would be run without."""
+    """Raises UsageError, with the key's name, for a key that the model would ignore."""
     arch = _arch(keys)
     kind = keys.get("general.type", "model")
     if kind != "model":
@@ -198,70 +196,71 @@ def check_keys(keys: Keys, config: Any) -> None:
         raise UsageError(
             f"the file is one of {parts} parts: put them together with llama-gguf-split --merge"
         )
-    own = {}
-    for key, value in _of_the_model(keys).items():
+    values = {}
+    for key, value in _model_keys(keys).items():
         if not key.startswith(f"{arch}."):
-            raise _refuse(key, value, "and the model would be run without")
-        own[key.removeprefix(f"{arch}.")] = value
-    if own.get("attention.scale") == 0:
-        del own["attention.scale"]  # as much as nothing said
-    for name, value in own.items():
+            raise _refuse(key, value, "and the model would run without it")
+        values[key.removeprefix(f"{arch}.")] = value
+    if values.get("attention.scale") == 0:
+        del values["attention.scale"]  # 0 means that the file states none
+    for name, value in values.items():
         if not name.startswith(_ROPE_SCALING):
             _check_key(arch, name, value, config)
     for names, default in _DEFAULTS.items():
-        meant = next((one for name in names if (one := _MEANINGS[name](config)) is not None), None)
-        told = meant is None or not own.keys().isdisjoint(names)
+        known = (_MEANINGS[name](config) for name in names)
+        meant = next((value for value in known if value is not None), None)
+        told = meant is None or not values.keys().isdisjoint(names)
         if not told and not (default and _same(default(config), meant)):
             raise UsageError(
-                f"the file doesn't say {arch}.{' or '.join(names)}, and the model would be run "
+                f"the file doesn't say {arch}.{' or '.join(names)}, and the model would run "
                 f"with {meant}"
             )
 
 
 def has_digits_apart(keys: Keys) -> bool:
-    """Whether each digit of a text is a word, and otherwise words are GPT-2's.
+    """Whether each digit of a text is a word. Apart from that, text is split as for GPT-2.
 
-    Raises UsageError where the file cuts texts in a way that isn't known: the model would read
-    other tokens than it has learned.
+    Raises UsageError if the file splits text by an unknown rule: the model would read other tokens
+    than it was trained with.
     """
     split = keys.get(_TEXT_SPLIT, "default")
     if keys.get("tokenizer.ggml.model") != "gpt2" or split in TEXT_SPLITS | _AS_GPT_2:
         return False
     if split not in _DIGITS_APART:
-        raise _refuse(_TEXT_SPLIT, split, "and texts would be cut into words as for GPT-2")
+        raise _refuse(_TEXT_SPLIT, split, "and texts would be split into words as for GPT-2")
     return True
 
 
 def has_no_space_before(keys: Keys) -> bool:
-    """Whether a text begins as it is, where SentencePiece's way is to put a space before it."""
+    """Whether no space is added before a text; SentencePiece adds one by default."""
     is_sentencepiece = keys.get("tokenizer.ggml.model") == "llama"
     return is_sentencepiece and keys.get("tokenizer.ggml.add_space_prefix") is False
 
 
 def ends_of(keys: Keys) -> list[int]:
-    """The tokens that end an answer: of a text, of a turn, and of a message to a tool."""
+    """The tokens that end an answer: the end of a text, of a turn, of a message to a tool."""
     told = [keys.get(f"tokenizer.ggml.{name}") for name in _ENDS]
-    return sorted({one for one in told if isinstance(one, int)})
+    return sorted({token for token in told if isinstance(token, int)})
 
 
 def _check_key(arch: str, name: str, value: Any, config: Any) -> None:
     meant = _MEANINGS[name](config) if name in _MEANINGS else None
     if meant is not None and _same(value, meant):
         return
-    if _stands_for_nothing(name, value) and (meant is None or _stands_for_nothing(name, meant)):
+    if _is_neutral(name, value) and (meant is None or _is_neutral(name, meant)):
         return
     is_window = name == "attention.sliding_window" and isinstance(value, int)
     if is_window and not meant and value >= config.max_position_embeddings:
-        return  # nothing ever leaves it
-    run = "without" if meant is None else f"with {meant}"
-    raise _refuse(f"{arch}.{name}", value, f"and the model would be run {run}")
+        return  # no context is longer than this window
+    used = "without it" if meant is None else f"with {meant}"
+    raise _refuse(f"{arch}.{name}", value, f"and the model would run {used}")
 
 
-def _stands_for_nothing(name: str, value: Any) -> bool:
-    return any(_same(value, none) for none in _NONE.get(name, ()))
+def _is_neutral(name: str, value: Any) -> bool:
+    return any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ()))
 
 
-def _of_the_model(keys: Keys) -> dict[str, Any]:
+def _model_keys(keys: Keys) -> dict[str, Any]:
     skipped = (*_NO_PART_OF_THE_MODEL, "split.")
     return {key: value for key, value in keys.items() if not key.startswith(skipped)}
 
@@ -278,22 +277,22 @@ def _yarn(arch: str, scaling: dict[str, Any], factor: float, original: int) -> d
     neutral = {"attn_factor": (1,), "yarn_attn_factor": (1,), "yarn_ext_factor": (1, -1)}
     neutral["yarn_log_multiplier"] = (0,)
     for name, value in scaling.items():
-        if not any(_same(value, none) for none in neutral.get(name, ())):
+        if not any(_same(value, allowed) for allowed in neutral.get(name, ())):
             raise _refuse(f"{arch}.rope.scaling.{name}", value, "which isn't served")
     return found
 
 
 def _check_unscaled(arch: str, scaling: dict[str, Any]) -> None:
-    """Without YaRN its numbers are read by nobody; the one for attention is."""
+    """Raises UsageError for a number that has an effect without YaRN."""
     for name, value in scaling.items():
         if not (name.startswith("yarn_") or (name == "attn_factor" and _same(value, 1))):
             raise _refuse(f"{arch}.rope.scaling.{name}", value, "which isn't served")
 
 
 def _llama3(factors: Sequence[float], config: Any) -> dict[str, Any]:
-    """The scaling of Llama 3.1 that gives these factors, which the file has instead of its numbers.
+    """The parameters of Llama 3.1's scaling; a file stores only the factors computed from them.
 
-    Where other numbers than Meta's were used the factors don't come out, and it is refused.
+    Raises UsageError if Meta's parameters don't give these factors.
     """
     theta, dim = _rope(config).get("rope_theta"), _rotary_dim(config)
     factor = float(max(factors))
@@ -309,7 +308,7 @@ def _llama3(factors: Sequence[float], config: Any) -> dict[str, Any]:
 
 
 def _same(value: Any, meant: Any) -> bool:
-    """Whether two values are equal; fractions in the file's precision, which is float32."""
+    """Whether two values are equal. Fractions are compared in float32, the file's precision."""
     if isinstance(value, list | str | int) or isinstance(meant, str):
         return bool(value == meant)
     return bool(np.float32(value) == np.float32(meant))

@@ -1,7 +1,7 @@
-"""From a model's name to its weights and tokenizer, or to the line that says why not.
+"""Opens a model by its name: weights and tokenizer, or an error of one line.
 
-Weights are read from safetensors and GGUF files alone: nothing is unpickled, and no code that
-comes with a model is run.
+Weights are read only from safetensors and GGUF files. Nothing is unpickled, and no code that comes
+with a model is run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvtide.serve.fetch import SMOLLM2, Progress, kept_model
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """The dtypes that weights and KV can have, by name."""
 
-_WAYS_TO_NAME = (
+_ACCEPTED = (
     f"{SMOLLM2.name}, {TINY_RANDOM}, a Hugging Face folder, a .gguf file, "
     "or a hub id such as org/name"
 )
@@ -39,7 +39,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 class OpenModel:
     """A causal language model in evaluation mode, with its tokenizer.
 
-    `name` is what the model was asked for by; any of `eos_ids` ends an answer.
+    `name` is the name that was given to `open_model`. Each of `eos_ids` ends an answer.
     """
 
     model: PreTrainedModel
@@ -51,12 +51,11 @@ class OpenModel:
 def open_model(
     name: str, *, dtype: str = "bfloat16", progress: Progress | None = None
 ) -> OpenModel:
-    """Loads the model that `name` stands for, with weights of `dtype`, onto the CPU.
+    """Loads a model onto the CPU, with weights of `dtype`, which is one of `DTYPES`.
 
-    `name` is `smollm2` (fetched and converted by the first call, which takes a minute),
-    `tiny-random`, a Hugging Face folder, a `.gguf` file, or a hub id; `dtype` is one of `DTYPES`.
-    `progress` hears of whatever takes long. Raises `UsageError`, in one line, if there is no such
-    model or it can't be loaded whole.
+    `name` is `smollm2` (the first call fetches and converts it, which takes a minute),
+    `tiny-random`, a Hugging Face folder, a `.gguf` file, or a hub id. `progress` is called during
+    long work. Raises UsageError, in one line, if there is no such model or it isn't complete.
     """
     if dtype not in DTYPES:
         raise UsageError(f"there is no dtype {dtype!r} for a model: choose {' or '.join(DTYPES)}")
@@ -79,21 +78,21 @@ def _load_named(
     try:
         path = Path(name).expanduser()
         is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
-    # RuntimeError: there is no such user as in ~user.
+    # RuntimeError: `~user` names an unknown user.
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(
-            f"there is no model {shortened(name, 80)!r} ({reason}): name {_WAYS_TO_NAME}"
+            f"there is no model {shortened(name, 80)!r} ({reason}): name {_ACCEPTED}"
         ) from error
     if is_folder:
         return load_folder(path, dtype)
     if is_file:
         report(f"reading {name}", 0, None)
         return load_gguf(path, dtype)
-    # A path that has an extra slash or a suffix of ours is a file that isn't there.
+    # A name with two slashes, or one that ends in .gguf, is the path of a missing file.
     if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return load_folder(_fetch_from_hub(name, report), dtype)
-    raise UsageError(f"there is no model {name!r}: name {_WAYS_TO_NAME}")
+    raise UsageError(f"there is no model {name!r}: name {_ACCEPTED}")
 
 
 def _convert_gguf(path: Path, folder: Path) -> None:
@@ -107,32 +106,32 @@ def _fetch_from_hub(name: str, report: Progress) -> Path:
     report(f"fetching {name} from the hub", 0, None)
     try:
         with quiet():
-            # Only what lies at the top: folders hold the same weights in other formats.
+            # Only files at the top: folders hold the same weights in other formats.
             folder = huggingface_hub.snapshot_download(
                 name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
             )
-    # The hub passes on its HTTP client's errors, and changes the client between releases.
+    # The hub raises its HTTP client's errors, and changes the client between releases.
     except Exception as error:
         raise UsageError(
             f"the model {name} can't be fetched: there is no such folder here, and the hub "
-            f"gives none: {first_line(error)}; name {_WAYS_TO_NAME}"
+            f"fails: {first_line(error)}; name {_ACCEPTED}"
         ) from error
     return Path(folder)
 
 
 def _tiny_random(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A Llama of 4 layers that says gibberish, the same each time; needs no network."""
+    """A Llama of 4 layers with fixed random weights; needs no network."""
     tokenizer = _byte_tokenizer()
     sizes = {name: size for name, size in BUILT_IN[TINY_RANDOM].items() if name != "model_type"}
     model = random_llama(
         tokenizer, dtype, intermediate_size=128, max_position_embeddings=8192, **sizes
     )
-    # Our own numbers, in the order of their names: transformers' initialisation may change.
+    # Fixed numbers, drawn in the order of the weights' names: transformers may change its own.
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for key, weight in sorted(model.named_parameters()):
             if not key.endswith("norm.weight"):
-                # Large enough that bfloat16 logits differ and that attention looks about.
+                # Large enough that bfloat16 logits differ and attention isn't uniform.
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
     return model, tokenizer
 
@@ -146,7 +145,7 @@ _CHAT_TEMPLATE = (
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerBase:
-    """One token a byte, after four special ones: 260 in all."""
+    """Four special tokens and one token for each byte: 260 in all."""
     special = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = special + sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(alphabet)}, merges=[]))

@@ -1,10 +1,10 @@
-"""Which operations a pass of the model consists of, as far as one of them may depend on its rows.
+"""Collects the operations of a model's pass whose results may depend on the number of rows.
 
-A pass is watched, not read: whatever the model's code calls, torch's dispatcher sees. Kept are the
-products with a weight, and the operations on a single tensor of floating-point numbers, such as an
-activation, a cosine or a norm: their numbers may depend on the row count, since torch computes the
-last few numbers of a tensor, and of each thread's share of it, in another way than the rest. What
-IEEE 754 defines for each number by itself, such as adding two tensors, doesn't.
+torch's dispatcher sees each operation, so no model's code must be read. Two kinds may depend on the
+row count. A product with a weight chooses its kernel by it. An operation on one tensor of floating
+point numbers (an activation, a cosine, a norm) computes the last few numbers of a tensor, and of
+each thread's share, by other code than the rest. Operations that IEEE 754 defines number by number,
+such as the sum of two tensors, don't depend on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# They copy, convert, or do what IEEE 754 defines for each number.
+# These copy, convert, or compute what IEEE 754 defines number by number.
 _EXACT = frozenset(
     f"aten::{name}"
     for name in (
@@ -28,17 +28,17 @@ _EXACT = frozenset(
 
 @dataclass(frozen=True)
 class Product:
-    """A product with a weight [out, in], and a bias [out] if it has one."""
+    """A product with a weight [out, in], plus a bias [out] if it has one."""
 
     out_features: int
     in_features: int
     has_bias: bool
     is_turned: bool = False
-    """Whether the weight lies as [in, out], as GPT-2's do."""
+    """Whether the weight is [in, out] in memory, as in GPT-2."""
 
     @classmethod
-    def of(cls, function: Any, arguments: tuple[Any, ...]) -> Product | None:
-        """The product that this call is, if it is one."""
+    def from_call(cls, function: Any, arguments: tuple[Any, ...]) -> Product | None:
+        """The product that a call computes, or None if it computes something else."""
         if function is torch.ops.aten.linear.default:
             out, width = arguments[1].shape
             return cls(out, width, has_bias=len(arguments) > 2 and arguments[2] is not None)
@@ -53,39 +53,40 @@ class SingleOperation:
     """An operation on one tensor that has a row for each row of the pass."""
 
     function: Any
-    """As torch's dispatcher knows it."""
+    """The operator, as torch's dispatcher passes it."""
     shape: tuple[int | None, ...]
-    """Sizes of its input; None is the number of rows."""
+    """The sizes of its input; None stands for the number of rows."""
     order: tuple[int, ...]
-    """The axes of its input, outermost in memory first."""
+    """The axes of its input, the outermost in memory first."""
     dtype: torch.dtype
     others: tuple[Any, ...]
-    """Its further arguments, weights among them, but no other tensor of rows."""
+    """Its further arguments; some may be weights, none has a row for each row of the pass."""
     named: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """Such as `silu`."""
+        """Its name, such as `silu`."""
         return str(self.function.overloadpacket.__name__)
 
     @property
     def row_size(self) -> int:
-        """How many numbers of the input a row has."""
+        """How many numbers a row of the input has."""
         return torch.Size(size for size in self.shape if size is not None).numel()
 
     def run(self, rows: Tensor) -> Tensor:
-        """What comes of ``rows`` [row, row_size], laid out as in the model: [row, any]."""
-        axis = self.shape.index(None)
+        """Its result [row, any] for `rows` [row, row_size], in the model's memory layout."""
+        row_axis = self.shape.index(None)
         shape = [len(rows) if size is None else size for size in self.shape]
-        in_memory = rows.new_empty([shape[one] for one in self.order])
-        given = in_memory.permute([self.order.index(one) for one in range(len(shape))])
-        given.movedim(axis, 0).copy_(rows.view(len(rows), *shape[:axis], *shape[axis + 1 :]))
+        in_memory = rows.new_empty([shape[axis] for axis in self.order])
+        given = in_memory.permute([self.order.index(axis) for axis in range(len(shape))])
+        row_shape = (*shape[:row_axis], *shape[row_axis + 1 :])
+        given.movedim(row_axis, 0).copy_(rows.view(len(rows), *row_shape))
         found: Tensor = self.function(given, *self.others, **self.named)
-        return found.movedim(axis, 0).reshape(len(rows), -1)
+        return found.movedim(row_axis, 0).reshape(len(rows), -1)
 
 
 class PassWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Collects the operations of a pass of ``row_count`` rows, a number that no other axis has."""
+    """Collects the operations of a pass of `row_count` rows; no other axis has that size."""
 
     def __init__(self, row_count: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,10 +98,10 @@ class PassWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch lea
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Lets the operation happen, and keeps it if it is of a kind that may matter."""
+        """Runs the operation, and notes it if its result may depend on the row count."""
         named = kwargs or {}
         outcome = func(*args, **named)
-        product = Product.of(func, args)
+        product = Product.from_call(func, args)
         if product is not None:
             if self._is_new(product):
                 self.products.append(product)
@@ -120,7 +121,7 @@ class PassWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch lea
             or [*given.shape].count(count) != 1
             or outcome.dim() != given.dim()
             or outcome.shape[given.shape.index(count)] != count
-            or any(count in _sizes_in(one) for one in values)
+            or any(count in _sizes_in(value) for value in values)
         ):
             return
         strides = given.stride()
@@ -139,18 +140,18 @@ class PassWatch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch lea
 
 
 def trial_row_count(model: torch.nn.Module) -> int:
-    """A number of rows that is no size of the model's own, so that rows are known by it."""
+    """A row count that no size of the model equals, so that it identifies the rows' axis."""
     sizes = {size for weight in model.parameters() for size in weight.shape}
     return next(count for count in (61, 59, 53, 47, 43, 41, 37, 31, 29, 23) if count not in sizes)
 
 
 def _sizes_in(argument: Any) -> tuple[Any, ...]:
-    """The sizes that an argument has or names."""
+    """The sizes of a tensor argument, or the values of another argument."""
     if isinstance(argument, Tensor):
         return tuple(argument.shape)
     return tuple(argument) if isinstance(argument, list | tuple) else (argument,)
 
 
 def _describe(value: Any) -> str:
-    """An argument as part of a key: of a weight its shape."""
+    """An argument as part of a key: a tensor by its shape."""
     return str(value.shape) if isinstance(value, Tensor) else repr(value)

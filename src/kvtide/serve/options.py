@@ -17,17 +17,17 @@ _LEAST = {
     "max_running": 1,
 }
 _OPEN = ("kv_memory_bytes", "host_memory_bytes", "threads")
-"""Those that may be None."""
+"""The options that may be None."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine is built; sizes in bytes, `page_size` and `chunk_tokens` in tokens.
+    """How an engine is built; `page_size` and `chunk_tokens` in tokens.
 
-    `kv_memory_bytes` None makes a pool that holds all requests named at `build`;
-    `host_memory_bytes` None takes a quarter of the memory that is free. `threads` None leaves
-    torch's. `keep_logits` keeps a digest of the logits behind each token.
+    If `kv_memory_bytes` is None, the pool holds all requests given to `build` at once. If
+    `host_memory_bytes` is None, it is a quarter of the free memory. If `threads` is None, torch's
+    thread count stays. `keep_logits` keeps a hash of the logits of each token.
     """
 
     kv_memory_bytes: int | None = None
@@ -42,7 +42,7 @@ class EngineOptions:
     keep_logits: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UsageError for what can't be meant; `parse_size` makes a size of a text."""
+        """Raises UsageError for an invalid value; `parse_size` converts a size such as `24MiB`."""
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None or name not in _OPEN:

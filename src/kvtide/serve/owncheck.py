@@ -1,18 +1,16 @@
-"""Does the model answer through kvtide's cache and attention as it answers by itself?
+"""Compares a model's answers over kvtide's pool with its answers without kvtide.
 
-`PagedModel` gives a model positions and takes its keys and values, and relies on it for the rest:
-that its attention is causal, that it uses these positions, that no token reaches another but
-through the cache. A model that does otherwise would be served without an error and answer wrongly.
-So when a model is loaded for serving, two requests go through a small pool (a prompt in two chunks
-beside one in a single chunk, then single tokens), and the logits of every row are compared with
-those of the model's own forward over the same tokens.
+`PagedModel` relies on three properties of a model: its attention is causal, it uses the given
+positions, and tokens see each other through the cache only. Without one of them a model would run
+without an error and answer wrongly. So each model is checked before it is served. Two requests run
+over a small pool: one prompt in two chunks, one in a single chunk, then single tokens. The logits
+of each row are compared with the logits of the model's plain forward over the same tokens.
 
-That is done in float32, whatever the model's dtype: there right ones agree to a few millionths and
-wrong ones are thousands of times farther off, while rounding to bfloat16 moves the logits of a deep
-model as far as some mistakes do, and flips a choice of experts now and then. Weights of another
-dtype are widened layer by layer, while a layer runs, so that no more than one layer and what lies
-outside the layers is held twice. Then the same is done in the model's own dtype, where half of the
-rows must come near enough.
+The comparison is made in float32. There the logits of a correct model agree to a few millionths,
+and a mistake is thousands of times larger. In bfloat16 the rounding in a deep model would be as
+large as some mistakes, and would sometimes change the choice of experts. Weights of another dtype
+are widened while their layer runs, so only one layer, and the weights outside the layers, are held
+twice. Then the model is checked in its dtype, too: there half of the rows must be close enough.
 """
 
 from __future__ import annotations
@@ -36,18 +34,20 @@ from kvtide.serve.paged import PagedModel
 from kvtide.serve.supported import geometry_of
 
 _STEPS = (((0, 9),), ((0, 6), (1, 15)), ((0, 1), (1, 1)), ((1, 1), (0, 1)))
-"""What each step runs: so many more tokens of which request; as many of both in the end."""
+"""For each step pairs of a request and its number of tokens. Both requests get as many in all."""
 _PAGE_SIZE = 16
 _SEEDS = (20240611, 20240612, 20240613)
-# Passes are padded to these, and none of the steps above has more rows.
+# Passes are padded to these counts. No step above has more rows.
 _RULES = ExactRules(RowCounts((8, 32)), RowCounts((8, 32)))
 
-# No logit: how models rule out tokens that don't exist. A power of two, so that sums are exact.
+# Logits are clamped to this: models give tokens that don't exist a huge negative logit. It is a
+# power of two, so that sums are exact.
 _LARGEST = 2.0**20
-# Of what tokens change in the logits. Right models come to 3e-5, the mildest mistake to 4e-3.
+# The largest distance in float32, see `_distances`. Correct models reach 3e-5, the smallest mistake
+# 4e-3.
 _TOLERANCE = 2e-4
-# Of the middle row in another dtype. In bfloat16 SmolLM2 comes to 0.02, small models with random
-# weights to 0.15; what has nothing to do with the own answer is 1.4 away.
+# The largest distance of the median row in another dtype. In bfloat16 SmolLM2 reaches 0.02, small
+# models with random weights 0.15; unrelated logits are 1.4 away.
 _ROUGH_TOLERANCE = 0.5
 
 
@@ -56,23 +56,23 @@ class OwnCheck:
     """What `check_own_answers` measured."""
 
     deviation: float
-    """The farthest row's distance in float32, as a share of what tokens change in the logits."""
+    """The largest distance of a row in float32, see `_distances`."""
     seconds: float
 
 
 @torch.inference_mode()
 def check_own_answers(model: PreTrainedModel, device: Device, *, exact: bool) -> OwnCheck:
-    """Compares kvtide's passes with the model's own forward; leaves the model as it was.
+    """Compares kvtide's passes with the model's plain forward. The model isn't changed.
 
-    The model is on ``device`` already; ``exact`` is how it will be served. Raises UsageError, with
-    the reason as far as it can be told, for a model that isn't served or answers otherwise.
+    The model is on `device`; `exact` says in which mode it will be served. Raises UsageError, with
+    the reason if it is known, for a model that isn't served or answers differently.
     """
     start = time.perf_counter()
     with _in_float32(model):
         tries = [_try(model, device, _requests(model, _SEEDS[0]), exact=exact)]
         if _deviates(tries[0]):
-            # Two experts that all but tie for a token may change places by a rounding; a model
-            # that is served wrongly is so for other tokens, too.
+            # Rounding may swap two experts that are nearly equal for a token. A wrong model also
+            # fails for other tokens.
             more = [_requests(model, seed) for seed in _SEEDS[1:]]
             tries += [_try(model, device, tokens, exact=exact) for tokens in more]
             if any(map(_deviates, tries[1:])):
@@ -85,21 +85,21 @@ def check_own_answers(model: PreTrainedModel, device: Device, *, exact: bool) ->
 
 
 def _try(model: PreTrainedModel, device: Device, tokens: Tensor, *, exact: bool) -> Tensor:
-    """How far kvtide's logits are from the model's own, for each token of each request."""
+    """The distance of kvtide's logits from the model's plain ones, [request, token]."""
     found = _paged(model, device, tokens, exact=exact)
-    own = _own(model, tokens)
-    if own.isnan().any() or own.isposinf().any():
+    plain = _plain(model, tokens)
+    if plain.isnan().any() or plain.isposinf().any():
         raise UsageError(
-            f"{type(model).__name__} isn't served: its own forward gives NaN or infinity; are its "
-            "weights whole?"
+            f"{type(model).__name__} isn't served: even without kvtide it gives NaN or infinity; "
+            "are its weights whole?"
         )
-    return _distances(found, own)
+    return _distances(found, plain)
 
 
 def _requests(model: PreTrainedModel, seed: int) -> Tensor:
     """The tokens of two requests, int64 [request, token] on the host.
 
-    All are different, and none is one that has a meaning of its own, such as padding.
+    All tokens differ, and none is a special token such as padding.
     """
     text = model.config.get_text_config(decoder=True)
     special = {**model.config.to_dict(), **text.to_dict()}
@@ -113,9 +113,9 @@ def _requests(model: PreTrainedModel, seed: int) -> Tensor:
 
 
 def _paged(model: PreTrainedModel, device: Device, requests: Tensor, *, exact: bool) -> Tensor:
-    """The logits [request, token, vocab] through kvtide, float32 on the host.
+    """The logits [request, token, vocab] over a pool, float32 on the host.
 
-    Slots lie at random, and those that nobody has written hold NaN.
+    The slots are chosen at random, and slots that nobody has written hold NaN.
     """
     geometry = geometry_of(model.config, model.dtype, _PAGE_SIZE)
     pool = Pool.create(geometry, device, page_count=2 * -(-requests.numel() // _PAGE_SIZE))
@@ -138,7 +138,7 @@ def _paged(model: PreTrainedModel, device: Device, requests: Tensor, *, exact: b
 
 
 def _parts(length: int) -> Iterator[list[tuple[int, range]]]:
-    """For each step the requests in it and their tokens; none goes beyond ``length``."""
+    """For each step its requests and the range of tokens of each, up to `length`."""
     done = [0, 0]
     for step in _STEPS:
         parts = [(who, range(done[who], min(done[who] + count, length))) for who, count in step]
@@ -149,7 +149,7 @@ def _parts(length: int) -> Iterator[list[tuple[int, range]]]:
 
 
 def _pack(requests: Tensor, slots: Tensor, parts: list[tuple[int, range]]) -> PackedBatch:
-    """One step, which asks for all logits."""
+    """A step that asks for the logits of all rows."""
     segments: list[Segment] = []
     first = 0
     for who, tokens in parts:
@@ -165,10 +165,10 @@ def _pack(requests: Tensor, slots: Tensor, parts: list[tuple[int, range]]) -> Pa
     )
 
 
-def _own(model: PreTrainedModel, tokens: Tensor, **arguments: Any) -> Tensor:
-    """The logits [request, token, vocab] of the model's own forward, float32 on the host."""
+def _plain(model: PreTrainedModel, tokens: Tensor, **arguments: Any) -> Tensor:
+    """The logits [request, token, vocab] of the model's plain forward, float32 on the host."""
     experts = model.config._experts_implementation
-    # The plain form: the one that transformers prefers takes no experts of some widths.
+    # transformers' default implementation can't run experts of some widths.
     model.set_experts_implementation("eager")
     try:
         output = model(input_ids=tokens.to(model.device), use_cache=False, **arguments)
@@ -178,14 +178,15 @@ def _own(model: PreTrainedModel, tokens: Tensor, **arguments: Any) -> Tensor:
     return logits.float().cpu()
 
 
-def _distances(found: Tensor, own: Tensor) -> Tensor:
-    """Each row's distance [request, token], as a share of what tokens change in the logits.
+def _distances(found: Tensor, plain: Tensor) -> Tensor:
+    """The distance of each row of `found` from the same row of `plain`, [request, token].
 
-    That is the usual distance of a row from the mean row. NaN where ``found`` has NaN.
+    It is relative: 1 is the root mean square distance of the plain rows from their mean. NaN where
+    `found` has NaN.
     """
-    found, own = found.clamp(-_LARGEST, _LARGEST), own.clamp(-_LARGEST, _LARGEST)
-    spread = (own - own.mean((0, 1))).norm(dim=-1).square().mean().sqrt()
-    distances = (found - own).norm(dim=-1)
+    found, plain = found.clamp(-_LARGEST, _LARGEST), plain.clamp(-_LARGEST, _LARGEST)
+    spread = (plain - plain.mean((0, 1))).norm(dim=-1).square().mean().sqrt()
+    distances = (found - plain).norm(dim=-1)
     return torch.where(distances == 0, distances, distances / spread)
 
 
@@ -194,38 +195,38 @@ def _deviates(distances: Tensor) -> bool:
 
 
 def _reasons(model: PreTrainedModel, tokens: Tensor) -> list[str]:
-    """What the model's own forward shows of why it answers otherwise."""
+    """The reasons why the model answers differently, found with its plain forward."""
     reasons = []
-    own = _own(model, tokens)
+    plain = _plain(model, tokens)
     length = tokens.shape[1]
-    if length > 1 and _deviates(_distances(_own(model, tokens[:, :-1]), own[:, :-1])):
+    if length > 1 and _deviates(_distances(_plain(model, tokens[:, :-1]), plain[:, :-1])):
         reasons.append("its attention isn't causal (a later token changes an earlier one's logits)")
     places = torch.arange(length, device=model.device).expand(tokens.shape)
     try:
-        counted = _own(model, tokens, position_ids=places)
-        stretched = _own(model, tokens, position_ids=places * 3 // 2)
-    # Each architecture fails in its own way over an argument that it doesn't know.
+        counted = _plain(model, tokens, position_ids=places)
+        stretched = _plain(model, tokens, position_ids=places * 3 // 2)
+    # Architectures raise all kinds of errors for an unknown argument.
     except Exception:
         return [*reasons, "it takes no positions"]
-    if _deviates(_distances(counted, own)):
+    if _deviates(_distances(counted, plain)):
         reasons.append("it doesn't count positions from 0")
-    elif not _deviates(_distances(stretched, own)):
-        reasons.append("it takes positions from its cache's length, not those it is given")
+    elif not _deviates(_distances(stretched, plain)):
+        reasons.append("it takes positions from its cache's length, not the given positions")
     return reasons
 
 
 def _refusal(model: PreTrainedModel, reasons: list[str], distances: Tensor) -> UsageError:
     places = (~(distances <= _TOLERANCE)).any(0).nonzero()
-    reason = " and ".join(reasons) or "why can't be told"
+    reason = " and ".join(reasons) or "the reason is unknown"
     return UsageError(
-        f"model type {model.config.model_type!r} isn't served: through kvtide's cache it answers "
-        f"otherwise than by itself, from position {int(places[0])} on: {reason}; choose a decoder "
-        "such as Llama or Qwen"
+        f"model type {model.config.model_type!r} isn't served: over kvtide's pool its answers "
+        f"differ from its plain answers, from position {int(places[0])} on: {reason}; choose a "
+        "decoder such as Llama or Qwen"
     )
 
 
 def _holders(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """The module's weights and buffers of floating point, with where each is held."""
+    """The module's floating point weights and buffers, each with the dict and key that hold it."""
     for part in module.modules():
         held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for holder in held:
@@ -236,17 +237,18 @@ def _holders(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Ten
 
 @contextlib.contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Widens the weights that lie outside the layers at once, those of a layer while it runs."""
+    """Widens all weights to float32: a layer's only while the layer runs, to save memory."""
     stacks: list[torch.nn.ModuleList] = []
     inner: set[int] = set()
-    for module in model.modules():  # outer ones come first
+    for module in model.modules():  # outer modules come first
         if isinstance(module, torch.nn.ModuleList) and id(module) not in inner:
             stacks.append(module)
             inner.update(map(id, module.modules()))
     layers = [layer for stack in stacks for layer in stack]
     within = {id(holder) for layer in layers for holder, _, _ in _holders(layer)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_widened(one for one in _holders(model) if id(one[0]) not in within))
+        outside = (held for held in _holders(model) if id(held[0]) not in within)
+        stack.enter_context(_widened(outside))
         for layer in layers:
             stack.enter_context(_widened_while_it_runs(layer))
         yield
@@ -274,15 +276,18 @@ def _widened_while_it_runs(layer: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _widened(held: Iterable[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
-    """Float32 in place of each tensor, which comes back itself; what is held twice stays one."""
-    narrow = [(holder, name, one) for holder, name, one in held if one.dtype != torch.float32]
+    """Puts a float32 copy in place of each tensor, and the tensor back at the end.
+
+    A tensor that is held in two places gets one copy.
+    """
+    narrow = [entry for entry in held if entry[2].dtype != torch.float32]
     wide: dict[int, Tensor] = {}
     try:
         for holder, name, tensor in narrow:
             if id(tensor) not in wide:
                 is_weight = isinstance(tensor, torch.nn.Parameter)
-                own = tensor.float()
-                wide[id(tensor)] = torch.nn.Parameter(own, False) if is_weight else own
+                copy = tensor.float()
+                wide[id(tensor)] = torch.nn.Parameter(copy, False) if is_weight else copy
             holder[name] = wide[id(tensor)]
         yield
     finally:

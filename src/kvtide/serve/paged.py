@@ -1,24 +1,23 @@
-"""A packed step as passes of the model: who shares one, how it is padded, what comes back.
+"""Runs a packed step as passes of the model.
 
 Exact mode
 ----------
-A request's logits are the same bits whoever else is in the step, because no operation that
-computes them sees a shape that depends on others:
+A request's logits have the same bits whichever other requests are in the step. No operation that
+computes them sees a shape that depends on other requests:
 
-1. Attention is each request's own (`kvtide.serve.attention`).
-2. Matrix products choose their kernels, and with them the order of additions, by the number of
-   rows; functions of single numbers treat the last few of a pass in another way than the rest.
-   `kvtide.serve.selfcheck` measures at which row counts a row's numbers agree, and a step is run
-   as several passes: segments that fit share passes, padded up to such a count; a longer segment
-   is a pass of its own, of exactly its rows. A mere minimum wouldn't do: with AMX in bfloat16,
-   passes of 1 to 32 rows agree, and 33, 37, 192 and 256 rows each begin another order. So what
-   has one query and what has more may go by other counts, since a request's tokens are always
-   computed as the one or as the other.
-3. The head is a matrix product as well. In a shared pass it sees the rows whose logits are wanted,
-   padded up to such a count, too.
-4. Chunk boundaries are the scheduler's: exact mode relies on the segments of a request, its
-   positions and counts, being a function of the request alone, never of what room is left.
-5. Experts run token by token, not grouped by expert over the batch.
+1. Attention is computed for each request by itself (`kvtide.serve.attention`).
+2. A matrix product chooses its kernel, and so its order of additions, by the number of rows. A
+   function of single numbers computes the last few numbers of a pass by other code than the rest.
+   `kvtide.serve.selfcheck` measures at which row counts a row gets the same bits. A step runs as
+   several passes: segments that fit share a pass, padded to such a count; a longer segment is a
+   pass by itself, unpadded. A minimum row count is not enough: with AMX in bfloat16, 1 to 32 rows
+   agree, but 33, 37, 192 and 256 rows each have another order. Answer tokens (one query) and
+   chunks of prompts (several) may have different counts: a token is always computed as one kind.
+3. The head is a matrix product too. In a shared pass it sees only the rows whose logits are wanted,
+   padded to such a count.
+4. The scheduler chooses the chunks of a prompt. Exact mode relies on this choice: it must depend on
+   the request alone, not on the room that is left.
+5. Experts run token by token. They don't collect the tokens of a batch by expert.
 """
 
 from __future__ import annotations
@@ -40,36 +39,36 @@ from kvtide.serve.supported import geometry_of
 
 @dataclass(frozen=True)
 class _PassRows:
-    """Which rows of a packed batch one pass runs."""
+    """The rows of a packed batch that one pass computes."""
 
     segments: tuple[Segment, ...]
-    """With ``first`` counted in the pass."""
+    """Here `first` counts rows of the pass."""
     sources: list[int]
-    """The packed row of each of the pass's rows, without the padding."""
+    """For each row of the pass, its row in the packed batch. Padding is left out."""
     rows: RowCounts | None
-    """What it is padded to; None for a pass that runs as it is."""
+    """The counts to which the pass is padded; None for a pass without padding."""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], rows: RowCounts | None) -> _PassRows:
+    def from_segments(cls, segments: Sequence[Segment], rows: RowCounts | None) -> _PassRows:
         """The pass of these segments in this order."""
         placed: list[Segment] = []
         sources: list[int] = []
-        for one in segments:
-            placed.append(Segment(len(sources), one.count, one.slots))
-            sources += range(one.first, one.first + one.count)
+        for segment in segments:
+            placed.append(Segment(len(sources), segment.count, segment.slots))
+            sources += range(segment.first, segment.first + segment.count)
         return cls(tuple(placed), sources, rows)
 
     def padded(self, rows: int) -> int:
-        """How many rows the pass computes for so many."""
+        """How many rows the pass computes for `rows` wanted rows."""
         return rows if self.rows is None else self.rows.padded(rows)
 
 
 class PagedModel:
     """A transformers model whose keys and values live in a pool.
 
-    Takes the model over: its own ``generate`` doesn't work until `release`. With ``exact`` it runs
-    in exact mode (see the module's text), by the rules that the self-check found; without it runs
-    each step as one pass.
+    It takes the model over: the model's `generate` doesn't work until `release`. With `exact`, the
+    rules that the self-check found, it runs in exact mode (see the module's docstring). Without, it
+    runs each step as one pass.
     """
 
     def __init__(self, model: PreTrainedModel, pool: Pool, *, exact: ExactRules | None) -> None:
@@ -88,37 +87,37 @@ class PagedModel:
         self._model = HookedModel(model, pool, experts_by_token=exact is not None)
 
     def release(self) -> None:
-        """Gives the model its own attention back; this object must not be used afterwards."""
+        """Gives the model its attention function back. Don't use this object afterwards."""
         self._model.release()
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Logits [n, vocab] of ``batch.logit_rows``, in their order, on the host.
+        """Logits [n, vocab] of `batch.logit_rows`, in their order, on the host.
 
-        Writes the keys and values of all rows to ``batch.out_slots`` and touches no other
-        slot. The slots of a segment must hold what earlier steps wrote to them. In exact mode
-        ask for logits by each request's own state alone (say, its last row when its prompt is
-        done): in a pass of its own, their number is a row count, too.
+        Writes the keys and values of all rows to `batch.out_slots` and changes no other slot. The
+        slots of a segment must hold what earlier steps wrote to them. In exact mode the caller must
+        choose a request's logit rows by that request alone, such as its last row once its prompt is
+        done: in an unpadded pass their number is a row count, too.
         """
         wanted = {row: place for place, row in enumerate(batch.logit_rows.tolist())}
         logits: list[Tensor] = []
         places: list[int] = []
-        for one in self._passes(batch.segments):
-            keep = [at for at, row in enumerate(one.sources) if row in wanted]
-            places += [wanted[one.sources[at]] for at in keep]
-            logits.append(self._run(one, batch, keep))
+        for model_pass in self._passes(batch.segments):
+            keep = [index for index, row in enumerate(model_pass.sources) if row in wanted]
+            places += [wanted[model_pass.sources[index]] for index in keep]
+            logits.append(self._run(model_pass, batch, keep))
         found = logits[0] if len(logits) == 1 else torch.cat(logits)
         if places == sorted(places):
             return found
         return found[torch.tensor(places).argsort()]
 
     def _passes(self, segments: Sequence[Segment]) -> Iterator[_PassRows]:
-        """Which segments run in one pass: those of one query first, by length."""
-        singles = [one for one in segments if one.count == 1]
-        singles.sort(key=lambda one: padded_length(len(one.slots)))
-        chunks = [one for one in segments if one.count > 1]
+        """Splits a step into passes; within a pass segments of one query come first, by length."""
+        singles = [segment for segment in segments if segment.count == 1]
+        singles.sort(key=lambda segment: padded_length(len(segment.slots)))
+        chunks = [segment for segment in segments if segment.count > 1]
         if self._exact is None:
-            yield _PassRows.of(singles + chunks, None)
+            yield _PassRows.from_segments(singles + chunks, None)
         elif self._exact.rows == self._exact.chunk_rows:
             yield from _shared_passes(singles + chunks, self._exact.rows)
         else:
@@ -126,10 +125,10 @@ class PagedModel:
             yield from _shared_passes(chunks, self._exact.chunk_rows)
 
     def _run(self, rows: _PassRows, batch: PackedBatch, keep: list[int]) -> Tensor:
-        """The logits of the pass's rows ``keep``.
+        """The logits of the pass's rows `keep`.
 
-        All that says who is where is worked out on the host and goes to the device from here:
-        by copies that block, since what they read is gone when this returns.
+        Ids, positions and slots are computed on the host and copied to the device here. The copies
+        block, because their sources are freed when this returns.
         """
         sources = torch.tensor(rows.sources)
         row_count = rows.padded(len(rows.sources))
@@ -148,15 +147,15 @@ class PagedModel:
 
 
 def _shared_passes(segments: Sequence[Segment], rows: RowCounts) -> Iterator[_PassRows]:
-    """As few passes as their order allows; what is too long for one that is shared has its own."""
-    group: list[Segment] = []
-    for one in segments:
-        if one.count > rows.most:
-            yield _PassRows.of([one], None)
+    """As few passes as the segments' order allows. A segment too long to share has its pass."""
+    shared: list[Segment] = []
+    for segment in segments:
+        if segment.count > rows.most:
+            yield _PassRows.from_segments([segment], None)
             continue
-        if sum(other.count for other in group) + one.count > rows.most:
-            yield _PassRows.of(group, rows)
-            group = []
-        group.append(one)
-    if group:
-        yield _PassRows.of(group, rows)
+        if sum(other.count for other in shared) + segment.count > rows.most:
+            yield _PassRows.from_segments(shared, rows)
+            shared = []
+        shared.append(segment)
+    if shared:
+        yield _PassRows.from_segments(shared, rows)

@@ -1,9 +1,9 @@
-"""Probes of the self-check: one operation each, with numbers that show how it was computed.
+"""Probes of the self-check: each runs one operation on numbers that reveal how it was computed.
 
-Where exact sums are zero, what is computed is rounding: another order of additions then shows in
-every row, where ordinary numbers would hide it behind the rounding to bfloat16 in all but a few.
-Where a function has a fast way and another one for the last few numbers, only numbers for which
-the two differ can show which one was taken, so those are looked for.
+A probe of sums uses numbers whose exact sum is zero. The computed sum is then only rounding, so
+another order of additions shows in every row. With ordinary numbers the rounding to bfloat16 would
+hide it in most rows. A function of single numbers may have fast code, and other code for the last
+few numbers. Its probe searches for numbers on which the two differ.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _LARGE = 2.0**11
 
 
 class Probe(Protocol):
-    """An operation of the model on any number of rows that are all alike: their places differ."""
+    """An operation of the model, to run on any number of equal rows."""
 
     name: str
-    """What it is, for people."""
+    """A description for people."""
 
     def outcome(self, count: int) -> Tensor | None:
-        """What comes of each of ``count`` rows, as bytes, or None where a row's place matters."""
+        """The result of each of `count` equal rows, as bytes; None if the results differ."""
 
 
 class ProductProbe:
-    """A product with a weight, of numbers whose exact sums are all zero."""
+    """A product with a weight; all its exact sums are zero."""
 
     name = "a product with a weight"
 
@@ -47,7 +47,7 @@ class ProductProbe:
         generator = torch.Generator().manual_seed(_SEED)
         order = torch.randperm(width, generator=generator)
         odd = (0, width % 2)
-        # A vocabulary's rows repeat: what counts is the shape, and random numbers take time.
+        # The rows of a vocabulary repeat: random numbers take time, and only the shape matters.
         distinct = _numbers(min(out, 1024), width // 2, generator)
         weight = pad(torch.cat([distinct, -distinct], 1), odd)[:, order].to(dtype)
         weight = weight.repeat(-(-out // len(weight)), 1)[:out].contiguous()
@@ -59,7 +59,7 @@ class ProductProbe:
         self._turned = self.weight.T.contiguous() if product.is_turned else None
 
     def outcome(self, count: int) -> Tensor | None:
-        """The first row, if all are like it."""
+        """See Probe."""
         rows = self.inputs[:count]
         if self._turned is not None:
             return _first_of_equal(torch.addmm(self._zeros, rows, self._turned))
@@ -68,7 +68,7 @@ class ProductProbe:
 
 
 class SingleProbe:
-    """An operation on one tensor, of numbers that show which of its ways was taken."""
+    """An operation on one tensor, with numbers that show by which code it was computed."""
 
     def __init__(self, operation: SingleOperation, device: torch.device) -> None:
         self.name = operation.name
@@ -78,13 +78,13 @@ class SingleProbe:
         self.row = numbers.repeat(-(-size // len(numbers)))[:size]
 
     def outcome(self, count: int) -> Tensor | None:
-        """The first row, if all are like it."""
+        """See Probe."""
         return _first_of_equal(self._operation.run(self.row.expand(count, -1)))
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """What a model's attention is like, in any of its layers."""
+    """The sizes of a model's attention, the same in all layers."""
 
     heads: int
     kv_heads: int
@@ -94,10 +94,10 @@ class AttentionSizes:
 
 
 class AttentionProbe:
-    """A query each of requests that are all alike, their context ``length`` when it is padded.
+    """Attention of equal requests, one query each, over contexts padded to `length` tokens.
 
-    A request's place in the bucket says which thread computes it, and where its numbers lie.
-    With ``of_scores`` the products of queries and keys cancel, else the sums of values do.
+    A request's place in the bucket decides which thread computes it, and its place in memory. With
+    `of_scores` the products of queries and keys sum to zero, otherwise the values do.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class AttentionProbe:
         self.values = values.to(sizes.dtype).to(device)
 
     def outcome(self, count: int) -> Tensor | None:
-        """The first request's numbers, if all are like it."""
+        """See Probe; a row is a request."""
         segments = [Segment(row, 1, self._slots) for row in range(count)]
         plan = plan_attention(segments, count, self._sizes.dtype).to(self._device)
         query = self.query.expand(count, -1, -1).contiguous()
@@ -124,22 +124,22 @@ class AttentionProbe:
 
 
 def _first_of_equal(rows: Tensor) -> Tensor | None:
-    """The first of ``rows``, as bytes, or None if one of them differs from it in a bit.
+    """The first of `rows`, as bytes, or None if another row differs in a bit.
 
-    NaN isn't equal to itself, but its bytes are.
+    Compares bytes, because NaN isn't equal to itself.
     """
     data = rows.contiguous().view(torch.uint8)
     return data[:1] if torch.equal(data, data[:1].expand_as(data)) else None
 
 
 def _numbers(count: int, width: int, generator: torch.Generator, spread: int = 3) -> Tensor:
-    """Of unlike sizes, so that each order of additions rounds in its own way."""
+    """Random numbers of different magnitudes: another order of additions rounds differently."""
     exponents = torch.randint(-spread, spread + 1, (count, width), generator=generator)
     return torch.randn(count, width, generator=generator) * torch.exp2(exponents)
 
 
 def _scores_that_cancel(sizes: AttentionSizes, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [1, head, dim], keys and values [slot, kv_head, dim]: each score is zero if exact."""
+    """Query [1, head, dim], keys and values [slot, kv_head, dim]; each exact score is zero."""
     generator = torch.Generator().manual_seed(_SEED)
     half, odd = sizes.head_dim // 2, (0, sizes.head_dim % 2)
     order = torch.randperm(sizes.head_dim, generator=generator)
@@ -151,17 +151,18 @@ def _scores_that_cancel(sizes: AttentionSizes, length: int) -> tuple[Tensor, Ten
 
 
 def _values_that_cancel(sizes: AttentionSizes, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same shapes: keys come in equal pairs, and the values of a pair add to zero."""
+    """As above; keys come in equal pairs, and the values of a pair sum to zero."""
     generator = torch.Generator().manual_seed(_SEED)
     query = torch.randn(1, sizes.heads, sizes.head_dim, generator=generator)
     slots = (length, sizes.kv_heads)
-    # The last slots are padding, and one has no partner.
+    # The last three slots are padding, and one slot may have no partner.
     pairs = (length - 3) // 2
     order = torch.cat(
         [torch.randperm(2 * pairs, generator=generator), torch.arange(2 * pairs, length)]
     )
     keys = torch.randn(pairs, sizes.kv_heads * sizes.head_dim, generator=generator).repeat(2, 1)
-    # Values are added as they are. Of few powers of two, float32 holds sums of bfloat16 exactly.
+    # Values are summed unscaled. float32 holds sums of bfloat16 numbers exactly if their exponents
+    # are close, so these spread more.
     half = _numbers(pairs, sizes.kv_heads * sizes.v_head_dim, generator, spread=12)
     alone = (0, 0, 0, length - 2 * pairs)
     values = pad(torch.cat([half, -half]), alone)[order]
@@ -169,10 +170,10 @@ def _values_that_cancel(sizes: AttentionSizes, length: int) -> tuple[Tensor, Ten
 
 
 def _showing_numbers(operation: SingleOperation, device: torch.device) -> tuple[Tensor, bool]:
-    """Numbers for which the operation's two ways differ, and whether it may have two ways.
+    """Numbers on which the operation's two codes differ, and whether two codes may exist.
 
-    Looked for among all numbers of 16 bits, or many of 32. An operation that isn't number by number
-    gets random numbers, and may have two ways: of the largest ones a norm would make NaN.
+    Searches all numbers of 16 bits, or many of 32. An operation that combines numbers, such as a
+    norm, may have two codes; it gets random numbers, since the largest ones would give NaN.
     """
     generator = torch.Generator().manual_seed(_SEED)
     random = 4 * torch.randn(_TRIED_NUMBERS, generator=generator)
@@ -180,16 +181,17 @@ def _showing_numbers(operation: SingleOperation, device: torch.device) -> tuple[
     if operation.dtype.itemsize == 2:
         every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(operation.dtype)
         numbers = every[every.isfinite()].to(device)
-    if any(isinstance(one, Tensor) for one in (*operation.others, *operation.named.values())):
+    further = (*operation.others, *operation.named.values())
+    if any(isinstance(argument, Tensor) for argument in further):
         return random, True
     call = operation.function
     try:
         quick = call(numbers, *operation.others, **operation.named)
-    except (IndexError, RuntimeError):  # it names an axis that a line of numbers doesn't have
+    except (IndexError, RuntimeError):  # it needs an axis that these numbers don't have
         return random, True
     if quick.shape != numbers.shape:
         return random, True
-    # Torch's quick way is for numbers that lie side by side.
+    # torch's fast code is for numbers that are side by side in memory.
     apart = numbers.repeat_interleave(2)[::2]
     slow = call(apart, *operation.others, **operation.named)
     differs = (quick != slow) & ~(quick.isnan() & slow.isnan())

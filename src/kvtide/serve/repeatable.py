@@ -1,13 +1,13 @@
-"""What the libraries under torch must be told before they compute, to repeat their results.
+"""Tells the libraries under torch to repeat their results; must run before they compute.
 
-MKL, which multiplies torch's matrices in float32, chooses the order of additions by how its input
-lies in memory, and so by which thread computes it, unless its mode for reproducible results is on
-(oneMKL developer guide, "Obtaining Numerically Reproducible Results"). MKL reads that mode from the
-environment, once, at its first product. Measured on an AMD EPYC with torch 2.13, float32 and two
-threads: without the mode a request's attention has other bits on the second thread than on the
-first, for most head sizes; with the mode it has not, and nothing is slower.
+torch multiplies float32 matrices with MKL. MKL chooses the order of additions by the place of its
+input in memory, and so by the thread that computes it, unless its mode for reproducible results is
+on (oneMKL developer guide, "Obtaining Numerically Reproducible Results"). MKL reads that mode from
+the environment once, at its first product. Measured on an AMD EPYC with torch 2.13, float32 and two
+threads: without the mode a request's attention differs in bits between the two threads, for most
+head sizes. With the mode it doesn't, and nothing is slower.
 
-This module imports neither torch nor anything that does.
+This module must not import torch, directly or indirectly.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _ALL_SETTINGS = -1
 
 
 def ask_for_repeatable_results() -> None:
-    """Turns on MKL's mode for reproducible results, unless the environment has chosen one.
+    """Turns on MKL's mode for reproducible results, unless the environment already sets a mode.
 
-    Without effect where MKL has computed something in this process already.
+    Has no effect if MKL has already computed something in this process.
     """
-    os.environ[MKL_MODE] = os.environ.get(MKL_MODE) or "AUTO"  # an empty one chooses nothing
+    os.environ[MKL_MODE] = os.environ.get(MKL_MODE) or "AUTO"  # MKL ignores an empty value
 
 
 def is_mkl_repeatable() -> bool | None:
-    """Whether MKL's mode for reproducible results is in force; None without MKL, or unknown.
+    """Whether MKL's mode for reproducible results is on; None if torch has no MKL or can't tell.
 
-    Torch must be loaded. A mode that isn't in force by now won't be any more.
+    torch must be loaded. A mode that is still off then stays off.
     """
     package = getattr(sys.modules.get("torch"), "__file__", None)
     if package is None:

@@ -1,4 +1,4 @@
-"""Request: one prompt, its answer so far, and where its KV is."""
+"""Request: one prompt, its answer so far, and the place of its KV."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen, and when to stop.
+    """How the next token is chosen, and when the answer ends.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 leave all tokens. `seed` starts the
-    request's own random generator. An answer ends before the first of the `stop` strings, at
-    an end-of-text token, or after `max_new_tokens` tokens.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 exclude no tokens. `seed` seeds the random
+    generator of this request. An answer ends before the first of the `stop` strings, at an
+    end-of-text token, or after `max_new_tokens` tokens.
     """
 
     max_new_tokens: int = 64
@@ -30,7 +30,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a value that means nothing."""
+        """Raises UsageError for an invalid value."""
         for name, value, holds, range_text in (
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature, 0 <= self.temperature < inf, "0 or more"),
@@ -45,7 +45,7 @@ class SamplingParams:
 @final
 @dataclass(eq=False)
 class Request:
-    """One prompt and its answer; the engine fills in all but the first three fields."""
+    """One prompt and its answer. The engine fills in all fields except the first three."""
 
     id: str
     prompt_ids: list[int]
@@ -54,45 +54,45 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
-    """`stop`, `length`, `error` or `abort`; None while there is work to do."""
+    """`stop`, `length`, `error` or `abort`; None until the answer ends."""
     error: str | None = None
     retractions: int = 0
     exact: bool = True
-    """False once KV was computed anew in other steps than before, which `--fast` may do."""
+    """False once KV was computed again in different steps than before; `--fast` allows that."""
     logit_digests: list[int] = field(default_factory=list)
-    """XXH3 128 of the logits behind each output token, if the engine keeps them."""
+    """The XXH3 128 hash of the logits of each output token, if the engine keeps them."""
 
     arrival: int = 0
-    """Its number in the order of arrival; the newest is retracted first."""
+    """The request's number in the order of arrival. The newest is retracted first."""
     pages: list[int] = field(default_factory=list)
-    """The pages it holds, in the order of its tokens."""
+    """The pages that the request holds, in the order of its tokens."""
     stored: int = 0
-    """Its first tokens, whose KV is in its pages or its snapshot."""
+    """How many of its first tokens have KV, in its pages or in its snapshot."""
     snapshot: Snapshot | None = None
 
     @property
     def token_count(self) -> int:
-        """Tokens of prompt and answer; the last one has no KV yet."""
+        """The number of tokens of prompt and answer. The last token has no KV yet."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def longest(self) -> int:
-        """The most tokens whose KV it will ever hold: the last token's is never needed."""
+        """The most tokens that will ever have KV. The last token never needs it."""
         return len(self.prompt_ids) + self.params.max_new_tokens - 1
 
     def tokens(self, first: int, count: int) -> list[int]:
-        """The ids of `count` tokens from the `first` on."""
+        """The ids of `count` tokens, from number `first` on."""
         split = len(self.prompt_ids)
         if first >= split:
             return self.output_ids[first - split : first - split + count]
         return (self.prompt_ids[first:] + self.output_ids)[:count]
 
     def next_count(self, chunk_tokens: int, *, replay: bool) -> int:
-        """How many tokens its next step computes.
+        """How many tokens of the request its next step computes.
 
-        With `replay` that depends on the request alone: prompt chunks end at multiples of
-        `chunk_tokens`, and answer tokens go one by one, also when they are already known
-        because their KV was lost. Then the same numbers come out as the first time.
+        With `replay` the count depends on the request alone. Prompt chunks end at multiples of
+        `chunk_tokens`, and a step computes one answer token, even if the answer is known because
+        its KV was lost. So a computation that is repeated gives the same numbers.
         """
         end = len(self.prompt_ids) if replay else self.token_count
         if self.stored >= end:

@@ -1,4 +1,4 @@
-"""Sampling: the next token of one request, from its logits and its own random numbers."""
+"""Sampling: chooses a request's next token from its logits and its random generator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvtide.serve.request import SamplingParams
 
 @final
 class Sampler:
-    """Chooses a request's tokens; its random generator is the request's alone.
+    """Chooses a request's tokens, with a random generator that no other request uses.
 
-    So neither the other requests of a step nor a retraction change what it draws.
+    So neither other requests nor a retraction change the tokens that are drawn.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -25,12 +25,12 @@ class Sampler:
     def choose(self, logits: torch.Tensor) -> int:
         """The next token for `logits` [vocab], of any float dtype, on any device.
 
-        Raises ArithmeticError for logits of which none is the largest, or no share is a number.
+        Raises ArithmeticError for NaN and, if `temperature` isn't 0, for plus infinity.
         """
-        # One request at a time, and in float32: the shape must not depend on the batch.
+        # One request at a time: the shape must not depend on the batch.
         scores = logits.detach().to("cpu", torch.float32)
         if self._warp is None:
-            # Of equals the first. numpy, because torch takes eight times as long in bfloat16.
+            # The first of the largest. torch's argmax takes eight times as long in bfloat16.
             token = int(scores.numpy().argmax())
             if scores[token].isnan():
                 raise ArithmeticError("the model's logits are not numbers (NaN)")

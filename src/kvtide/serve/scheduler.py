@@ -1,7 +1,7 @@
 """Scheduler: which requests run, which wait, and which must give up their KV for now.
 
-Requests run in the order of their arrival. When pages run out the newest running request is
-retracted; retracted ones come back, oldest first, before any new one is admitted.
+Requests run in the order of their arrival. When no page is free the newest running request is
+retracted. Retracted requests come back, the oldest first, before any new request is admitted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from kvtide.tide import Tide
 @final
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start; seconds are wall time in which the engine waited for a move.
+    """Counts since the start. Seconds are wall time in which the engine waited for a copy.
 
-    `damaged` snapshots had other bytes than were sealed, `lost` restores broke off as they wrote.
+    `damaged` counts snapshots whose bytes differed from their seal, `lost` counts restores that
+    failed while they wrote.
     """
 
     retractions: int = 0
@@ -39,7 +40,12 @@ class SchedulerStats:
 @final
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """`chunk_tokens` bounds one request's share of a step, and all prompt tokens of a step."""
+    """How steps are planned.
+
+    `chunk_tokens` is the most tokens of one request in a step, and the most prompt tokens of all
+    requests in a step. `offload` keeps the KV of retracted requests in host memory. `replay` splits
+    recomputed tokens into the same steps as the first time.
+    """
 
     chunk_tokens: int
     max_running: int
@@ -49,7 +55,7 @@ class SchedulerOptions:
 
 @final
 class Scheduler:
-    """Keeps the books of requests and pages; `tide` moves the bytes."""
+    """Decides which request has which pages; `tide` copies their KV."""
 
     def __init__(self, tide: Tide, pages: PageAllocator, options: SchedulerOptions) -> None:
         self._tide = tide
@@ -73,15 +79,15 @@ class Scheduler:
         return len(self._retracted)
 
     def add(self, request: Request) -> None:
-        """Takes a request; the caller has seen to it that it fits into the pool alone."""
+        """Takes a request. The caller has checked that it fits into the empty pool."""
         request.arrival = self._arrivals
         self._arrivals += 1
         self._waiting.append(request)
 
     def plan(self) -> list[tuple[Request, int]]:
-        """The next step: requests and how many tokens each computes, with pages for them.
+        """The next step: the requests and how many tokens each computes. Their pages are acquired.
 
-        Empty only when no request is left. Retracts and resumes on the way.
+        May retract and resume requests. Empty only when no request is left.
         """
         self._resume()
         if not self._retracted:
@@ -90,9 +96,9 @@ class Scheduler:
         steps: list[tuple[Request, int]] = []
         for request in list(self._running):
             if request not in self._running:
-                continue  # retracted for an older one, just now
+                continue  # just retracted to make room for an older request
             count = self._next_count(request)
-            # A chunk that doesn't fit waits whole: where it is cut must not depend on others.
+            # A chunk that doesn't fit waits as a whole: its length must not depend on others.
             if count > 1 and count > budget:
                 continue
             if not self._make_room(request, count):
@@ -104,9 +110,9 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forgets a request in any state, and gives back its pages and its snapshot."""
-        for group in (self._waiting, self._retracted, self._running):
-            if request in group:
-                group.remove(request)
+        for requests in (self._waiting, self._retracted, self._running):
+            if request in requests:
+                requests.remove(request)
         self._pages.release(request.pages)
         request.pages = []
         if request.snapshot is not None:
@@ -121,10 +127,10 @@ class Scheduler:
     # ---- taking pages away -----------------------------------------------------------
 
     def retract(self, request: Request) -> None:
-        """Takes a running request's pages away; it comes back by itself when there is room."""
+        """Takes a running request's pages away. `plan` resumes it when there is room."""
         self._running.remove(request)
         insort(self._retracted, request, key=lambda other: other.arrival)
-        if request.stored:  # without KV it only goes back to wait
+        if request.stored:  # a request without KV only waits again
             request.retractions += 1
             self.stats.retractions += 1
             if self._options.offload:
@@ -133,7 +139,7 @@ class Scheduler:
             self._forget(request)
 
     def _make_room(self, request: Request, count: int) -> bool:
-        """Gets the pages for `count` more tokens, or retracts the request itself: False."""
+        """Acquires the pages for `count` more tokens. False if the request had to be retracted."""
         needed = self._pages_for(request.stored + count) - len(request.pages)
         while (pages := self._pages.acquire(max(0, needed))) is None:
             victim = self._running[-1]
@@ -153,7 +159,7 @@ class Scheduler:
         self.stats.offload_seconds += time.perf_counter() - started
 
     def _forget(self, request: Request) -> None:
-        """Drops a request's KV: it will be computed again."""
+        """Drops a request's KV, which will be computed again."""
         self._pages.release(request.pages)
         request.pages = []
         self.stats.recomputed_tokens += request.stored
@@ -167,7 +173,7 @@ class Scheduler:
         while self._retracted and self._may_start(self._retracted[0], len(self._running)):
             request = self._retracted[0]
             if request.snapshot is not None and not self._restore(request):
-                continue  # its KV is lost: now it needs other room
+                continue  # its KV is lost, so it now needs room for other tokens
             self._retracted.pop(0)
             insort(self._running, request, key=lambda other: other.arrival)
 
@@ -186,7 +192,7 @@ class Scheduler:
             request.snapshot = None
             self._forget(request)
             return False
-        assert pages is not None, "_may_start has counted the free pages"
+        assert pages is not None, "_may_start counted the free pages"
         request.pages, request.snapshot = pages, None
         self.stats.resumes += 1
         self.stats.restore_seconds += time.perf_counter() - started
@@ -197,11 +203,12 @@ class Scheduler:
             self._running.append(self._waiting.popleft())
 
     def _may_start(self, request: Request, spare: int) -> bool:
-        """Whether there is room for its known tokens beside those that run, and `spare` pages.
+        """Whether the request's known tokens, those of the running requests and `spare` pages fit.
 
-        How long the answers get isn't known, so nothing is kept for them: to retract is cheap,
-        and an idle page is not. But a request that comes back finds a spare page for each that
-        runs, or the next few steps would take its pages again. Alone, any request may start.
+        The length of the answers isn't known, and no page is kept for them: a retraction is cheap,
+        an idle page isn't. But a request comes back only if a page is spare for each running
+        request. Otherwise the next few steps would take its pages again. If no request runs, any
+        request may start.
         """
         if not self._running:
             return True

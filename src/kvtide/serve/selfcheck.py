@@ -1,22 +1,24 @@
-"""The start-up self-check of exact mode: at which row counts does a row get the same bits?
+"""The self-check of exact mode: at which row counts does a row get the same bits?
 
-How a library computes a row is its own choice, by the number of rows, the sizes, the dtype, the
-instruction set, the number of threads, which of them computes it and where it lies in memory.
-Little of that is promised, so it is measured, at each start, on this machine, with the threads in
-force:
+A library chooses how it computes a row. The choice may depend on the number of rows, the sizes, the
+dtype, the instruction set, the number of threads, the thread that computes the row, and the row's
+place in memory. Libraries promise little of this, so it is measured at each start, on this machine
+and with the current number of threads:
 
-1. A pass of the model is watched for its operations (`kvtide.serve.operations`). Each of them is
-   tried at every row count up to 64 and some up to ``max_rows``, and at every place, with numbers
-   that show how it was computed (`kvtide.serve.probes`). That sorts the counts into sets that
-   agree.
-2. So is attention, with the model's own heads and widths, for contexts of several lengths and up to
-   64 requests at once. Where it depends on them, each request has a call of its own.
-3. The set that costs least is then tried with whole passes of the model over a small pool: some of
-   the requests, in another order and from other slots, against all of them, and many copies of one.
-   That is done for answer tokens, one row a request, and for parts of prompts, several rows each.
+1. A pass of the model is watched for its operations (`kvtide.serve.operations`). Each operation is
+   tried at every row count up to 64 and at some up to `max_rows`, with every row in every place, on
+   numbers that reveal how it was computed (`kvtide.serve.probes`). Row counts with the same results
+   make a set.
+2. Attention is tried in the same manner, with the model's heads and widths, for several context
+   lengths and up to 64 requests in a call. If the results depend on the number of requests, each
+   request gets a call by itself.
+3. The cheapest set is tried with whole passes of the model over a small pool. A pass of all trial
+   requests must give each the same bits as passes of some of them in another order and with other
+   slots, and as passes of many copies of one of them. This is done for answer tokens (one row per
+   request) and for chunks of prompts (several rows per request).
 
-A set may be a single count: then every pass has exactly that many rows; in the worst case one,
-each request by itself. Where not even that repeats its bits, exact mode can't be had.
+A set may have a single count: then every pass has exactly that many rows, in the worst case one. If
+not even one row repeats its bits, exact mode is impossible.
 """
 
 from __future__ import annotations
@@ -40,59 +42,59 @@ from kvtide.serve.probes import AttentionProbe, AttentionSizes, Probe, ProductPr
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.supported import geometry_of
 
-# A weight of more numbers than this (a vocabulary) is measured at a few counts of a set only.
+# A weight with more numbers than this (a vocabulary) is measured at only a few counts of a set.
 _LARGE_WEIGHT = 8_000_000
 _SAMPLES = 8
-# Contexts that attention is tried with, and whether by many requests at once or by few.
+# Context lengths for attention; True means that many numbers of requests are tried, not few.
 _LENGTHS = ((64, True), (128, False), (320, False), (1088, False))
 _PAGE_SIZE = 16
 _SHARED_SLOTS = 144
-# Requests share no pass: one that has more rows than its one has a pass of its own.
+# Requests share no pass.
 _ALONE = RowCounts((1,))
 _SEED = 20240517
 
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What `find_rows` found."""
+    """The result of `find_rows`."""
 
     rules: ExactRules | None
-    """How passes are made up, or None where no row count is safe."""
+    """The rules for passes, or None if no row count is safe."""
     detail: str
-    """One line for people: what was measured, and what costs speed and why."""
+    """One line for people: what was measured, and what makes exact mode slow here."""
     seconds: float
 
     @property
     def exact_rows(self) -> str | None:
-        """The row counts, such as "4 to 64"."""
+        """The row counts as text, such as `4 to 64`."""
         return None if self.rules is None else str(self.rules.rows)
 
 
 @torch.inference_mode()
 def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) -> RowCheck:
-    """Measures how passes of up to ``max_rows`` rows can be exact on ``device``, now.
+    """Measures which passes of up to `max_rows` rows are exact on `device`.
 
-    The model is on it already. Blocks, for about a second with a small model; allocates a small
-    pool for the time being and leaves the model as it was. Raises UsageError for a model that
-    isn't served.
+    The model must be on the device; it isn't changed. Blocks, for about a second with a small
+    model, and allocates a small pool meanwhile. Raises UsageError for a model that isn't served.
     """
     start = time.perf_counter()
     trial = _Trial(model, device, max_rows)
     small, large = trial.probes()
     sets, of_rows = _agreeing_sets(small, _tried_counts(max_rows))
-    of_attention = _split_by_company(trial.attention_probes())
+    of_attention = _split_by_neighbours(trial.attention_probes())
 
     def rules_with(rows: RowCounts, chunk_rows: RowCounts) -> ExactRules:
         return ExactRules(rows, chunk_rows, share_attention=not of_attention)
 
     def is_safe(rules: ExactRules, *, chunks: bool) -> bool:
         rows = rules.chunk_rows if chunks else rules.rows
-        known = chunks and rows == rules.rows  # those of large weights were tried for answers
+        known = chunks and rows == rules.rows  # large weights were tried at them for answers
         agree = known or all(_agree(probe, rows) for probe in large)
         return agree and trial.passes_agree(rules, chunks)
 
     candidates = _candidates(sets, (1, 2, 4, 8, 16, 32, 64))
-    rows = next((one for one in candidates if is_safe(rules_with(one, _ALONE), chunks=False)), None)
+    safe = (rows for rows in candidates if is_safe(rules_with(rows, _ALONE), chunks=False))
+    rows = next(safe, None)
     if rows is None:
         tried = "; ".join(map(str, candidates)) or "none"
         detail = f"no row count up to {max_rows} is safe here (tried {tried}); {_remedy()}"
@@ -111,7 +113,7 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) ->
 
 
 def _tried_counts(max_rows: int) -> list[int]:
-    """Every count that steps of answers have; of larger ones, which only prompts fill, some."""
+    """All row counts that steps of answer tokens have, and some larger ones for prompts."""
     fine = min(max_rows, MOST_IN_BUCKET)
     return [*range(1, fine + 1), *range(fine + 32, max_rows + 1, 32)]
 
@@ -119,7 +121,7 @@ def _tried_counts(max_rows: int) -> list[int]:
 def _agreeing_sets(
     probes: Sequence[Probe], counts: Sequence[int]
 ) -> tuple[list[RowCounts], list[str]]:
-    """The sets of row counts at which the rows of all probes agree; who splits them, by name."""
+    """Sets of row counts at which all probes agree, and the names of probes that split them."""
     kinds: dict[int, list[int | None]] = {count: [] for count in counts}
     splitters: dict[str, None] = {}
     for probe in probes:
@@ -132,11 +134,11 @@ def _agreeing_sets(
     for count in counts:
         if None not in kinds[count]:
             sets[tuple(kinds[count])].append(count)
-    return [RowCounts(tuple(one)) for one in sets.values()], list(splitters)
+    return [RowCounts(tuple(alike)) for alike in sets.values()], list(splitters)
 
 
 def _kinds_of(probe: Probe, counts: Sequence[int]) -> dict[int, int | None]:
-    """Row counts whose rows agree have the same number; None is for those where places matter."""
+    """Numbers the outcomes: equal row results, equal number. None if rows in one pass differ."""
     outcomes: list[Tensor] = []
     found: dict[int, int | None] = {}
     for count in counts:
@@ -151,8 +153,8 @@ def _kinds_of(probe: Probe, counts: Sequence[int]) -> dict[int, int | None]:
     return found
 
 
-def _split_by_company(probes: Sequence[tuple[AttentionProbe, Sequence[int]]]) -> list[str]:
-    """The first probe, by name, whose requests get other bits in company than alone."""
+def _split_by_neighbours(probes: Sequence[tuple[AttentionProbe, Sequence[int]]]) -> list[str]:
+    """The name of the first probe whose bits depend on the number of requests in a call."""
     for probe, counts in probes:
         if set(_kinds_of(probe, [1, *counts]).values()) != {0}:
             return [probe.name]
@@ -160,12 +162,12 @@ def _split_by_company(probes: Sequence[tuple[AttentionProbe, Sequence[int]]]) ->
 
 
 def _agree(probe: Probe, rows: RowCounts) -> bool:
-    """Whether the probe's rows agree at some of these counts and at other places."""
+    """Whether the probe's rows have the same bits at a sample of these counts."""
     return set(_kinds_of(probe, _spread(rows.counts, _SAMPLES)).values()) == {0}
 
 
 def _candidates(sets: list[RowCounts], steps: Sequence[int]) -> list[RowCounts]:
-    """What to try, best first: the two sets that such steps cost least with, then single counts."""
+    """Row counts to try: the two sets that make these steps cheapest, then single counts."""
     best = sorted(sets, key=lambda rows: _cost(rows, steps))[:2]
     singles = [
         RowCounts((count,)) for count in (32, 16, 1) if any(count in rows.counts for rows in sets)
@@ -174,7 +176,7 @@ def _candidates(sets: list[RowCounts], steps: Sequence[int]) -> list[RowCounts]:
 
 
 def _cost(rows: RowCounts, steps: Sequence[int]) -> float:
-    """Relative time of steps of so many rows, where 64 more rows double a pass's time."""
+    """The relative time of steps of these row counts, if 64 more rows double a pass's time."""
     total = 0.0
     for wanted in steps:
         full, rest = divmod(wanted, rows.most)
@@ -183,16 +185,16 @@ def _cost(rows: RowCounts, steps: Sequence[int]) -> float:
 
 
 def _explain_speed(rules: ExactRules, of_rows: Sequence[str], of_attention: Sequence[str]) -> str:
-    """What exact mode costs here, why, and what to do; nothing where that is next to nothing."""
+    """Why exact mode is slow here, and a remedy; empty if it isn't."""
     rows = rules.rows
-    ways = []
+    costs = []
     if rows.most < 16 or rows.padded(1) > 8:
         why = f", since other numbers of rows change {' and '.join(of_rows)}" if of_rows else ""
-        ways.append(f"no passes but of {_counted(rows)}{why}")
+        costs.append(f"all passes have {_counted(rows)}{why}")
     if not rules.share_attention:
         changed = " and ".join(of_attention)
-        ways.append(f"a call of the attention for each request, since company changes {changed}")
-    return f"; that is slow: {'; '.join(ways)}; {_remedy()}" if ways else ""
+        costs.append(f"each request needs a call by itself, since others in it change {changed}")
+    return f"; that is slow: {'; '.join(costs)}; {_remedy()}" if costs else ""
 
 
 def _counted(rows: RowCounts) -> str:
@@ -209,13 +211,13 @@ def _remedy() -> str:
 
 
 def _spread(counts: Sequence[int], most: int) -> list[int]:
-    """At most ``most`` of ``counts``, with both ends."""
+    """At most `most` of `counts`, evenly spread, with both ends."""
     last = len(counts) - 1
     return sorted({counts[last * step // (most - 1)] for step in range(most)})
 
 
 class _Trial:
-    """The model at hand, on its device: its probes, and whole passes of it."""
+    """Makes probes for a model, and runs trial passes of it."""
 
     def __init__(self, model: PreTrainedModel, device: Device, max_rows: int) -> None:
         self._model = model
@@ -224,7 +226,7 @@ class _Trial:
         self._geometry = geometry_of(model.config, model.dtype, _PAGE_SIZE)
 
     def probes(self) -> tuple[list[Probe], list[Probe]]:
-        """Of each operation of a pass that may depend on its rows; those of large weights apart."""
+        """Probes for the operations of a pass; those with large weights come apart, second."""
         watch = self._watched_pass()
         device, dtype = self._device.torch_device, self._model.dtype
         small: list[Probe] = []
@@ -238,7 +240,7 @@ class _Trial:
         return small, large
 
     def attention_probes(self) -> list[tuple[AttentionProbe, Sequence[int]]]:
-        """And the numbers of requests to try each with."""
+        """Probes of attention, each with the numbers of requests to try."""
         config = self._model.config.get_text_config(decoder=True)
         pool = self._pool(1)
         (kv_heads, head_dim), (_, v_head_dim) = (pool.plane(n, 0).shape[1:] for n in ("k", "v"))
@@ -258,32 +260,30 @@ class _Trial:
         ]
 
     def passes_agree(self, rules: ExactRules, chunks: bool) -> bool:
-        """Whether whole passes give each request the same bits whoever else is in them.
+        """Whether a request gets the same bits in passes with different other requests.
 
-        Requests have one query each; with ``chunks`` several, as parts of prompts do.
+        With `chunks` each request has several queries, as chunks of prompts have; otherwise one.
         """
         rows = rules.chunk_rows if chunks else rules.rows
         most = rows.most if chunks else min(rows.most, MOST_IN_BUCKET)
         members = _members(most, chunks=chunks)
-        slot_count = 2 * (_SHARED_SLOTS + sum(one.count for one in members))
+        slot_count = 2 * (_SHARED_SLOTS + sum(member.count for member in members))
         half = slot_count // 2
         pool = self._pool(-(-slot_count // _PAGE_SIZE))
         generator = torch.Generator().manual_seed(_SEED)
         for plane in self._geometry.planes:
             for layer in range(plane.layer_count):
                 typed = pool.plane(plane.name, layer)
-                # Random numbers of the host, so that they are the same for every device.
+                # The host's random numbers, so that all devices get the same.
                 numbers = torch.randn(half, *typed.shape[1:], generator=generator).to(typed)
                 typed[:half], typed[half:slot_count] = numbers, numbers
         paged = PagedModel(self._model, pool, exact=rules)
         try:
             whole = self._outcomes(paged, pool, members, 0)
-            for some, base in _companies(members, half, generator):
+            for some, base in _trial_passes(members, half, generator):
                 found = self._outcomes(paged, pool, some, base)
-                if not all(
-                    torch.equal(whole[member.number], one)
-                    for member, one in zip(some, found, strict=True)
-                ):
+                expected = [whole[member.number] for member in some]
+                if not all(map(torch.equal, expected, found)):
                     return False
         finally:
             paged.release()
@@ -292,7 +292,7 @@ class _Trial:
     def _outcomes(
         self, paged: PagedModel, pool: Pool, members: Sequence[_Member], base: int
     ) -> list[Tensor]:
-        """Each member's logits, and the keys and values that its pass has written, as bytes."""
+        """For each member, as bytes, its logits and the keys and values that the pass wrote."""
         batch = _requests(self._model, members, base)
         logits = paged.forward(batch)
         slots = batch.out_slots.to(self._device.torch_device)
@@ -305,16 +305,16 @@ class _Trial:
             1,
         )
         found = []
-        for own, segment in zip(logits, batch.segments, strict=True):
+        for scores, segment in zip(logits, batch.segments, strict=True):
             rows = written[segment.first : segment.first + segment.count]
-            found.append(torch.cat([own.contiguous().view(torch.uint8), rows.flatten()]))
+            found.append(torch.cat([scores.contiguous().view(torch.uint8), rows.flatten()]))
         return found
 
     def _watched_pass(self) -> PassWatch:
-        """A pass of padding only, which writes to no slot."""
+        """Watches a pass of padding, which writes no slot."""
         count = trial_row_count(self._model)
         device = self._device.torch_device
-        # As many positions as rows, so that no two of them are alike.
+        # Each row has another position, so that rows differ.
         positions = torch.arange(count, device=device)
         hooked = HookedModel(self._model, self._pool(1), experts_by_token=True)
         try:
@@ -332,21 +332,21 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Member:
-    """A request of the trial passes: its last ``count`` tokens are computed."""
+    """A request of the trial passes. Its last `count` tokens are computed."""
 
     number: int
     count: int
-    own_slot: int
-    """The first of its own slots, counted behind the shared ones."""
+    first_slot: int
+    """The slot of its first computed token, counted behind the shared slots."""
 
     @property
     def earlier(self) -> int:
-        """How many tokens it has before those."""
+        """How many tokens come before the computed ones."""
         return self.number * 37 % _SHARED_SLOTS
 
 
 def _members(most: int, *, chunks: bool) -> list[_Member]:
-    """Requests that fill a pass of ``most`` rows, as far as they come out even."""
+    """Requests that fill a pass of `most` rows, or nearly."""
     members: list[_Member] = []
     used = 0
     while True:
@@ -357,13 +357,13 @@ def _members(most: int, *, chunks: bool) -> list[_Member]:
         used += count
 
 
-def _companies(
+def _trial_passes(
     members: Sequence[_Member], half: int, generator: torch.Generator
 ) -> Iterator[tuple[list[_Member], int]]:
-    """Who is in each trial pass, and the slot from which their copy of the KV starts.
+    """The members of each trial pass, and the first slot of the copy of the KV that they use.
 
-    One alone, half of all in another order, all of them if they have one row each, and one of them
-    many times.
+    The passes are: one member; half of the members in another order; all members if each has one
+    row; many copies of one member.
     """
     everyone, total = len(members), sum(member.count for member in members)
     is_cheap = total == everyone
@@ -376,24 +376,24 @@ def _companies(
 
 
 def _requests(model: PreTrainedModel, members: Sequence[_Member], base: int) -> PackedBatch:
-    """The members' queries; contexts share slots but for those that are computed."""
+    """A batch of the members' queries. Their contexts share all slots before the computed ones."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     segments: list[Segment] = []
     token_ids: list[int] = []
     positions: list[int] = []
     out_slots: list[Tensor] = []
     for member in members:
-        own = base + _SHARED_SLOTS + member.own_slot + torch.arange(member.count)
+        computed = base + _SHARED_SLOTS + member.first_slot + torch.arange(member.count)
         shared = torch.arange(base, base + member.earlier)
-        segments.append(Segment(len(token_ids), member.count, torch.cat([shared, own])))
+        segments.append(Segment(len(token_ids), member.count, torch.cat([shared, computed])))
         first = member.number * 7919
         token_ids += [(first + step * 613) % vocabulary for step in range(member.count)]
         positions += range(member.earlier, member.earlier + member.count)
-        out_slots.append(own)
+        out_slots.append(computed)
     return PackedBatch(
         torch.tensor(token_ids),
         torch.tensor(positions),
         torch.cat(out_slots),
         tuple(segments),
-        torch.tensor([one.first + one.count - 1 for one in segments]),
+        torch.tensor([segment.first + segment.count - 1 for segment in segments]),
     )

@@ -1,4 +1,4 @@
-"""How many bytes an engine may take: of the KV pool, of host memory, of this machine."""
+"""Memory sizes of an engine: the pages of its pool, and whether all of it fits this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtide.serve.request import Request
 def count_pages(
     geometry: Geometry, kv_memory_bytes: int | None, requests: Sequence[Request]
 ) -> int:
-    """The pages that `kv_memory_bytes` hold; None is as many as all `requests` need at once.
+    """How many pages fit in `kv_memory_bytes`, or, if that is None, all `requests` need at once.
 
     Raises UsageError for less than one page.
     """
@@ -25,14 +25,14 @@ def count_pages(
     count = kv_memory_bytes // geometry.page_bytes
     if count < 1:
         raise UsageError(
-            f"KV memory (--kv-memory) of {kv_memory_bytes} bytes holds no page: one takes "
+            f"KV memory (--kv-memory) of {kv_memory_bytes} bytes holds no page: a page takes "
             f"{geometry.page_bytes} bytes ({geometry.page_size} tokens of {geometry.token_bytes})"
         )
     return count
 
 
 def create_pool(geometry: Geometry, device: Device, page_count: int) -> Pool:
-    """A pool, or UsageError where the device can't give the memory."""
+    """Makes a pool. Raises UsageError if the device hasn't enough memory."""
     try:
         return Pool.create(geometry, device, page_count=page_count)
     except (MemoryError, RuntimeError) as error:  # torch raises the latter
@@ -44,7 +44,7 @@ def create_pool(geometry: Geometry, device: Device, page_count: int) -> Pool:
 
 
 def move_model(model: PreTrainedModel, device: Device) -> None:
-    """Moves the model's weights, in place; UsageError where the device can't hold them."""
+    """Moves the model's weights, in place. Raises UsageError if the device can't hold them."""
     try:
         model.to(device.torch_device)
     except RuntimeError as error:
@@ -54,7 +54,7 @@ def move_model(model: PreTrainedModel, device: Device) -> None:
 
 
 def check_memory(pool_bytes: int, host_bytes: int | None) -> None:
-    """Refuses at the start what the system would kill the process for later."""
+    """Raises UsageError if memory is too small. Later the system would kill the process."""
     free_bytes = free_memory_bytes()
     if pool_bytes + (host_bytes or 0) > free_bytes:
         raise UsageError(
