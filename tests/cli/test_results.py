@@ -192,7 +192,7 @@ def test_table_says_what_was_recomputed() -> None:
     report = make_report(requests, stats, seconds=1.0, exact=False, check=None, verified=None)
     rows = dict(summarize(requests, report))
     assert "the KV of 7 tokens" == rows["recomputed"]
-    assert "false (1 request recomputed, in other steps than before)" == rows["exact"]
+    assert "false (1 request recomputed in different steps)" == rows["exact"]
 
 
 def test_table_of_a_fast_run_says_so() -> None:

@@ -146,7 +146,7 @@ def test_recomputed_request_is_reported_as_not_exact(
     prompts.write_text('{"id": "recomputed", "prompt": "x"}', encoding="utf-8")
     assert main(["run", str(prompts), "--report", str(report)], serving=FakeServing()) == 0
     assert read_report(report)["exact"] is False
-    assert "exact: false (1 request recomputed, " in capsys.readouterr().out
+    assert "exact: false (1 request recomputed in different steps)" in capsys.readouterr().out
 
 
 def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
@@ -329,7 +329,7 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
         ("run PROMPTS --device abacus", "there is no device 'abacus'"),
         ("run PROMPTS --schedule eager", "--schedule is for a simulated device; add --simulate"),
         ("run PROMPTS --kv-memory 12parsecs", "--kv-memory: '12parsecs' is not a size"),
-        ("run PROMPTS --kv-memory 0", "--kv-memory: 0 holds nothing"),
+        ("run PROMPTS --kv-memory 0", "--kv-memory: 0 is too small"),
         ("run PROMPTS --host-memory lots", "--host-memory: 'lots' is not a size"),
         ("run PROMPTS --max-new-tokens 0", "'--max-new-tokens'"),
         ("run PROMPTS --temperature nan", "--temperature is nan"),

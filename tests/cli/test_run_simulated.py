@@ -67,9 +67,9 @@ def test_without_simulation_there_is_no_npu() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("npu --schedule slow", "schedule 'slow' isn't known; known are: lazy, eager, random, "),
-        ("npu --schedule lazy:1", "schedule 'lazy:1' isn't known; known are: lazy, eager, "),
-        ("npu --schedule random:-1", "schedule 'random:-1' isn't known; known are: lazy, "),
+        ("npu --schedule slow", "schedule 'slow' is unknown; known are: lazy, eager, random, "),
+        ("npu --schedule lazy:1", "schedule 'lazy:1' is unknown; known are: lazy, eager, "),
+        ("npu --schedule random:-1", "schedule 'random:-1' is unknown; known are: lazy, "),
         ("cpu", "device 'cpu' can't be simulated; name an accelerator, such as npu"),
         ("npu:x", "device 'npu:x' can't be simulated; name an accelerator, such as npu"),
         ("npu:2", "device 'npu:2' isn't here; of npu there are 0 to 1"),

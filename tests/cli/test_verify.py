@@ -56,5 +56,5 @@ def test_nothing_to_compare_is_not_verified() -> None:
 
 def test_step_without_a_digest_is_our_mistake() -> None:
     """Two runs that kept nothing aren't equal."""
-    with pytest.raises(AssertionError, match="kept no digest"):
+    with pytest.raises(AssertionError, match="has no digest"):
         compare_runs([_answered("a", [1], [])], [_answered("a", [1], [])])

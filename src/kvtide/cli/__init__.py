@@ -1,7 +1,7 @@
 """The `kvtide` command: one file per verb.
 
-Nothing in the library imports this package. Its modules import torch and transformers inside the
-commands, so that help and errors of input are there at once.
+Nothing in the library imports this package. Its modules import torch and transformers only inside
+a command, so that help and input errors appear at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 def start() -> int:
     """The console script: runs the command line and returns the exit code.
 
-    It needs no package itself, so that it can say which one is missing.
+    It needs only the standard library, so it can name a package that is missing.
     """
     _let_threads_wait()
     try:
@@ -29,17 +29,17 @@ def start() -> int:
         )
         return 2
     except KeyboardInterrupt:
-        # Pressed while the modules load; `main` answers for what comes after.
+        # Ctrl-C while the modules load. Later `main` handles it.
         sys.stderr.write("kvtide: interrupted\n")
         return 130
 
 
 def _let_threads_wait() -> None:
-    """Has OpenMP's threads wait for each other without spinning for long, unless that is chosen.
+    """Makes OpenMP's threads spin only briefly when they wait, unless the environment says how.
 
-    OpenMP reads it when torch is loaded. By default they spin: where other programs want the cores,
-    a step then takes many times as long. If they don't spin at all, to wake them takes a third of a
-    small model's step (docs/engine.md). An empty variable chooses nothing.
+    By default they spin for long: if other programs need the cores, a step then takes many times as
+    long. If they don't spin at all, waking them takes a third of a small model's step
+    (docs/engine.md). OpenMP reads the variables when torch is loaded; an empty one counts as unset.
     """
     if not os.environ.get("OMP_WAIT_POLICY"):
         os.environ["OMP_WAIT_POLICY"] = "passive"

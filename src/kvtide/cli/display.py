@@ -1,6 +1,6 @@
-"""What a person sees of a run: live on a terminal, plain lines anywhere else, a table at the end.
+"""Shows progress: live on a terminal, plain lines elsewhere, and a table at the end.
 
-Progress goes to standard error, so that standard output can carry results.
+Progress goes to standard error, so that standard output has only results.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EXCERPT_CHARACTERS = 200
 
 
 class Display:
-    """Plain lines: each answer as it comes, and a line of status when none has come for a while.
+    """Prints plain lines: each answer as it comes, and a status line after a while without answers.
 
-    `clock` gives seconds and is a parameter for the tests.
+    `clock` gives seconds; it is a parameter for the tests.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class Display:
         self.stop()
 
     def say(self, line: str, *, cut: bool = False) -> None:
-        """Prints one line; with `cut`, no more of it than the width of a terminal holds."""
+        """Prints one line. With `cut`, a terminal gets no more than its width."""
         text = Text(printable(line, self._console.encoding))
         if cut and self._console.is_terminal:
             self._console.print(text, no_wrap=True, overflow="ellipsis")
@@ -64,7 +64,7 @@ class Display:
             self._console.print(text, soft_wrap=not self._console.is_terminal)
 
     def load(self, what: str, done: int, total: int | None) -> None:
-        """Shows that `done` of `total` bytes of `what` are there; `total` None is unknown."""
+        """Shows that `done` of `total` bytes of `what` are done; a `total` of None is unknown."""
         now = self._clock()
         if what != self._title or done == total or now - self._shown_at >= _PLAIN_STATUS_S:
             self._title, self._shown_at = what, now
@@ -78,7 +78,7 @@ class Display:
         self._shown_at = self._clock()
 
     def advance(self, stats: EngineStats, finished: Sequence[Request], *, echo: bool) -> None:
-        """Takes in one step of the engine; with `echo`, prints each request that it finished."""
+        """Notes a step of the engine. With `echo`, prints each request that the step finished."""
         now = self._clock()
         self._rate.add(now, stats.new_tokens)
         self._done += len(finished)
@@ -88,7 +88,7 @@ class Display:
         self._show(stats, now, bool(finished) and echo)
 
     def stop(self) -> None:
-        """Ends the phase; what was drawn live is removed. May be called at any time."""
+        """Ends the phase and removes the live display. May be called at any time."""
 
     def _show(self, stats: EngineStats, now: float, has_printed: bool) -> None:
         if has_printed:
@@ -108,7 +108,7 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """The same on a terminal, with bars under the lines that are drawn anew after each step."""
+    """Prints the same lines, with bars below them that are drawn again after each step."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, clock=clock)
@@ -142,7 +142,7 @@ class LiveDisplay(Display):
 
     def _draw(self, content: RenderableType) -> None:
         if self._live is None:
-            # No thread redraws: the engine's own threads are to have the processor.
+            # No thread redraws, since the engine's threads need the processor.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         self._live.update(content, refresh=True)
@@ -166,20 +166,20 @@ class LiveDisplay(Display):
 
 
 class TokenRate:
-    """Tokens a second over the last five seconds."""
+    """Tokens per second over the last five seconds."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, token_count: int) -> None:
-        """Takes in that `token_count` tokens in all were there at the time `now`, in seconds."""
+        """Notes that there were `token_count` tokens in all at the time `now`, in seconds."""
         self._seen.append((now, token_count))
         while len(self._seen) > 2 and now - self._seen[0][0] > _RATE_WINDOW_S:
             self._seen.popleft()
 
     @property
     def per_second(self) -> float:
-        """The rate, 0 until there are two points in time."""
+        """The rate; 0 until two times are known."""
         if len(self._seen) < 2:
             return 0.0
         (start, before), (end, after) = self._seen[0], self._seen[-1]
@@ -187,14 +187,14 @@ class TokenRate:
 
 
 def make_display(console: Console) -> Display:
-    """The live display for a terminal that can move its cursor, plain lines otherwise."""
+    """A live display for a terminal that can move its cursor, otherwise plain lines."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(console)
     return Display(console)
 
 
 def describe(request: Request) -> str:
-    """One line on a finished request: its id, size, fate, and how its answer begins."""
+    """One line about a finished request: id, size, finish reason, and the answer's beginning."""
     if request.error is not None:
         return f"{request.id}: failed: {request.error}"
     facts = [counted(len(request.output_ids), "token"), str(request.finish_reason)]
@@ -220,7 +220,7 @@ def print_table(console: Console, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """`text` on one line, without what would steer a terminal or what `encoding` can't write."""
+    """`text` on one line. Control characters, and characters not in `encoding`, are replaced."""
     visible = "".join(_visible(character) for character in text)
     return visible.encode(encoding, "replace").decode(encoding)
 
@@ -232,7 +232,7 @@ def _visible(character: str) -> str:
 
 
 def _bar(done: int, total: int) -> ProgressBar:
-    # rich can't draw a share of nothing.
+    # rich can't draw a bar whose total is 0.
     return ProgressBar(total=max(total, 1), completed=done, width=30)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while requests are answered: a flag, so that no step is torn and no answer lost."""
+"""Ctrl-C while requests are answered sets a flag: each step ends, and no answer is lost."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType, TracebackType
 
 
 class Interrupt:
-    """While it is entered, Ctrl-C sets `requested` and raises nothing.
+    """Inside this context Ctrl-C sets `requested` and raises nothing.
 
-    Only a second one inside `hasty()` raises KeyboardInterrupt.
+    Only a second Ctrl-C inside `hasty()` raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Interrupt:
 
     @contextmanager
     def hasty(self) -> Iterator[None]:
-        """Here a second Ctrl-C acts at once: for what may take long and may be torn."""
+        """Inside this context a second Ctrl-C raises KeyboardInterrupt. For long work."""
         self._is_hasty = True
         try:
             yield

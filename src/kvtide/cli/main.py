@@ -1,7 +1,7 @@
-"""The command `kvtide` and what its exit codes mean.
+"""The command `kvtide` and its exit codes.
 
-0 done; 1 something failed that nobody asked for, or a check of `kvtide doctor`; 2 bad input, with
-one line on standard error; 3 `--verify` found a difference; 130 Ctrl-C.
+0: done. 1: something failed, or a check of `kvtide doctor` did. 2: bad input, with one line on
+standard error. 3: `--verify` found a difference. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def _root(
 def main(arguments: Sequence[str] | None = None, *, serving: Serving | None = None) -> int:
     """Runs the command line (`sys.argv` unless given) and returns the exit code.
 
-    `serving` stands in for the library in tests.
+    Tests give `serving` in place of the library.
     """
     try:
         code: int = app(arguments, prog_name="kvtide", obj=serving, standalone_mode=False) or 0
-        # typer makes this code of a KeyboardInterrupt, and says nothing.
+        # typer turns KeyboardInterrupt into this code without a message.
         return _complain("interrupted", code) if code == EXIT_INTERRUPTED else code
     except typer.TyperException as error:
         return _complain(error.format_message(), EXIT_USAGE)

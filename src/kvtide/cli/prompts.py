@@ -1,8 +1,8 @@
-"""Reads a file of prompts: one JSON object a line, each error with its line number.
+"""Reads a file of prompts: one JSON object per line. Errors name the line.
 
 A line is `{"id": "a", "prompt": "..."}` or `{"id": "b", "messages": [{"role": "user",
-"content": "..."}]}`, and may set `max_new_tokens`, `temperature` and `seed` for itself. Blank lines
-are skipped. A key that isn't known is refused: a misspelt setting would silently do nothing.
+"content": "..."}]}`. It may set `max_new_tokens`, `temperature` and `seed` for its request. Blank
+lines are skipped. An unknown key is refused: a misspelt setting would silently have no effect.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LARGEST_NEW_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the file. What is None is left to the command's own options."""
+    """One line of the file. For a field that is None the command's option holds."""
 
     where: str
     """File and line, for errors: `prompts.jsonl, line 3`."""
     id: str
     messages: tuple[dict[str, str], ...]
-    """The conversation; a plain `prompt` is one message of the user."""
+    """The conversation. A plain `prompt` is one message of the user."""
     is_chat: bool
     """Whether the line has `messages`, which only a model with a chat template can answer."""
     max_new_tokens: int | None
@@ -43,7 +43,7 @@ class Prompt:
 def read_prompts(source: str) -> list[Prompt]:
     """Reads all prompts from the file `source`, or from standard input if it is `-`.
 
-    Raises `UsageError` for the first thing that is wrong, naming the file and the line.
+    Raises UsageError for the first error, with the file and the line.
     """
     name = "standard input" if source == "-" else source
     prompts: list[Prompt] = []
@@ -62,7 +62,7 @@ def read_prompts(source: str) -> list[Prompt]:
 
 
 def parse_prompt(raw: bytes, *, where: str) -> Prompt:
-    """Parses one line. Raises `UsageError`, which begins with `where`."""
+    """Parses one line. Raises UsageError, whose message begins with `where`."""
     fields = _parse_object(raw, where)
     for key in fields:
         if key not in KEYS:
@@ -91,9 +91,10 @@ def parse_prompt(raw: bytes, *, where: str) -> Prompt:
 
 
 def check_temperature(value: float, *, name: str) -> float:
-    """Returns a usable temperature: 0 (greedy), or from 0.01 to 100. Else raises `UsageError`.
+    """Returns the temperature if it is valid: 0 (greedy), or from 0.01 to 100.
 
-    Logits divided by less than that overflow, and the probabilities made of them are NaN.
+    Raises UsageError otherwise. Logits divided by less than 0.01 can overflow, and then the
+    probabilities are NaN.
     """
     # A NaN fails both comparisons.
     if not (value == 0 or LEAST_TEMPERATURE <= value <= LARGEST_TEMPERATURE):
@@ -110,7 +111,7 @@ def _read_bytes(source: str) -> bytes:
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except (OSError, ValueError) as error:
-        # ValueError: a path with a NUL byte in it.
+        # ValueError: the path has a NUL byte.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(f"cannot read prompts from {source}: {reason}") from error
     return raw.removeprefix(b"\xef\xbb\xbf")
@@ -126,9 +127,9 @@ def _parse_object(raw: bytes, where: str) -> dict[str, object]:
     except json.JSONDecodeError as error:
         _refuse(where, f"is not JSON: {error.msg} (column {error.colno})")
     except ValueError as error:
-        _refuse(where, f"is not JSON that can be used: {error}")
+        _refuse(where, f"is not usable JSON: {error}")
     except RecursionError:
-        _refuse(where, "is not JSON that can be used: it is nested too deeply")
+        _refuse(where, "is not usable JSON: it is nested too deeply")
     if not isinstance(value, dict):
         _refuse(where, f"is {_kind(value)}, not a JSON object {{...}}")
     return value
@@ -180,7 +181,7 @@ def _check_text(value: object, name: str, where: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        # JSON can spell half a surrogate pair (\ud800), which is no character.
+        # JSON can contain half a surrogate pair (\ud800), which isn't a character.
         _refuse(where, f"'{name}' has half a surrogate pair at character {error.start + 1}")
     return value
 
@@ -191,7 +192,7 @@ def _check_optional_int(
     value = fields.get(name)
     if value is None:
         return None
-    # bool is an int to Python, but true is no number of tokens.
+    # In Python a bool is an int, but true isn't a number of tokens.
     if isinstance(value, bool) or not isinstance(value, int):
         _refuse(where, f"'{name}' is {_kind(value)}, not a whole number")
     if not least <= value <= largest:

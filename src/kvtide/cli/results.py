@@ -1,4 +1,4 @@
-"""Writes what a run found: `--out`, one JSON line a request, and `--report`, one JSON object."""
+"""Writes results: `--out`, one JSON line for each request, and `--report`, one JSON object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_answered(request: Request) -> bool:
-    """Whether the request has an answer or its own error, and isn't one that was given up."""
+    """Whether the request ended with an answer or an error; False if it was aborted."""
     return request.finish_reason not in (None, "abort")
 
 
@@ -40,9 +40,9 @@ def answer_row(request: Request) -> dict[str, object]:
 
 
 def write_answers(path: Path, requests: Iterable[Request]) -> int:
-    """Writes a line for each request that is answered, in the order given, and counts them.
+    """Writes a line for each answered request, in the given order; returns their number.
 
-    The file appears whole or not at all. Raises `KvtideError` if it can't be written.
+    The file appears complete or not at all. Raises KvtideError if it can't be written.
     """
     rows = [json.dumps(answer_row(r), ensure_ascii=False) for r in requests if is_answered(r)]
     _write(path, "".join(row + "\n" for row in rows))
@@ -50,7 +50,7 @@ def write_answers(path: Path, requests: Iterable[Request]) -> int:
 
 
 def write_report(path: Path, report: dict[str, object]) -> None:
-    """Writes the report; raises `KvtideError` if it can't be written."""
+    """Writes the report. Raises KvtideError if it can't be written."""
     _write(path, json.dumps(report, indent=2) + "\n")
 
 
@@ -63,11 +63,11 @@ def make_report(
     check: RowCheck | None,
     verified: bool | None,
 ) -> dict[str, object]:
-    """The `--report` object. `seconds` is the wall time of the run, without loading or verifying.
+    """The `--report` object. `seconds` is wall time without loading and verifying.
 
-    `exact` says whether exact mode held for every request, also for those whose KV was recomputed,
-    `check` by which passes, None with `--fast`; `verified` is None where nobody asked, and until it
-    is known.
+    `exact` says whether every answer is exact, recomputed ones included. `check` is the
+    self-check's result, None with `--fast`. `verified` is None without `--verify` and until
+    verifying has ended.
     """
     return {
         "requests": len(requests),
@@ -94,12 +94,12 @@ def make_report(
 
 
 def describe_check(check: RowCheck) -> str:
-    """The line that says how exact mode is kept here, and what it costs where that is much."""
+    """The line about exact mode: its row counts, and its cost if it is slow here."""
     return f"exact mode: {check.detail} (self-check: {check.seconds:.1f} s)"
 
 
 def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the table at the end, (name, value)."""
+    """The rows (name, value) of the table that is printed at the end."""
     retracted = sum(request.retractions > 0 for request in requests)
     moving = report["offload_seconds"] + report["restore_seconds"]
     share = moving / report["seconds"] if report["seconds"] else 0.0
@@ -135,14 +135,14 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
 
 
 def check_writable(path: Path, *, option: str) -> None:
-    """Raises `UsageError` if the value of `option` can't be a file to write.
+    """Raises UsageError if the value of `option` can't be written as a file.
 
-    It is asked before the run, whose answers would be lost otherwise.
+    It is called before the requests are answered, since the answers would be lost otherwise.
     """
     folder = path.parent
     try:
         with suppress(FileNotFoundError):
-            path.stat()  # links in a circle, or a name too long, are for others just not there
+            path.stat()  # raises for links in a circle and long names; `is_dir` wouldn't
         if path.is_dir():
             raise UsageError(f"{option}: {path} is a folder; give the name of a file")
         if not folder.is_dir():
@@ -158,15 +158,15 @@ def _explain_exact(exact: bool, inexact_count: int) -> str:
     if exact:
         return "true"
     if inexact_count:
-        return f"false ({counted(inexact_count, 'request')} recomputed, in other steps than before)"
+        return f"false ({counted(inexact_count, 'request')} recomputed in different steps)"
     return "false (--fast)"
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        stream = _own_stream(path)
+        stream = _standard_stream(path)
         if stream is not None:
-            # With a position of its own, what is printed later would overwrite this.
+            # A second open file has its own position: later output would overwrite this text.
             with os.fdopen(os.dup(stream), "w", encoding="utf-8") as file:
                 file.write(text)
         elif _is_special(path):
@@ -178,14 +178,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """A terminal, a pipe or /dev/null: to be written to, never replaced by a file."""
+    """Whether it is a terminal, a pipe or /dev/null, which must not be replaced by a file."""
     return path.exists() and not path.is_file()
 
 
-def _own_stream(path: Path) -> int | None:
-    """The descriptor of our standard output or error, if `path` is where that goes."""
+def _standard_stream(path: Path) -> int | None:
+    """The descriptor of this process's standard output or error, if `path` is the same file."""
     for stream in (1, 2):
-        # Neither need be there: a new file, a closed stream.
+        # The file may be new, and the stream closed.
         with suppress(OSError):
             if os.path.samestat(path.stat(), os.fstat(stream)):
                 return stream
@@ -193,7 +193,7 @@ def _own_stream(path: Path) -> int | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    # A name that nobody can guess, and "x": a link planted there isn't followed.
+    # An unpredictable name and mode "x", so that a link planted there isn't followed.
     draft = path.with_name(f".kvtide-{secrets.token_hex(8)}.part")
     file = draft.open("x", encoding="utf-8")
     try:

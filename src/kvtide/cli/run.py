@@ -1,4 +1,4 @@
-"""`kvtide run`: answers a file of prompts in as little KV memory as it is given."""
+"""`kvtide run`: answers a file of prompts within the given KV memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXIT_INTERRUPTED = 130
 
 
 class OnPressure(str, Enum):
-    """What becomes of the KV of a request that must give up its slots."""
+    """What happens to the KV of a request that is retracted."""
 
     offload = "offload"
     recompute = "recompute"
@@ -66,9 +66,8 @@ class DType(str, Enum):
 class RunSettings:
     """The options of `kvtide run`, parsed and checked.
 
-    `source` are the prompts. `sampling` is for requests whose prompt says nothing else, `engine`
-    for the run that was asked for. `schedule` None means a real device; `out` and `report` None
-    mean that nothing is written.
+    `source` names the prompts. `sampling` holds for a request unless its prompt says otherwise.
+    `engine` is for answering, not for verifying. A `schedule` of None means a real device.
     """
 
     source: str
@@ -84,7 +83,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one pass over the requests came to; `seconds` is its wall time."""
+    """The result of answering all requests once; `seconds` is its wall time."""
 
     requests: list[Request]
     stats: EngineStats
@@ -104,7 +103,7 @@ _HostMemory = Annotated[
 ]
 _Schedule = Annotated[
     str | None,
-    _option("What it does when: lazy, eager, random:SEED, thread.", show_default="lazy"),
+    _option("When it works: lazy, eager, random:SEED, thread.", show_default="lazy"),
 ]
 _Threads = Annotated[
     int | None, _option("Compute threads.", min=1, max=1024, show_default="torch's")
@@ -128,16 +127,16 @@ def run(
     temperature: Annotated[float, _option("0 is greedy.")] = 0.0,
     top_k: Annotated[int, _option("0 is every token.", min=0)] = 0,
     top_p: Annotated[float, _option("Above 0, at most 1.")] = 1.0,
-    seed: Annotated[int, _option("Where each request's sampling begins.", min=0)] = 0,
-    dtype: Annotated[DType, _option("Of weights and KV.")] = DType.bfloat16,
+    seed: Annotated[int, _option("Seed of each request's sampling.", min=0)] = 0,
+    dtype: Annotated[DType, _option("Dtype of weights and KV.")] = DType.bfloat16,
     device: Annotated[str, _option("Where the model and the pool are.")] = "cpu",
-    simulate: Annotated[bool, _option("That device is a simulated one.", "--simulate")] = False,
+    simulate: Annotated[bool, _option("Simulate that device.", "--simulate")] = False,
     schedule: _Schedule = None,
     page_size: Annotated[int, _option("Tokens a page.", min=1, max=4096)] = 16,
     chunk_tokens: Annotated[int, _option("Prompt tokens a step and request.", min=1)] = 256,
     threads: _Threads = None,
     exact: Annotated[
-        bool, _option("Answers don't depend on the batch, or speed.", "--exact/--fast")
+        bool, _option("Answers independent of the batch, or speed.", "--exact/--fast")
     ] = True,
     verify: Annotated[
         bool, _option("Compare with a run in a pool that holds all.", "--verify")
@@ -145,7 +144,7 @@ def run(
     out: Annotated[Path | None, _option("Write answers here, one JSON line each.")] = None,
     report: Annotated[Path | None, _option("Write one JSON object of counts here.")] = None,
 ) -> None:
-    """Answer a file of prompts, however little KV memory there is, every answer exact."""
+    """Answer a file of prompts in little KV memory; every answer is exact."""
     from kvtide.serve.options import EngineOptions
     from kvtide.serve.request import SamplingParams
 
@@ -183,7 +182,7 @@ def run(
 
 
 def execute(settings: RunSettings, serving: Serving) -> int:
-    """Does the whole run and returns the exit code. Raises `UsageError` for bad input."""
+    """Answers, verifies and reports; returns the exit code. Raises UsageError for bad input."""
     prompts = read_prompts(settings.source)
     serving.check_device(settings.engine.device, schedule=settings.schedule)
     with make_display(Console(stderr=True)) as display:
@@ -196,7 +195,7 @@ def execute(settings: RunSettings, serving: Serving) -> int:
             display.say(_describe_interruption(settings, outcome))
             return EXIT_INTERRUPTED
         if settings.verify:
-            # To verify may fail for want of memory, or be interrupted.
+            # Write the report now: verifying may run out of memory or be interrupted.
             _report(settings, outcome, None)
         verdict = session.verify(prompts, outcome) if settings.verify else None
     _conclude(settings, outcome, verdict)
@@ -211,11 +210,10 @@ def run_requests(
     *,
     echo: bool,
 ) -> Outcome:
-    """Adds all requests and steps the engine until none has work left, or until Ctrl-C.
+    """Adds all requests and steps the engine until all have ended, or until Ctrl-C.
 
-    The requests are changed in place. After Ctrl-C those that aren't done are aborted. With
-    `echo` each answer is shown as it comes. The engine stays the caller's to close, `interrupt`
-    to leave.
+    Changes the requests in place; after Ctrl-C aborts the unfinished ones. With `echo` shows each
+    answer as it comes. The caller has entered `interrupt` and closes the engine.
     """
     started = time.perf_counter()
     with interrupt.hasty():
@@ -233,7 +231,7 @@ def run_requests(
 
 
 class _Session:
-    """One model, and the passes over its requests."""
+    """Answers the requests with one model, and verifies them."""
 
     def __init__(
         self, settings: RunSettings, serving: Serving, display: Display, model: OpenModel
@@ -244,12 +242,12 @@ class _Session:
         self._model = model
 
     def answer(self, prompts: Sequence[Prompt]) -> Outcome:
-        """The run that was asked for. The answers are written, also those before an error."""
+        """Answers the requests and writes the answers; after an error, the answers so far."""
         requests = [self._make_request(prompt) for prompt in prompts]
         engine = self._build_engine(self._settings.engine, requests)
         if engine.exact_check is not None:
             self._display.say(describe_check(engine.exact_check))
-        # Until the answers are written: a signal before that would lose them.
+        # Ctrl-C only sets a flag until the answers are written; otherwise it would lose them.
         with Interrupt() as interrupt:
             try:
                 outcome = self._drive(engine, requests, "answering", interrupt, echo=True)
@@ -259,7 +257,7 @@ class _Session:
         return replace(outcome, interrupted=interrupt.requested)
 
     def verify(self, prompts: Sequence[Prompt], outcome: Outcome) -> Verdict:
-        """Answers again, in a pool that holds all, what didn't fail; then compares."""
+        """Answers again, in a pool that holds all requests, all that didn't fail; compares."""
         pairs = [
             (request, self._make_request(prompt))
             for prompt, request in zip(prompts, outcome.requests, strict=True)
@@ -310,7 +308,7 @@ class _Session:
 
 
 def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> None:
-    """Writes the report and prints the table."""
+    """Writes the report, and prints the table and the verdict."""
     report = _report(settings, outcome, verdict)
     rows = summarize(outcome.requests, report)
     if settings.out is not None:
@@ -323,7 +321,7 @@ def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) 
 
 
 def _report(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> dict[str, object]:
-    """Makes the report, and writes it where that was asked for."""
+    """Makes the report, and writes it if there is a `--report`."""
     report = make_report(
         outcome.requests,
         outcome.stats,
@@ -348,7 +346,7 @@ def _parse_size(text: str | None, option: str, *, least: int) -> int | None:
         return None
     size = parse_size(text, name=option)
     if size < least:
-        raise UsageError(f"{option}: {text} holds nothing; give a size of one page or more")
+        raise UsageError(f"{option}: {text} is too small; give a size of one page or more")
     return size
 
 
@@ -365,7 +363,7 @@ def _check_seed(value: int) -> int:
 
 
 def _check_files(settings: RunSettings) -> None:
-    """Refuses files that can't be written, or that would overwrite each other."""
+    """Raises UsageError for files that can't be written or that would overwrite each other."""
     written = {"--out": settings.out, "--report": settings.report}
     # Not Path.resolve, which raises RuntimeError for links in a circle.
     seen = {os.path.realpath(settings.source): "PROMPTS"} if settings.source != "-" else {}

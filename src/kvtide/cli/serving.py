@@ -1,7 +1,6 @@
-"""What the commands need of the library, which is imported only when it is called.
+"""The part of the library that the commands use. It is imported only when a method is called.
 
-torch and transformers take seconds to import. Nothing above a call does it, so that help and
-errors of input are there at once.
+torch and transformers take seconds to import. Help and input errors must appear at once.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Serving(Protocol):
-    """The seam between the commands and the library; the tests fill it with a small fake."""
+    """What the commands need of the library. Tests give a small fake."""
 
     def check_device(self, name: str, *, schedule: str | None = None) -> None:
-        """Raises `UsageError` if there is no such device. `schedule` makes it a simulated one."""
+        """Raises UsageError if there is no such device. With a `schedule`, simulates it first."""
 
     def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
-        """Loads weights and tokenizer; raises `UsageError` if there are none of that name."""
+        """Loads weights and tokenizer. Raises UsageError if the model can't be loaded."""
 
     def make_request(self, model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
-        """Turns a prompt into tokens; raises `UsageError` if the model can't take it."""
+        """Turns a prompt into tokens. Raises UsageError if the model can't take it."""
 
     def build_engine(
         self,
@@ -42,8 +41,8 @@ class Serving(Protocol):
     ) -> Engine:
         """Makes an engine, with a pool for all `requests` unless the options limit it.
 
-        `check` is what another engine of this model has found out about exact mode.
-        Raises `UsageError` if that can't be, such as a pool of less than a page.
+        `check` is the self-check's result from another engine of this model, if there is one.
+        Raises UsageError, for example for a pool of less than one page.
         """
 
 
@@ -55,7 +54,7 @@ class LibraryServing:
         from kvtide.device import open_device
         from kvtide.serve.repeatable import ask_for_repeatable_results
 
-        ask_for_repeatable_results()  # before anything is computed, on a simulated device too
+        ask_for_repeatable_results()  # before anything is computed; a simulated device computes
         if schedule is not None:
             simulate(name, schedule)
         open_device(name).close()
@@ -86,7 +85,10 @@ class LibraryServing:
 
 
 def check_schedule(schedule: str | None, *, simulate: bool) -> str | None:
-    """The schedule to simulate a device by, None for a real one; UsageError for one without."""
+    """The schedule of the simulated device, or None for a real device.
+
+    Raises UsageError for a schedule without `--simulate`.
+    """
     if schedule is not None and not simulate:
         raise UsageError("--schedule is for a simulated device; add --simulate")
     return (schedule or "lazy") if simulate else None
@@ -95,7 +97,7 @@ def check_schedule(schedule: str | None, *, simulate: bool) -> str | None:
 def encode_prompt(model: OpenModel, prompt: Prompt) -> list[int]:
     """The prompt's token ids, in the model's chat template if it has one.
 
-    Raises `UsageError` for messages without a template, and for what the template refuses.
+    Raises UsageError for messages without a template, and for messages that the template refuses.
     """
     tokenizer = model.tokenizer
     messages = [dict(message) for message in prompt.messages]
@@ -111,7 +113,7 @@ def encode_prompt(model: OpenModel, prompt: Prompt) -> list[int]:
             ids = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=True
             )["input_ids"]
-        # A template is a program, and its errors are of any kind.
+        # A template is a program and may raise any error.
         except Exception as error:
             raise UsageError(
                 f"{prompt.where}: the chat template of {model.name} refuses this: {error}"

@@ -1,4 +1,4 @@
-"""A simulated accelerator under a real one's name: simnpu, a distribution of its own."""
+"""`--simulate`: a simulated accelerator under a real name, by the separate package simnpu."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from kvtide.errors import UsageError
 
 Schedule = Literal["lazy", "eager", "random", "thread"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-# Between two operations of the schedule `thread`: long enough for the host to run ahead.
+# The pause between two operations of the schedule `thread`, so that the host runs ahead.
 _DELAY_US = 50
 
 
 def parse_schedule(text: str) -> tuple[Schedule, int]:
-    """(schedule, seed) of `lazy`, `eager`, `thread`, `random` or `random:SEED`, else UsageError."""
+    """Parses `lazy`, `eager`, `thread`, `random` or `random:SEED` to (schedule, seed).
+
+    Raises UsageError for anything else.
+    """
     name, _, seed = text.partition(":")
     is_seeded = name == "random" and seed.isdecimal() and seed.isascii() and len(seed) < 19
     for schedule in SCHEDULES:
         if name == schedule and (is_seeded or ":" not in text):
             return schedule, int(seed or 0)
     raise UsageError(
-        f"schedule {text!r} isn't known; known are: {', '.join(SCHEDULES)}, random:SEED"
+        f"schedule {text!r} is unknown; known are: {', '.join(SCHEDULES)}, random:SEED"
     )
 
 
 def simulate(name: str, schedule: str = "lazy") -> None:
-    """Makes torch's device `name`, such as `npu` or `npu:1`, a simulated one, for good.
+    """Makes torch's device `name`, such as `npu` or `npu:1`, a simulated device until the exit.
 
-    From then on what it is asked to do happens when `schedule` says, at the latest when it is
-    waited for; a mistake in waiting raises RuntimeError at the next synchronisation. Raises
-    UsageError if simnpu isn't installed, or torch already has another accelerator.
+    `schedule` decides when the device's operations happen; at the latest when the host waits for
+    them. If the host waits too little, the next synchronisation raises RuntimeError. Raises
+    UsageError if simnpu isn't installed or torch has another accelerator.
     """
     kind, seed = parse_schedule(schedule)
     device, _, index = name.partition(":")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether two runs are equal, and the evidence, or where they part first."""
+    """Whether two runs are equal; `reason` is the evidence or the first difference."""
 
     verified: bool
     reason: str
@@ -26,30 +26,29 @@ class Verdict:
 def compare_runs(constrained: Sequence[Request], unconstrained: Sequence[Request]) -> Verdict:
     """Compares requests pair by pair, and names the first request and step that differ.
 
-    Each request carries a 128-bit digest of the bytes of each step's logits in `logit_digests`,
-    one for each of its `output_ids`. Equal digests don't prove equal bits, but XXH3 of other bytes
-    comes out equal by chance once in 2**128 times.
+    A request's `logit_digests` holds a 128-bit XXH3 hash of the logits for each of its
+    `output_ids`. Different logits have equal hashes by chance once in 2**128 times.
     """
     for ours, reference in zip(constrained, unconstrained, strict=True):
         difference = _first_difference(ours, reference)
         if difference is not None:
             return Verdict(False, f"request {ours.id!r}, {difference}")
     if not constrained:
-        return Verdict(False, "every request failed, so there was nothing to compare")
+        return Verdict(False, "every request failed, so there is nothing to compare")
     steps = sum(len(request.output_ids) for request in constrained)
     return Verdict(
         True,
         f"{counted(len(constrained), 'request')}: all tokens, and the logits of "
-        f"{counted(steps, 'step')} bit for bit, are those of a pool that holds everything",
+        f"{counted(steps, 'step')} bit for bit, are the same as in a pool that holds everything",
     )
 
 
 def _first_difference(ours: Request, reference: Request) -> str | None:
-    assert ours.id == reference.id, "the two runs were paired wrongly"
+    assert ours.id == reference.id, "the requests are paired wrongly"
     if reference.error is not None:
         return f"which failed in the pool that holds everything: {reference.error}"
     for request in (ours, reference):
-        assert len(request.logit_digests) == len(request.output_ids), "a step kept no digest"
+        assert len(request.logit_digests) == len(request.output_ids), "a step has no digest"
     for step, (token, expected, digest, expected_digest) in enumerate(
         zip(
             ours.output_ids,
