@@ -152,7 +152,7 @@ def _arena_bytes() -> int | None:
 
 
 def _rows_of(keeper: Any, req: Any) -> tuple[torch.Tensor, list[Rows]]:
-    table, pool = keeper._request_pool.req_to_token, keeper.tide.pool
+    table, pool = keeper._requests._request_pool.req_to_token, keeper.tide.pool
     slots = table[req.kv.req_pool_idx, : req.seqlen - 1].long().clone()
     rows = []
     for plane in pool.geometry.planes:
