@@ -21,8 +21,8 @@ LABELS = {"model_name": "tiny", "tp_rank": 0}
 def context(registry: CollectorRegistry | None, *, is_reporting: bool = True) -> Any:
     """A scheduler's metrics as SGLang has them; kept in `registry`."""
 
-    def kind(of: Any) -> Any:
-        return lambda *args, **kwargs: of(*args, **kwargs, registry=registry)
+    def kind(metric: Any) -> Any:
+        return lambda *args, **kwargs: metric(*args, **kwargs, registry=registry)
 
     collector = SimpleNamespace(labels=LABELS, _counter_cls=kind(Counter), _gauge_cls=kind(Gauge))
     return SimpleNamespace(

@@ -43,9 +43,11 @@ class NPUPagedTokenToKVPoolAllocator:
         self.page_size = checked_integer(
             page_size, "allocator: page_size", least=1, error=LayoutError
         )
-        own = getattr(kvcache, "page_size", page_size)
-        if own != self.page_size:
-            raise LayoutError(f"allocator: pages of {page_size} tokens, the pool's are of {own}")
+        pool_page_size = getattr(kvcache, "page_size", page_size)
+        if pool_page_size != self.page_size:
+            raise LayoutError(
+                f"allocator: pages of {page_size} tokens, the pool's are of {pool_page_size}"
+            )
         self.dtype = dtype
         self.device = device
         self.need_sort = need_sort

@@ -332,7 +332,10 @@ class NPUTokenToKVPool:
         geometry = self._pool.geometry
         planes = planes_of_lists(self._parts, lists, token_count, self.page_size)
         dtypes = {plane.name: getattr(torch, plane.dtype) for plane in geometry.planes}
-        typed = {name: [one.view(dtypes[name]) for one in own] for name, own in planes.items()}
+        typed = {
+            name: [tensor.view(dtypes[name]) for tensor in tensors]
+            for name, tensors in planes.items()
+        }
         device = CPUDevice(lanes=1)
         try:
             host = Tide(Pool.adopt(geometry, device, typed), self._arena)

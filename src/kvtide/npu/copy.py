@@ -153,8 +153,8 @@ class _Reader:
         if not part.tiles:
             return tokens
         # A page holds fewer tokens than it could where a request's last one does.
-        at = (rows - rows[0]) * part.page_size + numbers - firsts[rows]
-        return tokens[torch.from_numpy(at)]
+        places = (rows - rows[0]) * part.page_size + numbers - firsts[rows]
+        return tokens[torch.from_numpy(places)]
 
     def _rows(self, part: CopyPart, first: int, stop: int) -> torch.Tensor:
         """Some rows of a part as a copy, uint8 [row, row_bytes]."""
@@ -199,9 +199,9 @@ def planes_of_lists(
         raise LayoutError(f"CPU copy: {found} layers, the pool has {len(parts)}")
     padded = max(1, -(-token_count // page_size)) * page_size
     planes: dict[str, list[torch.Tensor]] = {}
-    for layer, (own, chunks) in enumerate(zip(parts, lists, strict=True)):
-        checked = _checked_chunks(own, chunks, token_count, f"CPU copy, layer {layer}")
-        for number, part in enumerate(own):
+    for layer, (expected, chunks) in enumerate(zip(parts, lists, strict=True)):
+        checked = _checked_chunks(expected, chunks, token_count, f"CPU copy, layer {layer}")
+        for number, part in enumerate(expected):
             if part.buffer is None:
                 continue
             whole = torch.zeros((padded, *part.shape), dtype=part.dtype)

@@ -73,10 +73,10 @@ class NPUMHATokenToKVPool(NPUTokenToKVPool):
             "swa_head_num": swa_head_num, "swa_head_dim": swa_head_dim,
             "swa_v_head_dim": swa_v_head_dim,
         }  # fmt: skip
-        own = {name: size_of(name, size) for name, size in sizes.items() if size is not None}
-        self.head_num = own.get("swa_head_num", own["head_num"])
-        self.head_dim = own.get("swa_head_dim", own["head_dim"])
-        self.v_head_dim = own.get("swa_v_head_dim", own.get("v_head_dim", own["head_dim"]))
+        given = {name: size_of(name, size) for name, size in sizes.items() if size is not None}
+        self.head_num = given.get("swa_head_num", given["head_num"])
+        self.head_dim = given.get("swa_head_dim", given["head_dim"])
+        self.v_head_dim = given.get("swa_v_head_dim", given.get("v_head_dim", given["head_dim"]))
         geometry = GQA.bind(
             dtype=dtype_name(dtype),
             token=self.page_size,

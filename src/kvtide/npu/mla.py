@@ -72,13 +72,13 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
             end_layer=end_layer,
             host_limit_bytes=host_limit_bytes,
         )
-        for name, value, own in (
+        for name, value, only in (
             ("index_size", index_size, size),
             ("index_page_size", index_page_size, page_size),
         ):
-            if value not in (None, own):
+            if value not in (None, only):
                 raise LayoutError(
-                    f"NPU pool: {name} {value} isn't the pool's own {own}: index keys that other "
+                    f"NPU pool: {name} {value} isn't the pool's {only}: index keys that other "
                     "ranks' tokens have too need a context-parallel pool"
                 )
         self.is_draft_worker = is_draft_worker

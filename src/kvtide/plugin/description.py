@@ -69,7 +69,7 @@ class Description:
         Parts of empty tensors are left out.
         """
         parts = [
-            replace(part, tensors=[_plain(one) for one in part.tensors])
+            replace(part, tensors=[_plain(tensor) for tensor in part.tensors])
             for part in self.parts
             if _holds_bytes(part)
         ]
@@ -100,7 +100,7 @@ class Description:
 
 def _holds_bytes(part: Part) -> bool:
     """False if all its tensors are empty. Raises LayoutError if only some are."""
-    empty = [layer for layer, one in enumerate(part.tensors) if not one.numel()]
+    empty = [layer for layer, tensor in enumerate(part.tensors) if not tensor.numel()]
     if empty and len(empty) < len(part.tensors):
         raise LayoutError(
             f"{part.name}: tensors {empty} of {len(part.tensors)} are empty, the others aren't; "

@@ -34,7 +34,7 @@ class SourceClass:
     @property
     def methods(self) -> list[str]:
         """The names of those that it defines itself, properties too."""
-        return [one.name for one in self.node.body if isinstance(one, _FUNCTIONS)]
+        return [method.name for method in self.node.body if isinstance(method, _FUNCTIONS)]
 
     @cached_property
     def attributes(self) -> frozenset[str]:
@@ -81,7 +81,7 @@ class Source:
 
     def named(self, name: str) -> list[SourceClass]:
         """All classes of that name, nested ones too."""
-        return [one for one in self._classes_in(self._defined_in, name) if one.name == name]
+        return [found for found in self._classes_in(self._defined_in, name) if found.name == name]
 
     def derived(self, name: str) -> list[SourceClass]:
         """All that derive from a class of that name, directly or not, in no order."""
@@ -89,36 +89,36 @@ class Source:
         waiting = [name]
         while waiting:
             base = waiting.pop()
-            for one in self._classes_in(self._derived_in, base):
-                if base in one.bases and (one.name, one.file) not in found:
-                    found[one.name, one.file] = one
-                    waiting.append(one.name)
+            for kind in self._classes_in(self._derived_in, base):
+                if base in kind.bases and (kind.name, kind.file) not in found:
+                    found[kind.name, kind.file] = kind
+                    waiting.append(kind.name)
         return list(found.values())
 
     def defining(self, method: str) -> list[SourceClass]:
         """All classes that define that method themselves."""
         paths = [path for path, text in self._texts.items() if f"def {method}(" in text]
-        return [one for path in paths for one in self._parse(path) if method in one.methods]
+        return [kind for path in paths for kind in self._parse(path) if method in kind.methods]
 
     def attributes(self, found: SourceClass) -> frozenset[str]:
         """What objects of that class have, by it or by what it derives from."""
         attributes: set[str] = set()
         seen, waiting = {found.name}, [found]
         while waiting:
-            one = waiting.pop()
-            attributes |= one.attributes
-            fresh = [base for base in one.bases if base not in seen]
+            kind = waiting.pop()
+            attributes |= kind.attributes
+            fresh = [base for base in kind.bases if base not in seen]
             seen.update(fresh)
             waiting += [other for base in fresh for other in self.named(base)]
         folder = self._assembled.get(found.name)
         if folder is not None:
             start = (self.root / folder).as_posix()
             paths = [path for path in self._texts if path.as_posix().startswith(start)]
-            attributes.update(*(one.attributes for path in paths for one in self._parse(path)))
+            attributes.update(*(kind.attributes for path in paths for kind in self._parse(path)))
         return frozenset(attributes)
 
     def _classes_in(self, paths: Mapping[str, Iterable[Path]], name: str) -> list[SourceClass]:
-        return [one for path in dict.fromkeys(paths.get(name, ())) for one in self._parse(path)]
+        return [kind for path in dict.fromkeys(paths.get(name, ())) for kind in self._parse(path)]
 
     def _parse(self, path: Path) -> list[SourceClass]:
         if path not in self._parsed:
@@ -142,9 +142,9 @@ def gone(source: Source, tables: Iterable[Table]) -> list[str]:
             listed.setdefault(name, set()).update(entry.removesuffix("?") for entry in entries)
     lost: list[str] = []
     for name, attributes in sorted(listed.items()):
-        missing = [attributes - source.attributes(one) for one in source.named(name)]
+        missing = [attributes - source.attributes(kind) for kind in source.named(name)]
         fewest = min(missing, key=len, default=None)
-        found = [f"{name}.{one}" for one in sorted(fewest or ())]
+        found = [f"{name}.{attribute}" for attribute in sorted(fewest or ())]
         lost += [f"class {name}"] if fewest is None else found
     return lost
 
@@ -160,16 +160,16 @@ def _names(nodes: Iterable[ast.expr]) -> Iterator[str]:
 
 
 def _attributes_of(node: ast.ClassDef) -> Iterator[str]:
-    for one in node.body:
-        if isinstance(one, _FUNCTIONS):
-            yield one.name
-            yield from _set_by(one)
-        elif isinstance(one, ast.ClassDef):
-            yield one.name
-        elif isinstance(one, ast.Assign):
-            yield from _names(one.targets)
-        elif isinstance(one, ast.AnnAssign):
-            yield from _names([one.target])
+    for member in node.body:
+        if isinstance(member, _FUNCTIONS):
+            yield member.name
+            yield from _set_by(member)
+        elif isinstance(member, ast.ClassDef):
+            yield member.name
+        elif isinstance(member, ast.Assign):
+            yield from _names(member.targets)
+        elif isinstance(member, ast.AnnAssign):
+            yield from _names([member.target])
 
 
 def _set_by(method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:

@@ -72,7 +72,7 @@ def _leave_pageable() -> None:
     from sglang.srt.lora.backend import torch_backend
 
     def pageable(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *of, pin_memory=False, **more: make(*of, **more)
+        return lambda *shape, pin_memory=False, **more: make(*shape, **more)
 
     setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # noqa: B010
     for module in (layers, torch_backend):

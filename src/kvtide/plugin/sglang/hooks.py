@@ -109,7 +109,7 @@ def hooks_not_in_place(settings: Settings) -> list[str]:
         if not any(_calls(function, hook) for function in chain):
             loose.append(target)
         hidden |= {id(function) for function in chain[1:]}
-    modules = [one for name, one in [*sys.modules.items()] if name.startswith("sglang.srt.")]
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith("sglang.srt.")]
     for module in modules:
         held = [*vars(module).items()]
         loose += [f"{module.__name__}.{name}" for name, value in held if id(value) in hidden]
@@ -128,8 +128,8 @@ def _calls(wrapper: Any, hook: Hook) -> bool:
     held = [cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ()]
     wanted = (hook.__module__, hook.__qualname__)
     return any(
-        wanted == (getattr(one, "__module__", None), getattr(one, "__qualname__", None))
-        for one in held
+        wanted == (getattr(function, "__module__", None), getattr(function, "__qualname__", None))
+        for function in held
     )
 
 
@@ -290,11 +290,11 @@ def _abort(req: Any, scheduler: Any, reason: str) -> None:
     from sglang.srt.disaggregation.utils import prepare_abort
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    of = Reader(scheduler, READS)
+    reads = Reader(scheduler, READS)
     message = f"Retracted under memory pressure, and its KV couldn't be restored: {reason}"
     prepare_abort(req, message, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-    of["output_streamer"].stream_output([req], req.return_logprob)
-    release_kv_cache(req, of["tree_cache"], checkpoint=False)
+    reads["output_streamer"].stream_output([req], req.return_logprob)
+    release_kv_cache(req, reads["tree_cache"], checkpoint=False)
 
 
 def discard_kv_cache_backup(original: Hook, req: Any, tree_cache: Any, backend: str) -> None:

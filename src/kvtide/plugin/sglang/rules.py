@@ -158,6 +158,6 @@ def _in_table(
         )
     ids = maps[rule.name](request * rule.columns + numbers)
     if (ids <= 0).any():
-        at = int((ids <= 0).argmax())
-        raise SlotError(f"request {request} has no {lacking} {at} of {rule.name!r}")
+        number = int((ids <= 0).argmax())
+        raise SlotError(f"request {request} has no {lacking} {number} of {rule.name!r}")
     return ids

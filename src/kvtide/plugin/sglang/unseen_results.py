@@ -58,7 +58,7 @@ class UnseenResults:
 
     def concern(self, req: Any) -> bool:
         """Whether the request is part of a step whose result is on its way."""
-        return any(req is one for batch, _ in self._unseen() for one in batch.reqs)
+        return any(req is other for batch, _ in self._unseen() for other in batch.reqs)
 
     def is_due(self, batch: Any) -> bool:
         """Whether results have to be looked at now, since some of the batch may be retracted."""
@@ -90,7 +90,7 @@ class UnseenResults:
     def is_repeated(self, result: Any) -> bool:
         """Whether the result has been looked at already; asked once, when SGLang comes to it."""
         before = len(self._seen)
-        self._seen = [one for one in self._seen if one is not result]
+        self._seen = [seen for seen in self._seen if seen is not result]
         return len(self._seen) < before
 
     @contextmanager
@@ -105,7 +105,7 @@ class UnseenResults:
 
     def _unseen(self) -> list[tuple[Any, Any]]:
         queue = getattr(self._scheduler, "result_queue", None) or ()
-        seen = {id(one) for one in self._seen}
+        seen = {id(result) for result in self._seen}
         return [(batch, result) for batch, result in queue if id(result) not in seen]
 
 

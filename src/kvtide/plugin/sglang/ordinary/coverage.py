@@ -71,49 +71,49 @@ _KNOWN = {
 }
 
 _SERVERS: Cases = (
-    (lambda of: of["disaggregation_mode"].value != "null", "disaggregated serving"),
-    (lambda of: of["enable_pdmux"], "multiplexed prefill and decode"),
-    (lambda of: of["enable_overlap_mlx"], "MLX's own overlap"),
-    (lambda of: of["require_mlp_sync"], "attention in data parallel"),
-    (lambda of: not of["spec_algorithm"].is_none(), "speculative decoding"),
-    (lambda of: of["dllm_config"] is not None, "diffusion language models"),
-    (lambda of: of["enable_lora_overlap_loading"], "asynchronous loading of LoRA adapters"),
-    (lambda of: of["enable_hisparse"], "HiSparse"),
-    (lambda of: of["enable_hierarchical_cache"], "the hierarchical cache"),
-    (lambda of: of["enable_lmcache"], "LMCache"),
-    (lambda of: of["enable_unified_cache_external_linker"], "an external cache linker"),
-    (lambda of: of["enable_unified_memory"], "unified memory pools"),
-    (lambda of: of["use_ngram_embedding"], "n-gram embeddings"),
-    (lambda of: of["prefill_delayer"] is not None, "the prefill delayer"),
-    (lambda of: of["kv_shard_widening"] > 1, "pages interleaved among ranks"),
+    (lambda reads: reads["disaggregation_mode"].value != "null", "disaggregated serving"),
+    (lambda reads: reads["enable_pdmux"], "multiplexed prefill and decode"),
+    (lambda reads: reads["enable_overlap_mlx"], "MLX's own overlap"),
+    (lambda reads: reads["require_mlp_sync"], "attention in data parallel"),
+    (lambda reads: not reads["spec_algorithm"].is_none(), "speculative decoding"),
+    (lambda reads: reads["dllm_config"] is not None, "diffusion language models"),
+    (lambda reads: reads["enable_lora_overlap_loading"], "asynchronous loading of LoRA adapters"),
+    (lambda reads: reads["enable_hisparse"], "HiSparse"),
+    (lambda reads: reads["enable_hierarchical_cache"], "the hierarchical cache"),
+    (lambda reads: reads["enable_lmcache"], "LMCache"),
+    (lambda reads: reads["enable_unified_cache_external_linker"], "an external cache linker"),
+    (lambda reads: reads["enable_unified_memory"], "unified memory pools"),
+    (lambda reads: reads["use_ngram_embedding"], "n-gram embeddings"),
+    (lambda reads: reads["prefill_delayer"] is not None, "the prefill delayer"),
+    (lambda reads: reads["kv_shard_widening"] > 1, "pages interleaved among ranks"),
     (
-        lambda of: of["is_hybrid_swa"] and _lets_go_of_windows(),
+        lambda reads: reads["is_hybrid_swa"] and _lets_go_of_windows(),
         "SGLANG_OPT_RELEASE_PREFILL_SWA, where there are sliding windows",
     ),
 )
 
 _ARGUMENTS: Cases = (
-    (lambda of: of["pp_size"] > 1, "pipeline parallelism"),
-    (lambda of: (of["dcp_size"] or 1) > 1, "decode context parallelism"),
-    (lambda of: of["kv_canary"] != "none", "the KV canary"),
-    (lambda of: of["enable_pd_role_switch"], "roles that change at runtime"),
-    (lambda of: of["enable_watermark"], "watermarks"),
+    (lambda reads: reads["pp_size"] > 1, "pipeline parallelism"),
+    (lambda reads: (reads["dcp_size"] or 1) > 1, "decode context parallelism"),
+    (lambda reads: reads["kv_canary"] != "none", "the KV canary"),
+    (lambda reads: reads["enable_pd_role_switch"], "roles that change at runtime"),
+    (lambda reads: reads["enable_watermark"], "watermarks"),
 )
 
 _MODELS: Cases = (
-    (lambda of: of["is_encoder_decoder"], "encoder and decoder"),
-    (lambda of: of["use_engram"], "engrams"),
+    (lambda reads: reads["is_encoder_decoder"], "encoder and decoder"),
+    (lambda reads: reads["use_engram"], "engrams"),
 )
 
 _REQUESTS: Cases = (
-    (lambda of: of["beam_group"] is not None, "a beam group"),
-    (lambda of: of["input_embeds"] is not None, "input given as embeddings"),
-    (lambda of: of["positional_embed_overrides"] is not None, "embeddings overridden"),
-    (lambda of: of["session"] is not None, "a session"),
-    (lambda of: bool(of["return_routed_experts"]), "routed experts to be returned"),
-    (lambda of: bool(of["return_indexer_topk"]), "the indexer's choice to be returned"),
-    (lambda of: of["inflight_middle_chunks"] > 0, "prefill under way"),
-    (lambda of: len(of["output_ids"]) == 0, "no token yet"),
+    (lambda reads: reads["beam_group"] is not None, "a beam group"),
+    (lambda reads: reads["input_embeds"] is not None, "input given as embeddings"),
+    (lambda reads: reads["positional_embed_overrides"] is not None, "embeddings overridden"),
+    (lambda reads: reads["session"] is not None, "a session"),
+    (lambda reads: bool(reads["return_routed_experts"]), "routed experts to be returned"),
+    (lambda reads: bool(reads["return_indexer_topk"]), "the indexer's choice to be returned"),
+    (lambda reads: reads["inflight_middle_chunks"] > 0, "prefill under way"),
+    (lambda reads: len(reads["output_ids"]) == 0, "no token yet"),
 )
 
 
@@ -127,13 +127,13 @@ def _lets_go_of_windows() -> bool:
 def refuse_server(scheduler: Any) -> None:
     """Raises Refused, with the reason, for a server whose requests can't resume from saved KV."""
     _read_all(scheduler)
-    of = Reader(scheduler, READS)
+    reads = Reader(scheduler, READS)
     reasons = [
-        *_holding(of, _SERVERS),
-        *_holding(Reader(of["server_args"], READS), _ARGUMENTS),
-        *_holding(Reader(of["model_config"], READS), _MODELS),
+        *_holding(reads, _SERVERS),
+        *_holding(Reader(reads["server_args"], READS), _ARGUMENTS),
+        *_holding(Reader(reads["model_config"], READS), _MODELS),
     ]
-    kinds = {owner: name_of(of[owner]) for owner in _KNOWN}
+    kinds = {owner: name_of(reads[owner]) for owner in _KNOWN}
     reasons += [
         f"{kind}, which isn't known" for owner, kind in kinds.items() if kind not in _KNOWN[owner]
     ]
@@ -146,10 +146,10 @@ def _read_all(scheduler: Any) -> None:
     for table in (resume.READS, allocation.READS, unseen_results.READS):
         owners = [scheduler, scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool]
         for owner in [*owners, scheduler.tree_cache, *_adapters(scheduler)]:
-            of = Reader(owner, table)
+            reads = Reader(owner, table)
             for kind in type(owner).__mro__:
                 for entry in table.get(kind.__name__, ()):
-                    of[entry.removesuffix("?")]
+                    reads[entry.removesuffix("?")]
 
 
 def _adapters(scheduler: Any) -> list[Any]:
@@ -161,8 +161,8 @@ def _adapters(scheduler: Any) -> list[Any]:
     return owners
 
 
-def _holding(of: Reader, cases: Cases) -> list[str]:
-    return [reason for holds, reason in cases if holds(of)]
+def _holding(reads: Reader, cases: Cases) -> list[str]:
+    return [reason for holds, reason in cases if holds(reads)]
 
 
 def why_not(req: Any) -> str | None:

@@ -74,7 +74,7 @@ def has_adapter(scheduler: Any, req: Any, running: Any) -> bool:
     """
     if not scheduler.enable_lora:
         return True
-    adapters = {one.lora_id for one in running.reqs if not one.finished()}
+    adapters = {other.lora_id for other in running.reqs if not other.finished()}
     if req.lora_id in adapters:
         return True
     manager = scheduler.tp_worker.model_runner.lora_manager
@@ -101,7 +101,7 @@ def has_room(scheduler: Any, req: Any, running: Any) -> bool:
     adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
     scheduler.tree_cache.unlock(req.lock)
     req.lock = req.extend_end = None
-    return any(one is req for one in adder.can_run_list)
+    return any(admitted is req for admitted in adder.can_run_list)
 
 
 def batch_of(scheduler: Any, req: Any) -> Any:

@@ -35,8 +35,8 @@ def describe_mha(subject: Subject) -> Description:
     head_dim]: the same bytes.
     """
     refuse_shares(subject)
-    of = Reader(subject.pool, READS)
-    both = Part("k", _by_slot(of["k_buffer"])), Part("v", _by_slot(of["v_buffer"]))
+    reads = Reader(subject.pool, READS)
+    both = Part("k", _by_slot(reads["k_buffer"])), Part("v", _by_slot(reads["v_buffer"]))
     return described(subject, *evenly(subject.pool, *both))
 
 
@@ -53,32 +53,32 @@ def describe_mla(subject: Subject) -> Description:
     context together (DCP) take turns by pages; each has all index keys, and a draft model's pool
     has everything.
     """
-    of = Reader(subject.pool, READS)
-    if of["k_buffer"] is None:
+    reads = Reader(subject.pool, READS)
+    if reads["k_buffer"] is None:
         raise Refused(
             "NPUMLATokenToKVPool: SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD keeps the latents in a "
             "manager of its own, on the host; without it the pool has them, and kvtide moves them"
         )
-    world, page_size = of["dcp_size"], of["page_size"]
+    world, page_size = reads["dcp_size"], reads["page_size"]
     rules: tuple[Rule, ...] = (EveryToken(),)
-    if world > 1 and not of["is_draft_worker"]:
-        rules = (Striped(of["dcp_rank"], world, page_size),)
+    if world > 1 and not reads["is_draft_worker"]:
+        rules = (Striped(reads["dcp_rank"], world, page_size),)
     index: tuple[Part, ...] = ()
     for name in ("index_k", "index_k_scale"):
-        if of[f"{name}_buffer"] is not None:
-            index += (Part(name, _by_slot(of[f"{name}_buffer"])),)
-    planes = (("latent", of["k_buffer"]), ("rope", of["v_buffer"]))
-    if of["use_fia_nz"] and not of["dsa_kv_cache_store_fp8"]:
+        if reads[f"{name}_buffer"] is not None:
+            index += (Part(name, _by_slot(reads[f"{name}_buffer"])),)
+    planes = (("latent", reads["k_buffer"]), ("rope", reads["v_buffer"]))
+    if reads["use_fia_nz"] and not reads["dsa_kv_cache_store_fp8"]:
         # Attention reads a page as [tile, token, 16]: no token's bytes lie together.
         latent = tuple(Part(name, all_, (*rules, EveryNth(page_size))) for name, all_ in planes)
     else:
         latent = tuple(Part(name, _by_slot(all_), rules) for name, all_ in planes)
-    padded = of["size"] // page_size + of["kv_page_padding"]
-    turns = 1 if of["is_draft_worker"] else world
+    padded = reads["size"] // page_size + reads["kv_page_padding"]
+    turns = 1 if reads["is_draft_worker"] else world
     return replace(
         described(subject, *evenly(subject.pool, *latent), *evenly(subject.pool, *index)),
         slot_count=padded * page_size * turns,
-        rank=of["dcp_rank"],
+        rank=reads["dcp_rank"],
     )
 
 

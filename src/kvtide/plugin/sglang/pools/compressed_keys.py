@@ -55,11 +55,11 @@ def with_compressed_keys(request_pool: Any, description: Description) -> Descrip
             f"{kind}, and nobody gives it any: there is nowhere to write them"
         )
     keys = _keys(description, kind)
-    of = Reader(attached, READS)
+    reads = Reader(attached, READS)
     parts, maps = list(description.parts), dict(description.maps)
     for level, times in LEVELS.items():
         name, table = f"{keys.name}.{level}", _table(request_pool, level)
-        size, stride = of["kernel_size"] * times, of["kernel_stride"] * times
+        size, stride = reads["kernel_size"] * times, reads["kernel_stride"] * times
         rule = EntriesOfRequest(name, table.shape[1], size, stride)
         parts.append(Part(name, keys.tensors, (rule,)))
         maps[name] = table.view(-1)

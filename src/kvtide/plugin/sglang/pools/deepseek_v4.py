@@ -69,18 +69,18 @@ OWN = (OfRequest(),)
 
 def describe_v4(subject: Subject) -> Description:
     """All regions of a pool on a GPU, in whichever of its forms this server has them."""
-    of = Reader(subject.pool, READS)
-    _refuse_partly_on_host(of)
-    in_window = _window_rules(subject, of)
-    if of["unified_kv_pool"] is not None:
+    reads = Reader(subject.pool, READS)
+    _refuse_partly_on_host(reads)
+    in_window = _window_rules(subject, reads)
+    if reads["unified_kv_pool"] is not None:
         # ROCm's one buffer a layer: the window's ring, and then the compressed entries.
-        parts = [*_unified(of), *_index(of), *_states(of, OWN)]
+        parts = [*_unified(reads), *_index(reads), *_states(reads, OWN)]
     else:
-        compressed = [*_compressed(of), *_index(of)]
-        parts = [*_window(of, in_window), *compressed, *_states(of, in_window)]
-    if of["swa_valid_from"] is not None:
-        parts.append(Part("swa_valid_from", [of["swa_valid_from"]], OWN))
-    return _described(subject, of, parts)
+        compressed = [*_compressed(reads), *_index(reads)]
+        parts = [*_window(reads, in_window), *compressed, *_states(reads, in_window)]
+    if reads["swa_valid_from"] is not None:
+        parts.append(Part("swa_valid_from", [reads["swa_valid_from"]], OWN))
+    return _described(subject, reads, parts)
 
 
 def describe_v4_npu(subject: Subject) -> Description:
@@ -88,36 +88,36 @@ def describe_v4_npu(subject: Subject) -> Description:
 
     Its pages are handed out by an allocator of their own, and a table says whose they are.
     """
-    of = Reader(subject.pool, READS)
-    swa = _inner(of, of["swa_kv_pool"])["kv_buffer"]
+    reads = Reader(subject.pool, READS)
+    swa = _inner(reads, reads["swa_kv_pool"])["kv_buffer"]
     if any(tensor.dim() != 4 for tensor in swa):
         raise Refused(
-            f"{_name(of)}: its main cache isn't [page, slot, 1, width], which is the only form "
+            f"{_name(reads)}: its main cache isn't [page, slot, 1, width], which is the only form "
             "that kvtide knows on an NPU"
         )
-    in_window = _window_rules(subject, of)
+    in_window = _window_rules(subject, reads)
     # The A5 packs its cache as fp8, and keeps the states of C4 by request as well.
     packs = bool(swa) and swa[0].dtype == torch.float8_e4m3fn
-    parts = [Part("swa", _flat(swa), in_window[:-1]), *_states(of, OWN if packs else in_window)]
-    kv_pools, index_pools = of["kv_pools"], of["index_pools"]
+    parts = [Part("swa", _flat(swa), in_window[:-1]), *_states(reads, OWN if packs else in_window)]
+    kv_pools, index_pools = reads["kv_pools"], reads["index_pools"]
     for ratio in sorted(set(kv_pools) - {128}):
-        tensors = _inner(of, kv_pools[ratio])["kv_buffer"]
+        tensors = _inner(reads, kv_pools[ratio])["kv_buffer"]
         parts.append(Part(f"c{ratio}", _flat(tensors), (EveryNth(ratio),)))
     for ratio in sorted(index_pools):
         # Beside these it has the GPU's packed buffer, which nothing on an NPU writes or reads.
-        index = _inner(of, index_pools[ratio])
+        index = _inner(reads, index_pools[ratio])
         keys, scales = _flat(index["index_k_buffer"]), _flat(index["index_scale_buffer"])
         names, rules = (f"c{ratio}_index", f"c{ratio}_index_scale"), (EveryNth(ratio),)
         both = zip(names, (keys, scales), strict=True)
-        parts += evenly(of.owner, *(Part(name, tensors, rules) for name, tensors in both))
+        parts += evenly(reads.owner, *(Part(name, tensors, rules) for name, tensors in both))
     maps: dict[str, Any] = {}
     if 128 in kv_pools:
         table = Reader(subject.request_pool, READS)["req_to_c128_sidecar"]
-        tensors = _inner(of, kv_pools[128])["kv_buffer"]
-        rule = PagesOfRequest(SIDECAR, table.shape[1], 128, of["c128_page_size"])
-        parts.append(Part("c128", [one.flatten(1) for one in tensors], (rule,)))
+        tensors = _inner(reads, kv_pools[128])["kv_buffer"]
+        rule = PagesOfRequest(SIDECAR, table.shape[1], 128, reads["c128_page_size"])
+        parts.append(Part("c128", [tensor.flatten(1) for tensor in tensors], (rule,)))
         maps[SIDECAR] = table.view(-1)
-    return _described(subject, of, parts, maps)
+    return _described(subject, reads, parts, maps)
 
 
 DESCRIBERS: Mapping[str, Describer] = {
@@ -127,101 +127,107 @@ DESCRIBERS: Mapping[str, Describer] = {
 
 
 def _described(
-    subject: Subject, of: Reader, parts: Sequence[Part], maps: Mapping[str, Any] | None = None
+    subject: Subject, reads: Reader, parts: Sequence[Part], maps: Mapping[str, Any] | None = None
 ) -> Description:
-    mapping = of["full_to_swa_index_mapping"]
-    if of["full_size"] is None and mapping is None:
-        raise Refused(f"{_name(of)}: neither full_size nor a map says how many slots it has")
+    mapping = reads["full_to_swa_index_mapping"]
+    if reads["full_size"] is None and mapping is None:
+        raise Refused(f"{_name(reads)}: neither full_size nor a map says how many slots it has")
     # A map has an entry more than there are slots: the last one, for "no slot".
-    size = of["full_size"]
-    slot_count = mapping.numel() - 1 if size is None else size + of["page_size"]
+    size = reads["full_size"]
+    slot_count = mapping.numel() - 1 if size is None else size + reads["page_size"]
     windows = {} if mapping is None else {WINDOW: mapping}
     return Description(
         type(subject.pool).__name__,
         tuple(part for part in parts if part.tensors),
-        of["page_size"],
+        reads["page_size"],
         slot_count,
         {**windows, **(maps or {})},
-        first_layer=of["_stage_start"],
+        first_layer=reads["_stage_start"],
     )
 
 
-def _window_rules(subject: Subject, of: Reader) -> tuple[Rule, ...]:
+def _window_rules(subject: Subject, reads: Reader) -> tuple[Rule, ...]:
     """To pages of the window, by the tokens that are still in it."""
-    tokens = subject.window_tokens or of["sliding_window"]
-    recent = LastTokens(tokens, of["page_size"])
-    return (recent, Mapped(WINDOW, hole=0), EveryNth(of["swa_page_size"]))
+    tokens = subject.window_tokens or reads["sliding_window"]
+    recent = LastTokens(tokens, reads["page_size"])
+    return (recent, Mapped(WINDOW, hole=0), EveryNth(reads["swa_page_size"]))
 
 
-def _window(of: Reader, in_window: tuple[Rule, ...]) -> list[Part]:
+def _window(reads: Reader, in_window: tuple[Rule, ...]) -> list[Part]:
     """The main cache: the window's pages, a ring of pages a request, or rows with positions."""
-    window = of["request_window"]
+    window = reads["request_window"]
     if window is not None:
-        own = Reader(window, READS)
-        pages = own["capacity"] // own["page_size"]
-        state = Reader(own["state"], READS)["kv_buffer"]
-        slots, tags = own["num_slots"], own["tags"][:, : own["rows"]]
+        held = Reader(window, READS)
+        pages = held["capacity"] // held["page_size"]
+        state = Reader(held["state"], READS)["kv_buffer"]
+        slots, tags = held["num_slots"], held["tags"][:, : held["rows"]]
         return [
             Part("swa", _rings(state, pages, slots), OWN),
             Part("swa_tags", [layer.view(slots, -1) for layer in tags], OWN),
         ]
-    swa = _inner(of, of["swa_kv_pool"])
-    if of["swa_req_ring_size"] is not None:
-        pages = of["swa_req_ring_size"] // swa["page_size"]
-        return [Part("swa", _rings(swa["kv_buffer"], pages, of["num_req_slots"]), OWN)]
-    if of["full_to_swa_index_mapping"] is None:
-        raise Refused(f"{_name(of)}: it has no map to its window's slots yet")
+    swa = _inner(reads, reads["swa_kv_pool"])
+    if reads["swa_req_ring_size"] is not None:
+        pages = reads["swa_req_ring_size"] // swa["page_size"]
+        return [Part("swa", _rings(swa["kv_buffer"], pages, reads["num_req_slots"]), OWN)]
+    if reads["full_to_swa_index_mapping"] is None:
+        raise Refused(f"{_name(reads)}: it has no map to its window's slots yet")
     return [Part("swa", swa["kv_buffer"], (*in_window[:-1], EveryNth(swa["page_size"])))]
 
 
-def _compressed(of: Reader) -> Iterator[Part]:
+def _compressed(reads: Reader) -> Iterator[Part]:
     """The compressed caches, by page."""
-    for ratio, pool in of["kv_pools"].items():
+    for ratio, pool in reads["kv_pools"].items():
         if pool is not None:
-            inner = _inner(of, pool)
+            inner = _inner(reads, pool)
             yield Part(f"c{ratio}", inner["kv_buffer"], (EveryNth(ratio * inner["page_size"]),))
 
 
-def _index(of: Reader) -> Iterator[Part]:
+def _index(reads: Reader) -> Iterator[Part]:
     """The indexer's keys, by page: with their scales, or on ROCm in fp4 the scales apart."""
-    for ratio, pool in of["index_pools"].items():
-        index = _inner(of, pool)
+    for ratio, pool in reads["index_pools"].items():
+        index = _inner(reads, pool)
         rules = (EveryNth(ratio * index["page_size"]),)
         if index["uses_aiter_fp4_layout"]:
             keys = Part(f"c{ratio}_index", index["index_k_payload_buffer"], rules)
             scales = Part(f"c{ratio}_index_scale", index["index_k_scale_buffer"], rules)
-            yield from evenly(of.owner, keys, scales)
+            yield from evenly(reads.owner, keys, scales)
         else:
             yield Part(f"c{ratio}_index", index["index_k_with_scale_buffer"], rules)
 
 
-def _unified(of: Reader) -> Iterator[Part]:
+def _unified(reads: Reader) -> Iterator[Part]:
     """ROCm's buffers, in fp8 with the rotated half in buffers of its own."""
-    unified, ratios = _inner(of, of["unified_kv_pool"]), of["compression_ratios"]
+    unified, ratios = _inner(reads, reads["unified_kv_pool"]), reads["compression_ratios"]
     halves = {"": unified["kv_buffer"]}
     if unified["fp8"]:
         halves["_rope"] = unified["kv_buffer_rope"]
-    ring_rows, page_size = unified["swa_pages"], of["page_size"]
+    ring_rows, page_size = unified["swa_pages"], reads["page_size"]
     for suffix, layers in halves.items():
         rings = [layer[:ring_rows].view(unified["num_slots"], -1) for layer in layers]
         yield Part(f"swa{suffix}", rings, OWN)
-        here = ratios[of["_stage_start"] : of["_stage_start"] + len(layers)]
-        for ratio in sorted(set(here) - {0}):
-            own = [layer for layer, one in zip(layers, here, strict=True) if one == ratio]
+        by_layer = ratios[reads["_stage_start"] : reads["_stage_start"] + len(layers)]
+        for ratio in sorted(set(by_layer) - {0}):
             entries = page_size // ratio
-            pages = [one[ring_rows:].view(-1, entries * one.shape[1]) for one in own]
+            pages = [
+                layer[ring_rows:].view(-1, entries * layer.shape[1])
+                for layer, layer_ratio in zip(layers, by_layer, strict=True)
+                if layer_ratio == ratio
+            ]
             yield Part(f"c{ratio}{suffix}", pages, (EveryNth(page_size),))
 
 
-def _states(of: Reader, c4_rules: tuple[Rule, ...]) -> Iterator[Part]:
+def _states(reads: Reader, c4_rules: tuple[Rule, ...]) -> Iterator[Part]:
     """The compressors' states, a ring in a row. Those of ratio 4 go by `c4_rules`."""
-    kinds = {"state": of["compress_state_pools"], "index_state": of["indexer_compress_state_pools"]}
+    kinds = {
+        "state": reads["compress_state_pools"],
+        "index_state": reads["indexer_compress_state_pools"],
+    }
     for kind, pools in kinds.items():
         found: dict[int, list[torch.Tensor]] = {}
         for pool in pools:
             if pool is not None:
-                state = _inner(of, pool)
-                _refuse_pending(of, state)
+                state = _inner(reads, pool)
+                _refuse_pending(reads, state)
                 found.setdefault(state["ratio"], []).append(_rings_of_state(state))
         for ratio, tensors in found.items():
             yield Part(f"c{ratio}_{kind}", tensors, c4_rules if ratio == 4 else OWN)
@@ -235,27 +241,27 @@ def _rings_of_state(state: Reader) -> torch.Tensor:
     return rows[: count * ring].view(count, -1)
 
 
-def _inner(of: Reader, pool: Any) -> Reader:
+def _inner(reads: Reader, pool: Any) -> Reader:
     """A pool within, of which kvtide knows all that it holds."""
     if name_of(pool) not in WITHIN:
-        raise Refused(f"{_name(of)}: kvtide doesn't know {name_of(pool)}, which is a part of it")
+        raise Refused(f"{_name(reads)}: kvtide doesn't know {name_of(pool)}, which is a part of it")
     return Reader(pool, READS)
 
 
-def _refuse_pending(of: Reader, state: Reader) -> None:
+def _refuse_pending(reads: Reader, state: Reader) -> None:
     if state["online"] and state["online_mtp_max_draft_tokens"]:
         raise Refused(
-            f"{_name(of)}: with SGLANG_EXPERIMENTAL_ONLINE_C128_MTP a request's C128 state lacks "
-            "the drafts accepted last until the next forward of its batch commits them, and a "
-            "forward without the request forgets them; leave that variable unset to have such "
+            f"{_name(reads)}: with SGLANG_EXPERIMENTAL_ONLINE_C128_MTP a request's C128 state "
+            "lacks the drafts accepted last until the next forward of its batch commits them, and "
+            "a forward without the request forgets them; leave that variable unset to have such "
             "requests saved"
         )
 
 
-def _refuse_partly_on_host(of: Reader) -> None:
-    if any(name_of(pool) == "HiSparseC4DevicePool" for pool in of["kv_pools"].values()):
+def _refuse_partly_on_host(reads: Reader) -> None:
+    if any(name_of(pool) == "HiSparseC4DevicePool" for pool in reads["kv_pools"].values()):
         raise Refused(
-            f"{_name(of)}: HiSparse keeps a request's C4 entries in host memory, and in its "
+            f"{_name(reads)}: HiSparse keeps a request's C4 entries in host memory, and in its "
             "HiSparseC4DevicePool only those in use; what the device holds isn't all of them"
         )
 
@@ -270,5 +276,5 @@ def _flat(pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [layer.flatten(0, 1) for layer in pages]
 
 
-def _name(of: Reader) -> str:
-    return type(of.owner).__name__
+def _name(reads: Reader) -> str:
+    return type(reads.owner).__name__

@@ -34,11 +34,11 @@ def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Descrip
     for number, pool in enumerate(draft_pools):
         prefix = f"draft{number or ''}"
         draft = _describe_draft(subject, pool, target)
-        seen = {_place(one) for part in parts for one in part.tensors}
+        seen = {_place(tensor) for part in parts for tensor in part.tensors}
         parts += [
             _apart(part, prefix)
             for part in draft.renamed(prefix)
-            if not all(_place(one) in seen for one in part.tensors)
+            if not all(_place(tensor) in seen for tensor in part.tensors)
         ]
         maps |= {f"{prefix}.{name}": held for name, held in draft.maps.items()}
         shares_memory = shares_memory or draft.shares_memory

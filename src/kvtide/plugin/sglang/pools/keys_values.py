@@ -44,14 +44,14 @@ def describe_mha(subject: Subject) -> Description:
     Ranks that decode one context together (DCP) have the rows of every `world`-th slot each, and
     the slots of SGLang's allocator are `world` times as many as a rank's rows.
     """
-    of = Reader(subject.pool, READS)
-    layout, quantized = of["kv_cache_layout"], scales(subject)
+    reads = Reader(subject.pool, READS)
+    layout, quantized = reads["kv_cache_layout"], scales(subject)
     if layout != "nhd" or quantized:
         refuse_shares(subject)
     rank, world = share_of_context(subject)
-    held = {"k": of["k_buffer"], "v": of["v_buffer"]}
+    held = {"k": reads["k_buffer"], "v": reads["v_buffer"]}
     if layout in _PAGED_LAYOUTS:
-        size = of["page_size"]
+        size = reads["page_size"]
         parts = [pages(subject, name, tensors, size) for name, tensors in held.items()]
     elif layout == "nhd":
         rule: Rule = Striped(rank, world) if world > 1 else EveryToken()
@@ -73,8 +73,12 @@ def describe_keys(subject: Subject) -> Description:
 def describe_minimax(subject: Subject) -> Description:
     """Keys and values of all layers, and those of the indexer of some: pools that share slots."""
     refuse_shares(subject)
-    of = Reader(subject.pool, READS)
-    held = {"main": of["main_pool"], "index_kv": of["index_kv_pool"], "index_k": of["index_k_pool"]}
+    reads = Reader(subject.pool, READS)
+    held = {
+        "main": reads["main_pool"],
+        "index_kv": reads["index_kv_pool"],
+        "index_k": reads["index_k_pool"],
+    }
     parts = [
         part
         for name, pool in held.items()

@@ -35,11 +35,11 @@ def scales(subject: Subject) -> list[Part]:
     The native ones of NVFP4 are [page, head, token, block], the values' with four tokens
     interleaved. Global scales are the model's, not a request's.
     """
-    of = Reader(subject.pool, READS)
-    parts = [Part(name, of[held]) for name, held in _SCALES.items() if of[held]]
+    reads = Reader(subject.pool, READS)
+    parts = [Part(name, reads[held]) for name, held in _SCALES.items() if reads[held]]
     for name, held in _NATIVE.items():
-        if of[held]:
-            parts.append(pages(subject, name, of[held], of[held][0].shape[2]))
+        if reads[held]:
+            parts.append(pages(subject, name, reads[held], reads[held][0].shape[2]))
     return parts
 
 
@@ -54,12 +54,12 @@ def describe_mxfp8(subject: Subject) -> Description:
 
     Those are [page, head, token % 32, token // 32, block].
     """
-    of = Reader(subject.pool, READS)
-    if not of["mxfp8_sf_interleaved"]:
+    reads = Reader(subject.pool, READS)
+    if not reads["mxfp8_sf_interleaved"]:
         return describe_fp4(subject)
     refuse_shares(subject)
-    size = of["page_size"]
-    interleaved = [pages(subject, name, of[held], size) for name, held in _SCALES.items()]
+    size = reads["page_size"]
+    interleaved = [pages(subject, name, reads[held], size) for name, held in _SCALES.items()]
     return described(subject, *evenly(subject.pool, *_payload(subject), *interleaved))
 
 
@@ -69,13 +69,13 @@ def describe_m3_pages(subject: Subject) -> Description:
     They move whole, with the few bytes that align them.
     """
     refuse_shares(subject)
-    of = Reader(subject.pool, READS)
-    return described(subject, pages(subject, "page", of["rows"], of["page_size"]))
+    reads = Reader(subject.pool, READS)
+    return described(subject, pages(subject, "page", reads["rows"], reads["page_size"]))
 
 
 def _payload(subject: Subject) -> tuple[Part, Part]:
-    of = Reader(subject.pool, READS)
-    return Part("k", of["k_buffer"]), Part("v", of["v_buffer"])
+    reads = Reader(subject.pool, READS)
+    return Part("k", reads["k_buffer"]), Part("v", reads["v_buffer"])
 
 
 DESCRIBERS: Mapping[str, Describer] = {

@@ -22,13 +22,13 @@ READS: Table = {
 
 def described(subject: Subject, *parts: Part) -> Description:
     """A pool of these parts. SGLang pads a pool with one page, into which nobody's tokens go."""
-    of = Reader(subject.pool, READS)
+    reads = Reader(subject.pool, READS)
     return Description(
         type(subject.pool).__name__,
         parts,
-        of["page_size"],
-        of["size"] + of["page_size"],
-        first_layer=of["start_layer"] or 0,
+        reads["page_size"],
+        reads["size"] + reads["page_size"],
+        first_layer=reads["start_layer"] or 0,
     )
 
 

@@ -34,28 +34,28 @@ def describe_mla(subject: Subject) -> Description:
     Ranks that decode one context together (DCP) have the rows of every `world`-th slot each, and
     the slots of SGLang's allocator are `world` times as many as a rank's rows.
     """
-    of = Reader(subject.pool, READS)
+    reads = Reader(subject.pool, READS)
     rank, world = share_of_context(subject)
     # SGLang's own word for how many slots a row stands for: 1 too where a draft model has all.
-    if world != of["_write_loc_dcp_span"]:
+    if world != reads["_write_loc_dcp_span"]:
         raise Refused(
             f"{type(subject.pool).__name__}: {world} ranks share a context by the allocator's "
-            f"pages, but the pool has a row for one of {of['_write_loc_dcp_span']} slots"
+            f"pages, but the pool has a row for one of {reads['_write_loc_dcp_span']} slots"
         )
     rule = Striped(rank, world) if world > 1 else EveryToken()
-    rows = described(subject, Part("latent", _with_rows(of["kv_buffer"]), (rule,)))
+    rows = described(subject, Part("latent", _with_rows(reads["kv_buffer"]), (rule,)))
     return replace(rows, slot_count=rows.slot_count * world, rank=rank)
 
 
 def describe_mla_fp4(subject: Subject) -> Description:
     """Two values a byte, and of each 16 of them a scale, [slot, (latent + rope) / 16]."""
-    of, latent = Reader(subject.pool, READS), describe_mla(subject)
-    if of["_write_loc_dcp_span"] > 1:
+    reads, latent = Reader(subject.pool, READS), describe_mla(subject)
+    if reads["_write_loc_dcp_span"] > 1:
         raise Refused(
             "MLATokenToKVPoolFP4: ranks that share a context (dcp-size > 1) write its scales "
             "where SGLang has no rows for them; use another KV dtype, or no DCP"
         )
-    scale = Part("scale", of["kv_scale_buffer"])
+    scale = Part("scale", reads["kv_scale_buffer"])
     return replace(latent, parts=evenly(subject.pool, *latent.parts, scale))
 
 
@@ -66,13 +66,13 @@ def describe_dsa(subject: Subject) -> Description:
     every rank has all of them. Where several tokens share an index key (index_kpool), those of
     the last group wait in the request's own row until the group is whole.
     """
-    of, latent = Reader(subject.pool, READS), describe_mla(subject)
-    keys = _with_rows(of["index_k_with_scale_buffer"])
-    parts = [*latent.parts, Part("index_k", keys, (EveryNth(of["page_size"]),))]
-    if of["_compress_tail_k"] is not None:
-        own = (OfRequest("request"),)
-        tails = {"tail_k": of["_compress_tail_k"], "tail_score": of["_compress_tail_score"]}
-        both = [Part(name, _with_rows(tensors), own) for name, tensors in tails.items()]
+    reads, latent = Reader(subject.pool, READS), describe_mla(subject)
+    keys = _with_rows(reads["index_k_with_scale_buffer"])
+    parts = [*latent.parts, Part("index_k", keys, (EveryNth(reads["page_size"]),))]
+    if reads["_compress_tail_k"] is not None:
+        by_request = (OfRequest("request"),)
+        tails = {"tail_k": reads["_compress_tail_k"], "tail_score": reads["_compress_tail_score"]}
+        both = [Part(name, _with_rows(tensors), by_request) for name, tensors in tails.items()]
         parts += evenly(subject.pool, *both)
     return replace(latent, parts=tuple(parts))
 
@@ -82,15 +82,17 @@ def describe_layer_split_dsa(subject: Subject) -> Description:
 
     The remote buffers hold a copy of another rank's layer for one forward pass, and are left out.
     """
-    of = Reader(subject.pool, READS)
+    reads = Reader(subject.pool, READS)
     return replace(
-        describe_dsa(subject), first_layer=of["layer_shard_start"], rank=of["layer_shard_rank"]
+        describe_dsa(subject),
+        first_layer=reads["layer_shard_start"],
+        rank=reads["layer_shard_rank"],
     )
 
 
 def _with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Without the layers that have no rows: SGLang keeps an empty tensor in their place."""
-    return [one for one in tensors if one.shape[0]]
+    return [tensor for tensor in tensors if tensor.shape[0]]
 
 
 _PAGES_IN_TURN = (

@@ -36,8 +36,8 @@ class PageTable:
 
     def __call__(self, ids: Ids) -> Ids:
         """The rows of virtual slots, int64 [slot]. Blocks."""
-        of = Reader(self.allocator, READS)
-        table, size = of["virtual_to_physical"], of["pool_page_size"]
+        reads = Reader(self.allocator, READS)
+        table, size = reads["virtual_to_physical"], reads["pool_page_size"]
         pages = table[torch.from_numpy(ids // size).to(table.device)].cpu().numpy()
         lacking = pages <= 0  # page 0 is SGLang's padding
         if lacking.any() and not self.may_lack:
@@ -47,5 +47,5 @@ class PageTable:
     @property
     def slot_count(self) -> int:
         """One more than the highest virtual slot."""
-        of = Reader(self.allocator, READS)
-        return int(of["num_virtual_ids"] * of["pool_page_size"])
+        reads = Reader(self.allocator, READS)
+        return int(reads["num_virtual_ids"] * reads["pool_page_size"])

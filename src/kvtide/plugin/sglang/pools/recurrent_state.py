@@ -64,15 +64,15 @@ STATE_POOLS = ("MambaPool", "UnifiedMambaPool", "UnifiedDraftMambaPool")
 
 def describe_hybrid(subject: Subject) -> Description:
     """Keys and values of the layers that attend, and the state of those that recur."""
-    of = Reader(subject.pool, READS)
-    full = subject.part(of["full_kv_pool"])
+    reads = Reader(subject.pool, READS)
+    full = subject.part(reads["full_kv_pool"])
     joined = replace(
         full,
         name=type(subject.pool).__name__,
         parts=full.renamed("full"),
-        first_layer=of["start_layer"],
+        first_layer=reads["start_layer"],
     )
-    return with_state(joined, of["mamba_pool"], subject)
+    return with_state(joined, reads["mamba_pool"], subject)
 
 
 def describe_qsa(subject: Subject) -> Description:
@@ -81,19 +81,23 @@ def describe_qsa(subject: Subject) -> Description:
     `ratio` slots share one such key. Those of a group that isn't whole yet wait in a ring of the
     request's own, [request, ratio, head, head_dim], with their positions, [request, ratio, 3].
     """
-    of, hybrid = Reader(subject.pool, READS), describe_hybrid(subject)
-    ratio = of["qsa_compress_ratio"]
-    pending = [one.unflatten(0, (-1, ratio)) for one in of["qsa_key_state_buffer_pool"]]
+    reads, hybrid = Reader(subject.pool, READS), describe_hybrid(subject)
+    ratio = reads["qsa_compress_ratio"]
+    pending = [keys.unflatten(0, (-1, ratio)) for keys in reads["qsa_key_state_buffer_pool"]]
     if not pending:
         return hybrid  # a pipeline stage without such layers: nobody writes the positions there
-    own = (OfRequest("request"),)
+    by_request = (OfRequest("request"),)
     return replace(
         hybrid,
         parts=(
             *hybrid.parts,
-            Part("index_k", of["qsa_compressed_k_buffer_pool"], (EveryNth(ratio),)),
-            Part("pending_k", pending, own),
-            Part("pending_rope", [of["qsa_rope_position_buffer"].unflatten(0, (-1, ratio))], own),
+            Part("index_k", reads["qsa_compressed_k_buffer_pool"], (EveryNth(ratio),)),
+            Part("pending_k", pending, by_request),
+            Part(
+                "pending_rope",
+                [reads["qsa_rope_position_buffer"].unflatten(0, (-1, ratio))],
+                by_request,
+            ),
         ),
     )
 
@@ -147,51 +151,53 @@ def _slot_allocator(subject: Subject) -> Any:
 
 
 def _state_parts(pool: Any, whose: str, *more: Rule) -> tuple[Part, ...]:
-    of = Reader(pool, READS)
-    cache = Reader(of["mamba_cache"], READS)
-    own = (OfRequest("mamba"), *more)
-    parts = [Part(f"conv{n}", _layers(one), own) for n, one in enumerate(cache["conv"])]
-    parts.append(Part("temporal", _layers(cache["temporal"]), own))
-    parts += _replay_parts(of, cache, whose, own)
-    parts += [_sibling_part(sibling, whose, own) for sibling in of["_slot_siblings"]]
+    reads = Reader(pool, READS)
+    cache = Reader(reads["mamba_cache"], READS)
+    rules = (OfRequest("mamba"), *more)
+    parts = [Part(f"conv{n}", _layers(window), rules) for n, window in enumerate(cache["conv"])]
+    parts.append(Part("temporal", _layers(cache["temporal"]), rules))
+    parts += _replay_parts(reads, cache, whose, rules)
+    parts += [_sibling_part(sibling, whose, rules) for sibling in reads["_slot_siblings"]]
     return tuple(parts)
 
 
-def _replay_parts(of: Reader, cache: Reader, whose: str, own: tuple[Rule, ...]) -> list[Part]:
+def _replay_parts(
+    reads: Reader, cache: Reader, whose: str, state_rules: tuple[Rule, ...]
+) -> list[Part]:
     """What was decoded since the recurrence was last written: ReplaySSM's ring, and its cursors.
 
     Its rows are the state's own in plain decoding. In speculative decoding they are the request's,
     unless each step writes the recurrence (KDA) and begins the ring anew: then there are no
     cursors, and nothing in it outlives a step.
     """
-    by_state, by_request = of["replayssm_write_pos"], of["replayssm_spec_write_pos"]
-    if by_state is not None and of["enable_linear_replayssm_spec"]:
+    by_state, by_request = reads["replayssm_write_pos"], reads["replayssm_spec_write_pos"]
+    if by_state is not None and reads["enable_linear_replayssm_spec"]:
         raise Refused(
             f"{whose}: --enable-linear-replayssm and --enable-linear-replayssm-spec share one ring "
             "of its state; use one of them"
         )
     if by_state is not None:
-        cursors, rules = {"write_pos": by_state}, own
+        cursors, rules = {"write_pos": by_state}, state_rules
     elif by_request is not None:
         names = ("replayssm_cache_base", "replayssm_is_flush")
-        cursors = {"write_pos": by_request, **{name[10:]: of[name] for name in names}}
+        cursors = {"write_pos": by_request, **{name[10:]: reads[name] for name in names}}
         rules = (OfRequest("request"),)
     else:
         return []
     rings = {name: cache[f"replayssm_{name}"] for name in ("d", "k", "g", "rawv", "rawk")}
     return [
         *(Part(f"ring_{name}", _layers(r), rules) for name, r in rings.items() if r is not None),
-        *(Part(f"ring_{name}", [one], rules) for name, one in cursors.items()),
+        *(Part(f"ring_{name}", [cursor], rules) for name, cursor in cursors.items()),
     ]
 
 
-def _sibling_part(sibling: Any, whose: str, own: tuple[Rule, ...]) -> Part:
+def _sibling_part(sibling: Any, whose: str, rules: tuple[Rule, ...]) -> Part:
     """State that goes with a MambaPool's rows: [layer, row, …], or [row, token] for n-grams."""
     name = name_of(sibling)
     if name == "ShortConvPool":
-        return Part("short_conv", _layers(Reader(sibling, READS)["conv_state"]), own)
+        return Part("short_conv", _layers(Reader(sibling, READS)["conv_state"]), rules)
     if name == "NGramPool":
-        return Part("ngram", [Reader(sibling, READS)["context"]], own)
+        return Part("ngram", [Reader(sibling, READS)["context"]], rules)
     raise Refused(f"{whose}: kvtide doesn't know {name}, whose rows go with those of its state")
 
 

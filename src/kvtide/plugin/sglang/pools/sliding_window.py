@@ -32,25 +32,25 @@ def describe_swa(subject: Subject) -> Description:
     nothing, and SGLang gives a slot to others as soon as it has left: only those of the last tokens
     are the request's.
     """
-    of, name = Reader(subject.pool, READS), type(subject.pool).__name__
-    if of["swa_req_ring_size"] is not None or of["request_window"] is not None:
+    reads, name = Reader(subject.pool, READS), type(subject.pool).__name__
+    if reads["swa_req_ring_size"] is not None or reads["request_window"] is not None:
         raise Refused(f"{name}: a window in the request's own rows isn't one that kvtide knows")
-    mapping = of["full_to_swa_index_mapping"]
+    mapping = reads["full_to_swa_index_mapping"]
     if mapping is None:
         raise Refused(f"{name}: nothing leads from slots to the window's rows yet")
-    full, window = subject.part(of["full_kv_pool"]), subject.part(of["swa_kv_pool"])
-    main = full if of["full_layer_nums"] else window
+    full, window = subject.part(reads["full_kv_pool"]), subject.part(reads["swa_kv_pool"])
+    main = full if reads["full_layer_nums"] else window
     # A draft model's window may reach farther than the target's, where it has a row for each slot.
-    has_all = of["swa_uses_full_indices"]
-    shortened = () if has_all else last_tokens(subject, of["page_size"])
+    has_all = reads["swa_uses_full_indices"]
+    shortened = () if has_all else last_tokens(subject, reads["page_size"])
     through = (*shortened, Mapped("swa", hole=0))
     return replace(
         main,
         name=name,
         parts=(*full.renamed("full"), *window.renamed("swa", *through)),
-        page_size=of["page_size"],
+        page_size=reads["page_size"],
         maps={**full.maps, **window.maps, "swa": mapping},
-        first_layer=of["start_layer"],
+        first_layer=reads["start_layer"],
     )
 
 

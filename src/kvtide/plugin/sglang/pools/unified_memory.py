@@ -38,24 +38,24 @@ READS: Table = {
 
 def describe_rows(subject: Subject) -> Description:
     """Keys and values, or latents, by row: what a slot's row is, the pool around it knows."""
-    of = Reader(subject.pool, READS)
+    reads = Reader(subject.pool, READS)
     if "MLATokenToKVPool" in [base.__name__ for base in type(subject.pool).__mro__]:
-        return described(subject, Part("latent", of["kv_buffer"]))
-    both = Part("k", of["k_buffer"]), Part("v", of["v_buffer"])
+        return described(subject, Part("latent", reads["kv_buffer"]))
+    both = Part("k", reads["k_buffer"]), Part("v", reads["v_buffer"])
     return described(subject, *evenly(subject.pool, *both))
 
 
 def describe_unified_hybrid(subject: Subject) -> Description:
     """Keys and values, or latents, of the layers that attend; the state of those that recur."""
-    of = Reader(subject.pool, READS)
-    full = subject.part(of["full_kv_pool"])
+    reads = Reader(subject.pool, READS)
+    full = subject.part(reads["full_kv_pool"])
     owner = Reader(_allocator(subject), READS)["full_attn_allocator"]
     joined = replace(
         _by_table(full, owner, "full"),
         name=type(subject.pool).__name__,
-        first_layer=of["start_layer"],
+        first_layer=reads["start_layer"],
     )
-    return with_state(joined, of["mamba_pool"], subject)
+    return with_state(joined, reads["mamba_pool"], subject)
 
 
 def describe_unified_swa(subject: Subject) -> Description:
@@ -63,15 +63,18 @@ def describe_unified_swa(subject: Subject) -> Description:
 
     State that the model keeps besides is the request pool's.
     """
-    of = Reader(subject.pool, READS)
-    full, window = subject.part(of["full_kv_pool"]), subject.part(of["swa_kv_pool"])
-    joined = _by_table(full, of["_full_allocator"], "full")
+    reads = Reader(subject.pool, READS)
+    full, window = subject.part(reads["full_kv_pool"]), subject.part(reads["swa_kv_pool"])
+    joined = _by_table(full, reads["_full_allocator"], "full")
     return replace(
         joined,
         name=type(subject.pool).__name__,
         parts=(*joined.parts, *_in_window(subject, window)),
-        maps={**joined.maps, "swa_row": PageTable(of["_swa_allocator"], "window", may_lack=True)},
-        first_layer=of["start_layer"],
+        maps={
+            **joined.maps,
+            "swa_row": PageTable(reads["_swa_allocator"], "window", may_lack=True),
+        },
+        first_layer=reads["start_layer"],
     )
 
 
@@ -80,8 +83,8 @@ def describe_draft(subject: Subject) -> Description:
 
     SGLang itself has no copy of them.
     """
-    of = Reader(subject.pool, READS)
-    where, host = of["_host_sub_pool_name"], of["host_allocator"]
+    reads = Reader(subject.pool, READS)
+    where, host = reads["_host_sub_pool_name"], reads["host_allocator"]
     owners = Reader(host, READS)
     rows = describe_rows(subject)
     if where == "swa":
@@ -95,8 +98,8 @@ def describe_draft(subject: Subject) -> Description:
 
 def describe_draft_swa(subject: Subject) -> Description:
     """A draft model with windows: a pool of either kind, where it has layers of that kind."""
-    of = Reader(subject.pool, READS)
-    sides = [of["full_kv_pool"], of["swa_kv_pool"]]
+    reads = Reader(subject.pool, READS)
+    sides = [reads["full_kv_pool"], reads["swa_kv_pool"]]
     found = [subject.part(side) for side in sides if side is not None]
     return replace(
         found[0],
@@ -109,15 +112,15 @@ def describe_draft_swa(subject: Subject) -> Description:
 def _by_table(rows: Description, owner: Any, name: str) -> Description:
     """The rows of a description as those of virtual slots, by the table of MultiEndedAllocator."""
     table = PageTable(owner, name)
-    of = Reader(owner, READS)
+    reads = Reader(owner, READS)
     # Ranks that share a context count slots together: each has `world` times as many as rows.
-    world = of["page_size"] // of["pool_page_size"]
+    world = reads["page_size"] // reads["pool_page_size"]
     rank = _context_rank() if world > 1 else 0
     turns: tuple[Rule, ...] = (Striped(rank, world),) if world > 1 else ()
     return replace(
         rows,
         parts=rows.renamed(name, *turns, Mapped(f"{name}_row")),
-        page_size=of["page_size"],
+        page_size=reads["page_size"],
         slot_count=table.slot_count * world,
         maps={f"{name}_row": table},
         rank=rank,
