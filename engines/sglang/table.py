@@ -41,7 +41,7 @@ def tables() -> Iterator[str]:
         yield from ("", f"### {title}", "")
         yield from table(("pool", "SGLang's own copy", "with kvtide", "why"), map(cells, family))
     yield from ("", "### Left to SGLang", "")
-    refused = {one.name: one.reason for one in known_classes() if one.verdict == "refused"}
+    refused = {found.name: found.reason for found in known_classes() if found.verdict == "refused"}
     rows = [("all", f"`{name}`", reason) for name, reason in refused.items()]
     yield from table(("pool", "class", "why"), [*rows, *refused_pools(REFUSED, refused)])
     left = ("an ordinary server", "a request of an ordinary server")
@@ -52,11 +52,11 @@ def tables() -> Iterator[str]:
 
 def summary(trips: Sequence[Trip]) -> Iterator[str]:
     """How many of each."""
-    own = Counter(trip.own_word for trip in trips)
+    alone = Counter(trip.own_word for trip in trips)
     through = Counter(trip.through.verdict for trip in trips if trip.through is not None)
     here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
     yield f"SGLang {SGLANG.version}, {len(trips)} round trips of small pools on the CPU."
-    yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(own)}"
+    yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(alone)}"
     yield f"({here} copies fail {ON_A_CPU}; the last column says which)."
 
 
@@ -77,7 +77,7 @@ def refused_pools(refusals: Iterable[Refusal], never: Container[str]) -> Iterato
     for refusal in refusals:
         built = refusal.build()
         name = type(built.pool).__name__
-        made_up = any(type(one).__module__.startswith("kvtide") for one in reachable(built))
+        made_up = any(type(part).__module__.startswith("kvtide") for part in reachable(built))
         built.undo()
         if name in never or made_up or built.allocator is None:
             continue

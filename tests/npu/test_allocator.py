@@ -137,7 +137,7 @@ def test_lengths_that_contradict_each_other_are_refused(changes: dict[str, Any],
     """Before a page is taken."""
     allocator = make()
     lengths = {"prefix_lens": torch.tensor([0]), "seq_lens": torch.tensor([2])}
-    on_host = {f"{name}_cpu": one for name, one in lengths.items()}
+    on_host = {f"{name}_cpu": tensor for name, tensor in lengths.items()}
     rest = {"last_loc": torch.tensor([-1]), "extend_num_tokens": 2}
     with pytest.raises(SlotError, match=text):
         allocator.alloc_extend(**{**lengths, **on_host, **rest, **changes})
@@ -177,22 +177,22 @@ def test_slots_are_never_two_requests(seed: int, page_size: int) -> None:
         kind = rng.choice(("new", "grow", "end"))
         if kind == "new" or not requests:
             requests.append([])
-        own = rng.choice(requests)
-        last = own[-1] if own else -1
+        held = rng.choice(requests)
+        last = held[-1] if held else -1
         if kind == "end":
-            requests.remove(own)
-            allocator.free(torch.tensor(own, dtype=torch.int64))
-        elif kind == "grow" and own:
-            slots = decode(allocator, [len(own) + 1], [last])
-            own += [] if slots is None else slots.tolist()
+            requests.remove(held)
+            allocator.free(torch.tensor(held, dtype=torch.int64))
+        elif kind == "grow" and held:
+            slots = decode(allocator, [len(held) + 1], [last])
+            held += [] if slots is None else slots.tolist()
         else:
-            slots = extend(allocator, [len(own)], [len(own) + rng.randint(0, 9)], [last])
-            own += [] if slots is None else slots.tolist()
+            slots = extend(allocator, [len(held)], [len(held) + rng.randint(0, 9)], [last])
+            held += [] if slots is None else slots.tolist()
         held = [slot for request in requests for slot in request]
         assert len(set(held)) == len(held)
         assert all(page_size <= slot < 32 + page_size for slot in held)
         assert all(
-            slot % page_size == i % page_size for own in requests for i, slot in enumerate(own)
+            slot % page_size == i % page_size for held in requests for i, slot in enumerate(held)
         )
         pages = sum(-(-len(request) // page_size) for request in requests)
         assert 32 == allocator.available_size() + pages * page_size
@@ -236,10 +236,10 @@ def test_a_retracted_request_resumes_elsewhere(where: str) -> None:
         scramble(pool, 1)
         before = image_of(pool)
         allocator = make(device=device, kvcache=pool)
-        own = extend(allocator, [0], [10], [-1])
-        copy = allocator.get_cpu_copy(own)
-        source = own.tolist()
-        allocator.free(own)
+        held = extend(allocator, [0], [10], [-1])
+        copy = allocator.get_cpu_copy(held)
+        source = held.tolist()
+        allocator.free(held)
         other = allocator.alloc(12)
         new = extend(allocator, [0], [10], [-1])
         assert not set(new.tolist()) & set(other.tolist())
@@ -259,10 +259,10 @@ def test_what_is_no_size_takes_no_slots(value: Any) -> None:
         make(size=value)
     with pytest.raises(LayoutError, match="allocator: page"):
         make(page_size=value)
-    one, none = torch.tensor([1]), torch.tensor([0])
+    first, none = torch.tensor([1]), torch.tensor([0])
     for tokens, pages in ((value, 1), (1, value)):
         with pytest.raises(SlotError):
-            allocator.alloc_extend(none, none, one, one, torch.tensor([-1]), tokens, pages)
+            allocator.alloc_extend(none, none, first, first, torch.tensor([-1]), tokens, pages)
     assert 64 == allocator.available_size()
 
 
@@ -278,15 +278,15 @@ def test_what_are_no_slots_or_lengths_is_refused(value: Any) -> None:
     assert [4, 5, 6, 7] == slots.tolist()
     with pytest.raises(SlotError):
         allocator.free(value)
-    one, last = torch.tensor([5]), torch.tensor([7])
-    for lengths in ((value, one), (one, value)):
+    length, last = torch.tensor([5]), torch.tensor([7])
+    for lengths in ((value, length), (length, value)):
         with pytest.raises(SlotError):
-            allocator.alloc_extend(one, lengths[0], one, lengths[1], last, 0)
+            allocator.alloc_extend(length, lengths[0], length, lengths[1], last, 0)
     with pytest.raises(SlotError):
-        allocator.alloc_decode(one, value, last)
+        allocator.alloc_decode(length, value, last)
     with pytest.raises(SlotError):
-        allocator.alloc_decode(one, one, value)
+        allocator.alloc_decode(length, length, value)
     with pytest.raises(SlotError, match=r"2 .* 1"):
-        allocator.alloc_extend(one, torch.tensor([5, 5]), one, one, last, 0)
+        allocator.alloc_extend(length, torch.tensor([5, 5]), length, length, last, 0)
     assert 60 == allocator.available_size()
     allocator.free(slots)

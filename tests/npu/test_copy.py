@@ -63,9 +63,9 @@ def test_a_copy_reads_as_lists_by_layer_and_chunk(kind: str, chunk_bytes: int, c
         assert -(-count // CHUNK) == len(copy[layer]) == len(chunks)
         for number, chunk in enumerate(chunks):
             slots = source[number * CHUNK : (number + 1) * CHUNK]
-            expected = [rows[slots] for (_, at), rows in before.items() if at == layer]
-            found = [one.view(torch.uint8).numpy().reshape(len(slots), -1) for one in chunk]
-            wide = [one for one in found if one.size]
+            expected = [rows[slots] for (_, number), rows in before.items() if number == layer]
+            found = [tensor.view(torch.uint8).numpy().reshape(len(slots), -1) for tensor in chunk]
+            wide = [tensor for tensor in found if tensor.size]
             assert all((a == b).all() for a, b in zip(expected, wide, strict=True))
     device.close()
 
@@ -81,11 +81,11 @@ def test_a_chunk_is_a_list_of_tensors_by_token(kind: str) -> None:
         chunk = copy[layer][1]
         assert type(chunk) is list
         rows = [tuple(tensors[name, layer].shape[2:]) for name in names]
-        assert [(3, *row) for row in rows] == [tuple(one.shape) for one in chunk]
+        assert [(3, *row) for row in rows] == [tuple(tensor.shape) for tensor in chunk]
         dtypes = [tensors[name, layer].dtype for name in names]
-        stored = [torch.uint8 if one is torch.float8_e4m3fn else one for one in dtypes]
-        assert stored == [one.dtype for one in chunk]
-        assert {"cpu"} == {one.device.type for one in chunk}
+        stored = [torch.uint8 if dtype is torch.float8_e4m3fn else dtype for dtype in dtypes]
+        assert stored == [tensor.dtype for tensor in chunk]
+        assert {"cpu"} == {tensor.device.type for tensor in chunk}
 
 
 def test_only_layers_with_index_keys_have_them_in_their_lists() -> None:
@@ -101,7 +101,7 @@ def test_packed_records_have_a_second_plane_without_width() -> None:
     pool, _ = saved("packed")
     record, nothing, key, scale = pool.get_cpu_copy([8, 9])[1][0]
     shapes = [(2, 1, 148), (2, 1, 0), (2, 1, 8), (2, 1)]
-    assert shapes == [tuple(one.shape) for one in (record, nothing, key, scale)]
+    assert shapes == [tuple(tensor.shape) for tensor in (record, nothing, key, scale)]
 
 
 def test_a_copy_keeps_the_chunk_size_that_it_was_made_with() -> None:
@@ -233,7 +233,9 @@ def test_plain_lists_are_taken_too(kind: str, where: str, count: int) -> None:
 
 def without_tails(pool: NPUTokenToKVPool, image: Image, slots: list[int]) -> Image:
     """Lists have no bytes behind the last token of a page in tiles: those arrive as zeros."""
-    tail = [slot for slot in range(68) if slot // PAGE_SIZE in {one // PAGE_SIZE for one in slots}]
+    tail = [
+        slot for slot in range(68) if slot // PAGE_SIZE in {held // PAGE_SIZE for held in slots}
+    ]
     for name in ("k", "v"):
         for layer in range(LAYER_COUNT):
             image[name, layer][sorted(set(tail) - set(slots))] = 0

@@ -112,7 +112,7 @@ def on_index(call: Call, needs_scales: bool = False) -> Call:
 def write_kv(pool: Any) -> None:
     """Writes ones in the form that the layer's buffers have."""
     keys, values = pool.get_kv_buffer(5)
-    widths = [one.shape[-2:] for one in (keys, values)]
+    widths = [buffer.shape[-2:] for buffer in (keys, values)]
     if not widths[1][-1]:
         widths = [torch.Size((1, 128)), torch.Size((1, 8))]
     pool.set_kv_buffer(AnyLayer(5), torch.tensor([4, 5]), *(torch.ones(2, *w) for w in widths))
@@ -191,9 +191,9 @@ def pool_classes() -> list[type]:
     return sorted(found, key=lambda kind: kind.__name__)
 
 
-def methods_of(one: type) -> Iterator[str]:
+def methods_of(kind: type) -> Iterator[str]:
     """Its public methods, those of its bases too."""
-    for name, member in inspect.getmembers(one):
+    for name, member in inspect.getmembers(kind):
         if not name.startswith("_") and callable(member):
             yield name
 
@@ -201,30 +201,30 @@ def methods_of(one: type) -> Iterator[str]:
 def test_the_classes_are_found() -> None:
     """All that there are, by the makers; what is only a base is the base of one of them."""
     assert set(MAKERS) | ABSTRACT == set(pool_classes())
-    assert all(any(issubclass(one, base) for one in MAKERS) for base in ABSTRACT)
+    assert all(any(issubclass(kind, base) for kind in MAKERS) for base in ABSTRACT)
 
 
 def test_every_call_is_of_a_method_that_there_is() -> None:
     """A method that was renamed takes its call with it."""
-    assert set(CALLS) == {name for one in MAKERS for name in methods_of(one)}
+    assert set(CALLS) == {name for kind in MAKERS for name in methods_of(kind)}
 
 
-@pytest.mark.parametrize("one", pool_classes(), ids=lambda one: one.__name__)
-def test_methods_have_their_bases_signatures(one: type) -> None:
+@pytest.mark.parametrize("kind", pool_classes(), ids=lambda kind: kind.__name__)
+def test_methods_have_their_bases_signatures(kind: type) -> None:
     """Names, order, kinds and defaults of all parameters: whoever calls one calls any."""
-    for base in one.__mro__[1:-1]:
+    for base in kind.__mro__[1:-1]:
         for name in methods_of(base):
-            expected, found = (inspect.signature(getattr(at, name)) for at in (base, one))
+            expected, found = (inspect.signature(getattr(owner, name)) for owner in (base, kind))
             assert [*expected.parameters.values()] == [*found.parameters.values()], name
 
 
-METHODS = [(one, name) for one in MAKERS for name in methods_of(one)]
+METHODS = [(kind, name) for kind in MAKERS for name in methods_of(kind)]
 
 
-@pytest.mark.parametrize(("one", "name"), METHODS)
-def test_methods_work(one: type, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), METHODS)
+def test_methods_work(kind: type, name: str) -> None:
     """On every kind of object of the class."""
-    for make in MAKERS[one]:
+    for make in MAKERS[kind]:
         CALLS[name](make())
 
 
@@ -264,14 +264,14 @@ SGLANG_METHODS = {
 }
 
 
-@pytest.mark.parametrize("one", SGLANG_CONSTRUCTORS)
-def test_names_are_sglangs(one: type) -> None:
+@pytest.mark.parametrize("kind", SGLANG_CONSTRUCTORS)
+def test_names_are_sglangs(kind: type) -> None:
     """Of constructors and methods, as SGLang 0.5.23 has them; what is ours is named in calls."""
-    parameters = inspect.signature(one).parameters.values()
+    parameters = inspect.signature(kind).parameters.values()
     shared = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert SGLANG_CONSTRUCTORS[one].split() == shared
+    assert SGLANG_CONSTRUCTORS[kind].split() == shared
     for name, expected in SGLANG_METHODS.items():
-        if hasattr(one, name):
+        if hasattr(kind, name):
             assert ["self", *expected.split()] == [
-                *inspect.signature(getattr(one, name)).parameters
+                *inspect.signature(getattr(kind, name)).parameters
             ]

@@ -156,7 +156,9 @@ def test_stages_may_be_uneven(layer_counts: tuple[int, int]) -> None:
             key, value = torch.full((2, 2, 6), float(layer)), torch.full((2, 2, 3), -float(layer))
             pool.set_kv_buffer(layer_of(layer), torch.tensor([4, 9]), key, value)
         copy = pool.get_cpu_copy([9, 4])
-        found = [[float(one.float().mean()) for one in copy[number][0]] for number in range(count)]
+        found = [
+            [float(tensor.float().mean()) for tensor in copy[number][0]] for number in range(count)
+        ]
         assert [[layer, -layer] for layer in range(first_layer, first_layer + count)] == found
         assert count == len(copy)
         first_layer += count
@@ -210,7 +212,7 @@ def test_unknown_keywords_are_refused(make: Any) -> None:
 def test_window_sizes_override_the_others() -> None:
     """A window's pool has heads of its own."""
     pool = mha("cpu", swa_head_num=1, swa_head_dim=4, swa_v_head_dim=2)
-    assert ((17, 4, 1, 4), (17, 4, 1, 2)) == tuple(one.shape for one in pool.get_kv_buffer(5))
+    assert ((17, 4, 1, 4), (17, 4, 1, 2)) == tuple(tensor.shape for tensor in pool.get_kv_buffer(5))
     same = mha("cpu", v_head_dim=None)
     assert same.get_key_buffer(5).shape == same.get_value_buffer(5).shape
 
@@ -229,10 +231,10 @@ def test_a_device_may_be_given_and_stays_the_givers() -> None:
     first.close()
     assert 1 == len(second.get_cpu_copy([4])[0])
     device.close()
-    own = mha(torch.device("cpu"))
-    own.close()
+    pool = mha(torch.device("cpu"))
+    pool.close()
     with pytest.raises(RuntimeError, match="is closed"):
-        own.get_cpu_copy([4])
+        pool.get_cpu_copy([4])
 
 
 def test_unknown_devices_are_refused() -> None:

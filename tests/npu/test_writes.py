@@ -66,10 +66,10 @@ def test_tokens_are_written_to_their_slots(kind: str, where: str, dtype: torch.d
         scramble(pool, 1)
         before = image_of(pool)
         tokens = written(pool, len(SLOTS))
-        keys, values = (model_values(pool, tokens[one]) for one in ("k", "v"))
+        keys, values = (model_values(pool, tokens[name]) for name in ("k", "v"))
         loc = torch.tensor(SLOTS, dtype=dtype).to(keys.device)
         pool.set_kv_buffer(AnyLayer(FIRST_LAYER + 1), loc, keys, values)
-        expected = with_rows(before, {one: tokens[one] for one in ("k", "v")}, SLOTS)
+        expected = with_rows(before, {name: tokens[name] for name in ("k", "v")}, SLOTS)
         assert [] == differences(expected, image_of(pool))
         pool.close()
 
@@ -129,7 +129,7 @@ def test_values_of_another_dtype_are_scaled_and_converted() -> None:
     pool = mha("cpu", dtype=torch.float8_e4m3fn)
     keys, values = torch.full((1, 2, 6), 3.0), torch.full((1, 2, 3), 8.0)
     pool.set_kv_buffer(AnyLayer(6), torch.tensor([4]), keys, values, k_scale=2.0, v_scale=4.0)
-    key, value = (one.view(68, 2, -1)[4].float() for one in pool.get_kv_buffer(6))
+    key, value = (tensor.view(68, 2, -1)[4].float() for tensor in pool.get_kv_buffer(6))
     assert ({1.5}, {2.0}) == (set(key.view(-1).tolist()), set(value.view(-1).tolist()))
     assert (3.0, 8.0) == (float(keys.max()), float(values.max()))
     plain = mha("cpu")
@@ -220,16 +220,16 @@ def test_moves_are_between_as_many_slots() -> None:
 def test_buffer_infos_are_those_of_the_tensors(kind: str) -> None:
     """One a plane and layer: where it begins, how long it is, how long a page is."""
     pool = KINDS[kind]("cpu")
-    tensors = [(name, one) for name, _, one in planes_of(pool) if one.numel()]
-    state = [(name, one) for name, one in tensors if name.startswith("index")]
+    tensors = [(name, tensor) for name, _, tensor in planes_of(pool) if tensor.numel()]
+    state = [(name, tensor) for name, tensor in tensors if name.startswith("index")]
     for infos, those in (
         (pool.get_contiguous_buf_infos(), tensors),
         (pool.get_state_buf_infos(), state),
     ):
         pointers, lengths, page_lengths = infos
-        assert [one.data_ptr() for _, one in those] == pointers
-        assert [one.nbytes for _, one in those] == lengths
-        assert [one.nbytes // 17 for _, one in those] == page_lengths
+        assert [tensor.data_ptr() for _, tensor in those] == pointers
+        assert [tensor.nbytes for _, tensor in those] == lengths
+        assert [tensor.nbytes // 17 for _, tensor in those] == page_lengths
 
 
 def test_sizes_are_those_of_the_tensors() -> None:
@@ -245,10 +245,10 @@ def test_storage_is_sglangs() -> None:
     assert (3, 17, 4, 2, 6) == torch.as_tensor(mha("cpu").k_buffer).shape
     fia = mha("cpu", use_fia=True)
     assert isinstance(fia.v_buffer, list)
-    assert [(68, 1, 2, 3)] * 3 == [tuple(one.shape) for one in fia.v_buffer]
+    assert [(68, 1, 2, 3)] * 3 == [tuple(tensor.shape) for tensor in fia.v_buffer]
     nbytes = fia.v_buffer[0].nbytes
     assert [0, nbytes, 2 * nbytes] == [
-        one.data_ptr() - fia.v_buffer[0].data_ptr() for one in fia.v_buffer
+        tensor.data_ptr() - fia.v_buffer[0].data_ptr() for tensor in fia.v_buffer
     ]
     pool = packed("cpu")
     assert (17, 4, 1, 148) == pool.get_key_buffer(5).shape

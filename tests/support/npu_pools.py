@@ -105,7 +105,7 @@ def planes_of(pool: NPUTokenToKVPool) -> list[tuple[str, int, torch.Tensor]]:
         layers = getattr(pool, "indexer_layer_ids", ())
         if buffer is not None:
             found += [
-                (name, id_ - FIRST_LAYER, one) for id_, one in zip(layers, buffer, strict=True)
+                (name, id_ - FIRST_LAYER, layer) for id_, layer in zip(layers, buffer, strict=True)
             ]
     return found
 

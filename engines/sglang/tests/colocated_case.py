@@ -140,7 +140,7 @@ def make_adapter(folder: Path, seed: int) -> None:
 def adapted(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """These requests, by their numbers, without an adapter, with the left one, with the right."""
     names = (None, *ADAPTERS)
-    return [{**one, "lora_path": names[int(one["rid"][-1]) % 3]} for one in requests]
+    return [{**request, "lora_path": names[int(request["rid"][-1]) % 3]} for request in requests]
 
 
 @final

@@ -82,8 +82,8 @@ class EngineRun:
 
     def events_of(self, event: str, prefix: str = "") -> list[Mapping[str, Any]]:
         """The events of a kind, for requests whose id begins so."""
-        named = [one for one in self.events if one["event"] == event]
-        return [one for one in named if one.get("rid", "").startswith(prefix)]
+        named = [event_line for event_line in self.events if event_line["event"] == event]
+        return [event_line for event_line in named if event_line.get("rid", "").startswith(prefix)]
 
     def log_lines(self, *words: str) -> list[str]:
         """The log's lines with all these words in them."""
@@ -123,7 +123,7 @@ def run_engine(
         "run": [str(scenario), str(results)],
         "log": str(log),
         "environment": {"KVTIDE_WATCH": str(events), **environment},
-        "plugins": [str(HERE / one) for one in plugins],
+        "plugins": [str(HERE / plugin) for plugin in plugins],
         "is_spawned": is_spawned,
     }
     exit_code = _host().run(wanted, timeout_s)

@@ -24,7 +24,7 @@ async def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 async def generate(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All requests at once; their answers."""
-    return list(await asyncio.gather(*(_answer(engine, one) for one in requests)))
+    return list(await asyncio.gather(*(_answer(engine, request) for request in requests)))
 
 
 async def alone(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ async def prolong(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]
 
 async def leave(engine: Any, requests: list[dict[str, Any]]) -> None:
     """Starts requests, and waits only until they are under way: the engine shuts down on them."""
-    tasks = [asyncio.create_task(engine.async_generate(**one)) for one in requests]
+    tasks = [asyncio.create_task(engine.async_generate(**request)) for request in requests]
     await asyncio.sleep(0.5)
     for task in tasks:
         task.cancel()
@@ -84,7 +84,10 @@ async def rest(engine: Any, seconds: float) -> None:
 
 async def ask(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     """All requests at once, and how each of them ended: its tokens, or SGLang's error."""
-    tasks = {one["rid"]: asyncio.create_task(engine.async_generate(**one)) for one in requests}
+    tasks = {
+        request["rid"]: asyncio.create_task(engine.async_generate(**request))
+        for request in requests
+    }
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     return {
         rid: {"error": str(task.exception())} if task.exception() else task.result()
@@ -101,7 +104,9 @@ async def metrics(engine: Any, _: None) -> str:
     return str(generate_latest(registry).decode())
 
 
-STEPS = {one.__name__: one for one in (generate, alone, sample, prolong, leave, rest, ask, metrics)}
+STEPS = {
+    step.__name__: step for step in (generate, alone, sample, prolong, leave, rest, ask, metrics)
+}
 
 
 def main(scenario_path: str, results_path: str) -> None:

@@ -117,7 +117,7 @@ class Place:
 
 def same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
     """Whether all of them are equal."""
-    return all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+    return all(torch.equal(tensor, other) for tensor, other in zip(expected, actual, strict=True))
 
 
 def raising(error: Exception) -> Any:

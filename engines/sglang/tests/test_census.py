@@ -21,19 +21,19 @@ def found() -> list[PoolClass]:
 
 def test_no_class_of_pools_is_unknown(found: list[PoolClass]) -> None:
     """Each is moved, refused for a reason, or part of one that is."""
-    unknown = [f"{one.name} ({one.file})" for one in found if one.verdict == "unknown"]
+    unknown = [f"{kind.name} ({kind.file})" for kind in found if kind.verdict == "unknown"]
     assert not unknown, f"kvtide doesn't know {', '.join(unknown)}"
 
 
 def test_all_classes_that_kvtide_names_are_there(found: list[PoolClass]) -> None:
     """A describer of a class that this SGLang hasn't would never be used."""
     named = {*DESCRIBERS, *ABSTRACT, *WITHIN, *WITHIN.values()}
-    assert set() == named - {one.name for one in found}
+    assert set() == named - {kind.name for kind in found}
 
 
 def test_what_is_not_moved_says_why(found: list[PoolClass]) -> None:
     """Whoever reads the list has nothing else to go by."""
-    silent = [one.name for one in found if one.verdict != "known" and not one.reason]
+    silent = [kind.name for kind in found if kind.verdict != "known" and not kind.reason]
     assert [] == silent
 
 
@@ -67,7 +67,9 @@ def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     unknown = [
-        (one.name, one.file) for one in known_classes(Source(tmp_path)) if one.verdict == "unknown"
+        (kind.name, kind.file)
+        for kind in known_classes(Source(tmp_path))
+        if kind.verdict == "unknown"
     ]
     assert [
         ("AfterThat", "later.py"),
@@ -80,7 +82,7 @@ def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
 def test_each_class_is_at_home_where_this_sglang_has_it() -> None:
     """And its name is there once: else it would be one of two."""
     source = SGLANG.source()
-    files = {name: [one.file for one in source.named(name)] for names in HOMES.values()
+    files = {name: [kind.file for kind in source.named(name)] for names in HOMES.values()
              for name in names}  # fmt: skip
     expected = {name: [f"{module.replace('.', '/')}.py"] for module, names in HOMES.items()
                 for name in names}  # fmt: skip

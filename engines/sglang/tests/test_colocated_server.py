@@ -29,8 +29,11 @@ PENALISED = requests(
     5, 34, "p", frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.3
 )  # fmt: skip
 SAMPLED = requests(5, 34, "s", temperature=1.0)
-RANKED = [{**one, "priority": rank % 3, "return_logprob": False} for rank, one in enumerate(GREEDY)]
-RISING = [{**one, "priority": rank} for rank, one in enumerate(GREEDY)]
+RANKED = [
+    {**request, "priority": rank % 3, "return_logprob": False}
+    for rank, request in enumerate(GREEDY)
+]
+RISING = [{**request, "priority": rank} for rank, request in enumerate(GREEDY)]
 PROLONGED = requests(2, 40, "l")
 """Few enough for all of their KV to stay in the prefix cache."""
 UNLUCKY = [*requests(2, 40), *requests(2, 36, "abort"), *requests(2, 36, "spoil")]
@@ -100,8 +103,8 @@ def with_adapters(models: Path, most: int) -> dict[str, Any]:
 
 def _adapted(steps: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
     return {
-        name: (kind, adapted(one) if isinstance(one, list) else one)
-        for name, (kind, one) in steps.items()
+        name: (kind, adapted(given) if isinstance(given, list) else given)
+        for name, (kind, given) in steps.items()
     }
 
 
@@ -146,8 +149,8 @@ def test_what_came_back_may_be_shared(served: Served) -> None:
 )
 def test_answers_are_in_the_prefix_cache(served: Served) -> None:
     """More of them than the prompts: what came back has been taken in."""
-    cached = [one["meta_info"]["cached_tokens"] for one in served.answers["prolonged"]["rests"]]
-    assert min(cached) > max(len(one["input_ids"]) for one in PROLONGED)
+    cached = [rest["meta_info"]["cached_tokens"] for rest in served.answers["prolonged"]["rests"]]
+    assert min(cached) > max(len(request["input_ids"]) for request in PROLONGED)
 
 
 def test_log_probabilities_are_given_for_each_token_once(served: Served) -> None:
@@ -190,9 +193,9 @@ def test_nothing_is_computed_twice(served: Served) -> None:
     assert {"spoil"} == {event["rid"].rstrip("01") for event in served.run.events_of("failed")}
     asked = {**STEPS, **FURTHER_STEPS, **BARE_STEPS}
     steps = [(name, *asked[name]) for name in served.answers]
-    runs = [one for _, kind, one in steps if kind in ("alone", "generate", "sample")]
-    runs += [one for _, kind, one in steps if kind == "prolong" for _ in range(2)]
-    finished = Counter(request["rid"] for one in runs for request in one)
+    runs = [asked for _, kind, asked in steps if kind in ("alone", "generate", "sample")]
+    runs += [asked for _, kind, asked in steps if kind == "prolong" for _ in range(2)]
+    finished = Counter(request["rid"] for asked in runs for request in asked)
     prefills = Counter(rid for event in served.run.events_of("extend") for rid in event["rids"])
     reasons = "no token yet|chunk .* with checksum"
     again = Counter(
@@ -208,7 +211,9 @@ def test_a_request_may_be_aborted_while_it_is_in_the_arena(served: Served) -> No
     aborts = served.run.events_of("abort")
     assert aborts
     assert all(event["after"] < event["before"] for event in aborts)
-    answers = dict(zip([one["rid"] for one in UNLUCKY], served.answers["unlucky"], strict=True))
+    answers = dict(
+        zip([request["rid"] for request in UNLUCKY], served.answers["unlucky"], strict=True)
+    )
     for event in aborts:
         assert "abort" == answers[event["rid"]]["meta_info"]["finish_reason"]["type"]
     assert answers["r0"]["output_ids"] == served.answers["greedy alone"][0]["output_ids"]
@@ -217,7 +222,9 @@ def test_a_request_may_be_aborted_while_it_is_in_the_arena(served: Served) -> No
 def test_damaged_kv_is_computed_again(served: Served) -> None:
     """It is found before anything is written, the slots are given back, and the answer is right."""
     assert {"SnapshotDamaged"} == {event["why"] for event in served.run.events_of("failed")}
-    answers = dict(zip([one["rid"] for one in UNLUCKY], served.answers["unlucky"], strict=True))
+    answers = dict(
+        zip([request["rid"] for request in UNLUCKY], served.answers["unlucky"], strict=True)
+    )
     for number in range(2):
         answer = answers[f"spoil{number}"]["output_ids"]
         assert served.answers["greedy alone"][number]["output_ids"][: 36 + number] == answer
@@ -237,7 +244,7 @@ def test_adapters_change_the_answers(served: Served) -> None:
     """The control: to the same prompts, and not to the first, which is asked without one."""
     adapted_answers = _tokens(served.answers["greedy alone"])[:3]
     pairs = zip(adapted_answers, _tokens(served.answers["bare"]), strict=True)
-    assert [True, False, False] == [one == other for one, other in pairs]
+    assert [True, False, False] == [answer == other for answer, other in pairs]
 
 
 @pytest.mark.parametrize("name", ["plain", "states"])

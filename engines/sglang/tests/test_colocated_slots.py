@@ -84,7 +84,7 @@ def test_the_last_tokens_have_slots_in_each_layer(
     assert (178, 178) == (req.kv.kv_committed_len, req.kv.kv_allocated_len)
     pages, window_pages = -(-178 // page_size), -(-kept // page_size)
     taken = pages * page_size, window_pages * page_size, 1
-    assert taken == tuple(one - other for one, other in zip(before, free(on), strict=True))
+    assert taken == tuple(count - other for count, other in zip(before, free(on), strict=True))
     assert kept <= longest_window_slots(on) + page_size
 
 

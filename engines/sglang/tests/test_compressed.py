@@ -296,7 +296,7 @@ def test_a_request_that_was_retracted_reads_what_another_would(
     server.keeper.restore(req, backup)
     for _ in range(10):
         expected, found = control.step(never), server.step(req)
-        assert [one.tolist() for one in expected] == [one.tolist() for one in found]
+        assert [keys.tolist() for keys in expected] == [keys.tolist() for keys in found]
     control.keeper.close()
 
 

@@ -35,10 +35,10 @@ def served(name: str, tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 def test_answers_are_those_of_a_server_that_retracts_nothing(served: Served) -> None:
     """Each token's attention depends on all compressed keys before it, of both kinds."""
-    retractions = [one["meta_info"]["num_retractions"] for one in served.answers["together"]]
+    retractions = [answer["meta_info"]["num_retractions"] for answer in served.answers["together"]]
     assert sum(retractions) >= 5
     alone, together = (
-        [one["output_ids"] for one in served.answers[step]] for step in ("alone", "together")
+        [answer["output_ids"] for answer in served.answers[step]] for step in ("alone", "together")
     )
     assert alone == together
 

@@ -53,15 +53,15 @@ def answers(run: EngineRun, prefix: str) -> list[Mapping[str, Any]]:
 
 def finished(run: EngineRun, prefix: str) -> int:
     """How many of the three got all their tokens."""
-    return sum(len(one.get("output_ids", ())) == NEW_TOKENS for one in answers(run, prefix))
+    return sum(len(answer.get("output_ids", ())) == NEW_TOKENS for answer in answers(run, prefix))
 
 
 def test_every_restore_is_exact(forced: EngineRun) -> None:
     """Seen from outside of kvtide and from within; the slots are others, the old ones poisoned."""
     resumed, restored = forced.events_of("resume", "plain"), forced.events_of("restore", "plain")
     assert len(resumed) == len(restored) >= 5
-    assert [] == [one for one in [*resumed, *restored] if not one["exact"]]
-    assert any(one["moved"] for one in resumed)
+    assert [] == [event for event in [*resumed, *restored] if not event["exact"]]
+    assert any(event["moved"] for event in resumed)
     assert 3 == finished(forced, "plain")
 
 
@@ -69,25 +69,25 @@ def test_without_the_restore_the_bytes_differ(forced: EngineRun) -> None:
     """The control: what is compared isn't equal by chance."""
     resumed = forced.events_of("resume", "skip")
     assert len(resumed) >= 5
-    assert [] == [one for one in resumed if one["exact"]]
+    assert [] == [event for event in resumed if event["exact"]]
 
 
 def test_damaged_kv_is_never_used(forced: EngineRun) -> None:
     """The request ends with an error that says so; the others go on."""
-    lost = [one["error"] for one in answers(forced, "damage") if "error" in one]
+    lost = [answer["error"] for answer in answers(forced, "damage") if "error" in answer]
     assert 2 == len(lost)
     for error in lost:
         assert re.search("500: Retracted under memory pressure, .* couldn't be restored", error)
     assert 1 == finished(forced, "damage")
-    retracted = [one["rid"] for one in forced.events_of("retract", "damage")]
+    retracted = [event["rid"] for event in forced.events_of("retract", "damage")]
     assert sorted(set(retracted)) == sorted(retracted), "whoever was lost never ran again"
 
 
 def test_a_full_arena_ends_the_one_request(forced: EngineRun) -> None:
     """SGLang says so to its client; the last of the three can't be retracted, and finishes."""
-    saved = [one["saved"] for one in forced.events_of("retract", "full")]
+    saved = [event["saved"] for event in forced.events_of("retract", "full")]
     assert [False, False] == saved
-    errors = [one["error"] for one in answers(forced, "full") if "error" in one]
+    errors = [answer["error"] for answer in answers(forced, "full") if "error" in answer]
     assert 2 == len(errors)
     assert all("503: Retracted under decode memory pressure" in error for error in errors)
     assert 1 == finished(forced, "full")
@@ -113,7 +113,7 @@ def test_nothing_is_leaked(forced: EngineRun) -> None:
     first, *later = forced.events_of("idle")
     assert first["slots_free"] == first["slots"]
     assert 0 == first["arena_bytes"]
-    assert [] == [one for one in later if one != first]
+    assert [] == [answer for answer in later if answer != first]
 
 
 def test_the_metrics_count_it(forced: EngineRun) -> None:
@@ -129,12 +129,14 @@ def test_the_metrics_count_it(forced: EngineRun) -> None:
         assert 'engine_type="decode"' in line
         return float(line.rsplit(" ", 1)[1])
 
-    restored = [one for one in forced.events_of("restore") if one["exact"]]
+    restored = [event for event in forced.events_of("restore") if event["exact"]]
     assert len(restored) == value("restored_requests_total")
     assert len(forced.events_of("save")) - len(forced.events_of("save", "stay")) == value(
         "saved_requests_total"
     )
-    tokens = sum(one["tokens"] for one in forced.events_of("save") if "stay" not in one["rid"])
+    tokens = sum(
+        event["tokens"] for event in forced.events_of("save") if "stay" not in event["rid"]
+    )
     assert 512 * tokens == value("saved_bytes_total")
     assert value("save_seconds_total") > 0
     assert 2 + value("saved_requests_total") == value("retracted_requests_total")
@@ -187,10 +189,10 @@ def test_under_real_pressure_requests_come_back(tmp_path_factory: pytest.TempPat
     assert run.log_lines("KV cache pool is full. Retract requests")
     resumed = run.events_of("resume")
     assert resumed
-    assert [] == [one for one in resumed if not one["exact"]]
-    assert [80] * 4 == [len(one.get("output_ids", ())) for one in run.results[0].values()]
+    assert [] == [event for event in resumed if not event["exact"]]
+    assert [80] * 4 == [len(answer.get("output_ids", ())) for answer in run.results[0].values()]
     first, *later = run.events_of("idle")
-    assert [] == [one for one in later if one != first]
+    assert [] == [answer for answer in later if answer != first]
 
 
 RECURRENT = {
@@ -254,11 +256,16 @@ def test_recurrent_state_isnt_a_step_ahead_of_the_answer(
     SGLang retracts while a result is on its way; see the control below.
     """
     pairs = alone_and_together(recurrent, prefix)
-    assert [len(RECURRENT[prefix]), 0] == [len(pairs), sum(retractions(one) for one, _ in pairs)]
-    retracted = sum(retractions(one) for _, one in pairs)
+    assert [len(RECURRENT[prefix]), 0] == [
+        len(pairs),
+        sum(retractions(answer) for answer, _ in pairs),
+    ]
+    retracted = sum(retractions(answer) for _, answer in pairs)
     assert retracted >= least
     assert retracted == len(recurrent.events_of("restore", prefix))
-    assert [one["output_ids"] for one, _ in pairs] == [one["output_ids"] for _, one in pairs]
+    assert [answer["output_ids"] for answer, _ in pairs] == [
+        answer["output_ids"] for _, answer in pairs
+    ]
     assert recurrent.log_lines("KV cache pool is full. Retract requests")
 
 
@@ -268,7 +275,7 @@ def test_otherwise_recurrent_answers_differ(
 ) -> None:
     """The controls: saved with a result on its way, a state's very bytes lead elsewhere."""
     resumed = recurrent.events_of("resume", prefix)
-    assert {is_exact} == {one["exact"] for one in resumed}
+    assert {is_exact} == {event["exact"] for event in resumed}
     for alone, together in alone_and_together(recurrent, prefix):
         is_retracted = retractions(together) > 0
         assert is_retracted == (alone["output_ids"] != together["output_ids"])
@@ -278,15 +285,17 @@ def test_otherwise_recurrent_answers_differ(
 def test_recurrent_state_comes_back_exactly(recurrent: EngineRun) -> None:
     """With the KV beside it, and into other slots; nothing is kept of it in the end."""
     for prefix in ("plain", "crowd"):
-        restored, resumed = (recurrent.events_of(one, prefix) for one in ("restore", "resume"))
+        restored, resumed = (recurrent.events_of(kind, prefix) for kind in ("restore", "resume"))
         assert 0 < len(restored) == len(resumed)
-        assert [] == [one for one in [*restored, *resumed] if not one["exact"] or one.get("empty")]
-    assert any(one["moved"] for one in recurrent.events_of("restore"))
+        assert [] == [
+            event for event in [*restored, *resumed] if not event["exact"] or event.get("empty")
+        ]
+    assert any(event["moved"] for event in recurrent.events_of("restore"))
     assert 0 == recurrent.exit_code
     assert [] == recurrent.log_lines("hit an exception")
     first, *later = recurrent.events_of("idle")
     assert first["states"] == first["states_free"]
-    assert [] == [one for one in later if one != first]
+    assert [] == [answer for answer in later if answer != first]
 
 
 def test_ranks_save_and_restore_together_or_not_at_all(
@@ -304,15 +313,16 @@ def test_ranks_save_and_restore_together_or_not_at_all(
     (line,) = run.log_lines("kvtide 0.1.0 with SGLang")
     assert "256 bytes a token, arena up to 8.0 MiB on this rank" in line
     tokens = [
-        [len(one.get("output_ids", ())) for one in result.values()] for result in run.results[:4]
+        [len(answer.get("output_ids", ())) for answer in result.values()]
+        for result in run.results[:4]
     ]
     whole, one_left = [NEW_TOKENS] * 3, [0, 0, NEW_TOKENS]
-    assert [whole, one_left, one_left, whole] == [sorted(one) for one in tokens]
-    assert [] == [one for one in run.events_of("resume", "plain") if not one["exact"]]
+    assert [whole, one_left, one_left, whole] == [sorted(counts) for counts in tokens]
+    assert [] == [event for event in run.events_of("resume", "plain") if not event["exact"]]
     assert run.log_lines("request full1-", "another rank couldn't save its share")
     assert run.log_lines("request damage1-", "another rank couldn't restore its share")
     first, *later = run.events_of("idle")
-    assert [] == [one for one in later if one != first]
+    assert [] == [answer for answer in later if answer != first]
 
 
 def test_strict_keeps_a_server_from_starting(tmp_path_factory: pytest.TempPathFactory) -> None:

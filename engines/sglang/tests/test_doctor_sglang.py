@@ -57,9 +57,9 @@ def test_every_class_is_there_with_its_verdict(runs: Runs) -> None:
     """Those that kvtide moves were in a round trip; the others say why not."""
     _, found = report(runs, "whole")
     words = {"known": "exact", "refused": "refused", "within": "part", "abstract": "abstract"}
-    expected = [(one.name, words[one.verdict]) for one in known_classes()]
-    assert expected == [(one["name"], one["verdict"]) for one in found["classes"]]
-    unsaid = [one for one in found["classes"] if not (one["round_trips"] or one["reason"])]
+    expected = [(kind.name, words[kind.verdict]) for kind in known_classes()]
+    assert expected == [(kind["name"], kind["verdict"]) for kind in found["classes"]]
+    unsaid = [kind for kind in found["classes"] if not (kind["round_trips"] or kind["reason"])]
     assert [] == unsaid
 
 
@@ -82,7 +82,7 @@ def test_a_wrong_describer_is_found(runs: Runs) -> None:
     assert (1, 1) == (code, found["failed"])
     wrong = {trip["name"]: trip["kvtide"] for trip in found["round_trips"]}
     assert {"verdict": "wrong", "detail": "v0, v1, v2"} == wrong["MHA, page 1"]
-    verdicts = {one["name"]: one["verdict"] for one in found["classes"]}
+    verdicts = {kind["name"]: kind["verdict"] for kind in found["classes"]}
     assert ("wrong", "exact") == (verdicts["MHATokenToKVPool"], verdicts["MHATokenToKOnlyPool"])
     code, out, _ = runs["wrong describer, in words"]
     assert 1 == code
@@ -94,7 +94,7 @@ def test_an_unknown_class_is_found(runs: Runs) -> None:
     code, found = report(runs, "unknown class")
     assert (1, 2) == (code, found["failed"])
     assert ["MHATokenToKOnlyPool"] == [
-        one["name"] for one in found["classes"] if one["verdict"] == "unknown"
+        kind["name"] for kind in found["classes"] if kind["verdict"] == "unknown"
     ]
 
 
@@ -147,7 +147,7 @@ def test_a_pool_that_cannot_be_built_here_is_no_failure(runs: Runs) -> None:
     assert 0 == code
     assert "RuntimeError: no kernel for this machine" == found["round_trips"][0]["unbuilt"]
     assert {"untried"} == {
-        one["verdict"] for one in found["classes"] if one["name"] == "MHATokenToKVPool"
+        kind["verdict"] for kind in found["classes"] if kind["name"] == "MHATokenToKVPool"
     }
 
 

@@ -20,7 +20,7 @@ from kvtide.plugin.sglang.pools.subject import Subject
 
 def case(name: str) -> Case:
     """By its name."""
-    return next(one for one in CASES if one.name == name)
+    return next(found for found in CASES if found.name == name)
 
 
 def disguise(thing: Any) -> None:

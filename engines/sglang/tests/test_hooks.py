@@ -72,11 +72,11 @@ def test_what_kvtide_does_not_cover_goes_sglangs_way(place: Place, attachment: A
     assert hooks.backup_kv_cache(original, *arguments)
     hooks.offload_kv_cache(original, req, place.request_pool, other.allocator)
     keeper, attachment.keeper = attachment.keeper, None
-    own = (req, object(), place.request_pool, place.allocator, "cpu_tensor")
-    assert hooks.backup_kv_cache(original, *own)
+    given = (req, object(), place.request_pool, place.allocator, "cpu_tensor")
+    assert hooks.backup_kv_cache(original, *given)
     assert hooks.dsv4_needs_rebootstrap(Original(True), place.allocator)
     attachment.keeper = keeper
-    assert [arguments, (req, place.request_pool, other.allocator), own] == original.calls
+    assert [arguments, (req, place.request_pool, other.allocator), given] == original.calls
 
 
 def test_a_backup_of_sglangs_own_goes_sglangs_way(place: Place, attachment: Attachment) -> None:

@@ -50,7 +50,7 @@ class FakeRanks(Ranks):
         """Each with the host's id."""
         host, number = numbers
         self.said.append(number)
-        return [[host, number], *([host, one] for one in next(self._others, ()))]
+        return [[host, number], *([host, other] for other in next(self._others, ()))]
 
 
 @pytest.fixture
@@ -426,7 +426,7 @@ def test_a_state_that_is_a_step_ahead_isnt_saved(place: Place) -> None:
 def test_a_request_of_another_kind_counts_as_a_refusal(keeper: Keeper) -> None:
     """Whoever follows the counters hears of it."""
     seen: list[int] = []
-    keeper.follow(lambda one: seen.append(one.counters.refused_saves["request"]))
+    keeper.follow(lambda told: seen.append(told.counters.refused_saves["request"]))
     keeper.decline()
     assert [0, 1] == seen
     assert "request" in REASONS

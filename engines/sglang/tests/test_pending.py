@@ -175,7 +175,9 @@ class Checkpointed(Batch):
         self.mamba_track_mask_next_cpu = [self.length % INTERVAL == INTERVAL - 1]
         self.mamba_decode_batch_idx_cpu = [req.decode_batch_idx]
         self.mamba_track_buffer_indices = [req.kv.mamba_next_track_idx]
-        self.req_to_token_pool = SimpleNamespace(get_mamba_ping_pong_other_idx=lambda at: 1 - at)
+        self.req_to_token_pool = SimpleNamespace(
+            get_mamba_ping_pong_other_idx=lambda slot: 1 - slot
+        )
         self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
         self.check_decode_mem = lambda: False
 
@@ -236,9 +238,9 @@ def test_a_states_checkpoints_go_on_in_turn(length: int, monkeypatch: pytest.Mon
     )
     kind: Any
     (kind,) = (
-        one
-        for one in vars(batch_result_processor).values()
-        if isinstance(one, type) and hasattr(one, "_handle_finish_state_updated_req")
+        kind
+        for kind in vars(batch_result_processor).values()
+        if isinstance(kind, type) and hasattr(kind, "_handle_finish_state_updated_req")
     )
     processor: Any = SimpleNamespace(tree_cache=SimpleNamespace(page_size=1))
     processor._maybe_collect_customized_info = lambda *_: None

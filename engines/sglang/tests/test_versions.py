@@ -72,7 +72,7 @@ def test_five_are_named_and_the_others_counted(
     monkeypatch: pytest.MonkeyPatch, count: int, said: str
 ) -> None:
     """The message is a line of a server's log."""
-    install(monkeypatch, "0.6.0", {"ModelRunner": tuple(f"n{one}" for one in range(count))})
+    install(monkeypatch, "0.6.0", {"ModelRunner": tuple(f"n{number}" for number in range(count))})
     with pytest.raises(Refused, match="lacks what kvtide reads: ModelRunner") as caught:
         refuse_if_moved()
     assert said in str(caught.value)

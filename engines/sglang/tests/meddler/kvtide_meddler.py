@@ -75,8 +75,8 @@ def _send(_: None, queue: Any, transfer: Any) -> None:
         buffer[slots] = row.normal_(generator=random)
     states = getattr(request_pool, "mamba_pool", None)
     for state in states.mamba_cache.conv if states is not None else ():
-        own = req.kv.mamba_pool_idx.reshape(1).long()
-        state[:, own] = state[:, own].normal_(generator=random)
+        row = req.kv.mamba_pool_idx.reshape(1).long()
+        state[:, row] = state[:, row].normal_(generator=random)
 
 
 def _unseen(found: list[Any], _: Any) -> list[Any]:
@@ -142,7 +142,9 @@ def _resume(original: Callable[..., list[Any]], queue: Any, *arguments: Any) -> 
     for req in resumed:
         slots, expected = _KEPT.pop(req.rid)
         new_slots, actual = _rows_of(req, queue.req_to_token_pool, queue.token_to_kv_pool_allocator)
-        same = all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+        same = all(
+            torch.equal(tensor, other) for tensor, other in zip(expected, actual, strict=True)
+        )
         moved = not torch.equal(slots, new_slots)
         _write(event="resume", rid=req.rid, exact=same, moved=moved, tokens=len(slots))
     return resumed

@@ -53,17 +53,17 @@ def _attend(
     keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
     lengths = batch.seq_lens.tolist()
     is_decode = batch.forward_mode.is_decode()
-    before = [one - 1 for one in lengths] if is_decode else batch.extend_prefix_lens.tolist()
+    before = [length - 1 for length in lengths] if is_decode else batch.extend_prefix_lens.tolist()
     of_tokens = answer.view(-1, layer.tp_q_head_num, layer.v_head_dim)
-    at = 0
+    first = 0
     for row, old, length in zip(batch.req_pool_indices.tolist(), before, lengths, strict=True):
         for times in (1, 4):
             entries = _compress(backend.req_to_token_pool, keys, row, old, length, times)
             for token in range(old, length):
                 seen = entries[: _complete(token + 1, times)]
                 if len(seen):
-                    of_tokens[at + token - old] += seen.mean((0, 1))
-        at += length - old
+                    of_tokens[first + token - old] += seen.mean((0, 1))
+        first += length - old
     return answer
 
 

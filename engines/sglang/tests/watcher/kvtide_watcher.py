@@ -70,16 +70,16 @@ def _save(original: Callable[..., Any], keeper: Any, req: Any) -> Any:
         _write(event="refused", rid=req.rid, why=type(error).__name__)
         raise
     _KEPT[req.rid] = slots, rows
-    for one in rows:
-        one.poison(req.kv.cache_protected_len)
+    for held in rows:
+        held.poison(req.kv.cache_protected_len)
     _write(event="save", rid=req.rid, tokens=len(slots))
     return backup
 
 
 def _restore(original: Callable[..., Any], keeper: Any, req: Any, backup: Any) -> None:
     slots, rows = _rows_of(keeper, req)
-    for one in rows:
-        one.poison()
+    for held in rows:
+        held.poison()
     old_slots, expected = _KEPT.pop(req.rid)
     if req.rid.startswith("spoil"):
         backup.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
@@ -95,9 +95,11 @@ def _restore(original: Callable[..., Any], keeper: Any, req: Any, backup: Any) -
     _write(
         event="restore",
         rid=req.rid,
-        exact=all(one.are_kept_by(other) for one, other in zip(expected, actual, strict=True)),
+        exact=all(
+            before.are_kept_by(other) for before, other in zip(expected, actual, strict=True)
+        ),
         moved=not torch.equal(old_slots, slots),
-        empty=not any(bool(one.content.any()) for one in expected),
+        empty=not any(bool(before.content.any()) for before in expected),
     )
 
 
@@ -147,8 +149,8 @@ def _arena_bytes() -> int | None:
 
     from kvtide.arena import HostArena
 
-    arenas = [one for one in gc.get_objects() if type(one) is HostArena]
-    return sum(one.used_bytes for one in arenas) if arenas else None
+    arenas = [found for found in gc.get_objects() if type(found) is HostArena]
+    return sum(arena.used_bytes for arena in arenas) if arenas else None
 
 
 def _rows_of(keeper: Any, req: Any) -> tuple[torch.Tensor, list[Rows]]:
