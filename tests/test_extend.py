@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from kvtide.measure.layouts import bind_for_models, size_of_axis
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -31,6 +34,15 @@ def test_axis_of_the_new_layout_is_named_nowhere_else() -> None:
     assert "codebook" in dict(EXAMPLES)["test_my_layout.py"]
     assert sources
     assert not any("codebook" in source for source in sources)
+
+
+def test_layout_with_an_axis_that_nobody_knows_can_be_measured() -> None:
+    """`kvtide bench copy --layouts` and the doctor bind layouts at sizes that models have."""
+    names: dict[str, Any] = {}
+    exec(compile(dict(EXAMPLES)["test_my_layout.py"], "docs/extend.md", "exec"), names)
+    planes = {plane.name: plane.row_shape for plane in bind_for_models(names["MY_LAYOUT"]).planes}
+    assert {"k", "v", "scale", "index"} == set(planes)
+    assert (size_of_axis("codebook"), size_of_axis("head_dim")) == planes["k"]
 
 
 def test_another_engine_needs_nothing_of_sglang() -> None:
