@@ -302,7 +302,7 @@ def test_rows_that_a_snapshot_lacks_are_kept_where_that_is_meant(
 ) -> None:
     """They have another request's bytes: a restore refuses them, unless its caller says so."""
     layout = GQA_HND.through("window", Mapped("window", hole=0), Striped(0, world))
-    geometry = layout.bind(dtype="uint8", token=4, layer=1, head=1, head_dim=3, v_head_dim=1)
+    geometry = layout.bind(dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1)
     window = np.arange(world * 4, world * 36)
     maps = {"window": window}
     pool = Pool.create(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,8 +19,7 @@ from kvtide.conformance.samples import SAMPLES, sample
 from kvtide.conformance.subjects import KINDS
 from kvtide.conformance.trips import INDICES, ORDERS, counts_of, make_trip
 from kvtide.device import CPUDevice
-from kvtide.layout import Counts, Layout, Plane, Rows, Rule
-from kvtide.layout.rules import Maps
+from kvtide.layout import Counts, Layout, Maps, Plane, Rows, Rule
 
 PACKAGE = Path(kvtide.conformance.__file__).parent
 
@@ -67,6 +67,8 @@ def test_reference_reads_a_known_case() -> None:
 class EveryOther(Rule):
     """A rule that is none of kvtide's: even tokens have rows, in the order of the slots."""
 
+    form_name: ClassVar[str] = "test_kit.every_other"
+
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
         even = rows.tokens % 2 == 0
@@ -113,7 +115,7 @@ def test_a_rule_of_another_s_that_moves_other_rows_is_found(
 
 def test_a_rule_of_which_nothing_is_expected_is_no_match() -> None:
     """It is not taken for a rule that names every token."""
-    unknown = type("Unknown", (Rule,), {**vars(EveryOther), "__slots__": ()})()
+    unknown = type("Unknown", (Rule,), {**vars(EveryOther), "form_name": "test_kit.unknown"})()
     plane = replace(EVERY_OTHER.bind(dtype="uint8", layer=1).planes[0], rules=(unknown,))
     with pytest.raises(NotImplementedError, match=r"doesn't know .*@ids_by\.register"):
         rows_of_plane(plane, Place([0, 1], None, {}))

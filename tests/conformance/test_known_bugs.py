@@ -30,7 +30,7 @@ from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotMiss
 from kvtide.layout import GQA, BufferRows, EveryNth, Layout, OfRequest, Plane, apply_rules
-from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.layout.dtypes import DTYPE_BYTES
 from kvtide.pool import PageAllocator, Pool
 from kvtide.tide import Tide
 from kvtide.transfer import pieces

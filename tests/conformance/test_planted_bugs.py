@@ -21,8 +21,7 @@ from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS
 from kvtide.device import AcceleratorDevice, CPUDevice, Device, Step
 from kvtide.device import accelerator as accelerator_module
-from kvtide.layout import BufferRows, EveryNth, Geometry, Layout, Mapped, Rows, Striped
-from kvtide.layout import spec as spec_module
+from kvtide.layout import BufferRows, EveryNth, Geometry, Layout, Mapped, Plane, Rows, Striped
 from kvtide.pool import Pool
 from kvtide.pool import pool as pool_module
 from kvtide.snapshot import Snapshot
@@ -76,12 +75,12 @@ def failed_tests(kit: Kit, device: Device) -> set[str]:
 
 def head_dim_for_v_head_dim(patch: pytest.MonkeyPatch) -> None:
     """The values are taken to be as wide as the keys."""
-    with_sizes = spec_module._with_sizes
+    bound = Plane.bound
 
-    def mistaken(plane: Any, counts: Any, dtype: str) -> Any:
-        return with_sizes(plane, {**counts, "v_head_dim": counts["head_dim"]}, dtype)
+    def mistaken(self: Plane, sizes: Any, page_size: int, dtype: str) -> Any:
+        return bound(self, {**sizes, "v_head_dim": sizes["head_dim"]}, page_size, dtype)
 
-    patch.setattr(spec_module, "_with_sizes", mistaken)
+    patch.setattr(Plane, "bound", mistaken)
 
 
 def scales_forgotten(patch: pytest.MonkeyPatch) -> None:

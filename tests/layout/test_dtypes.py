@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtide.layout.dtypes import dtype_name
-from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.layout.dtypes import DTYPE_BYTES, dtype_name
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)

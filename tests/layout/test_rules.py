@@ -254,11 +254,13 @@ def test_a_rule_names_its_map_and_its_row_of_the_request() -> None:
 def test_a_rule_that_does_not_answer_cannot_be_made(missing: str) -> None:
     """It would pass for one that names every token."""
     answers: dict[str, Any] = {
+        "form_name": f"test_rules.{missing}",
         "apply": lambda self, rows, maps: rows,
         "row_count": lambda self, count, known: count,
         "tokens_per_row": property(lambda self: 1),
     }
-    assert 1 == type("Whole", (Rule,), dict(answers))().tokens_per_row
+    whole: Any = type("Whole", (Rule,), {**answers, "form_name": f"test_rules.with_{missing}"})
+    assert 1 == whole().tokens_per_row
     del answers[missing]
     with pytest.raises(TypeError, match=f"abstract .*{missing}"):
         type("Partial", (Rule,), answers)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from support.npu_pools import (
     Image,
     differences,
     image_of,
+    is_tiled,
     mha,
     planes_of,
     poison,
@@ -236,7 +238,7 @@ def without_tails(pool: NPUTokenToKVPool, image: Image, slots: list[int]) -> Ima
     tail = [
         slot for slot in range(68) if slot // PAGE_SIZE in {held // PAGE_SIZE for held in slots}
     ]
-    for name in ("k", "v"):
+    for name in filter(partial(is_tiled, pool), ("k", "v")):
         for layer in range(LAYER_COUNT):
             image[name, layer][sorted(set(tail) - set(slots))] = 0
     return image

@@ -11,7 +11,8 @@ from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
 from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import shown
-from kvtide.layout import Layout, Mapped, OfRequest, Plane
+from kvtide.layout import GQA, Layout, Mapped, OfRequest, Plane
+from kvtide.layout.gqa import GQA_HND
 from kvtide.pool import Pool
 from kvtide.tide import Tide
 from support.lazy_device import LazyDevice
@@ -101,6 +102,50 @@ def test_an_adopted_pool_may_end_within_a_page() -> None:
     pool = Pool.adopt(small_geometry(), LazyDevice(), tensors)
     assert (13, 3) == (pool.slot_count, pool.page_count)
     assert (13, 12) == rows_of(pool, "k", 0).shape
+
+
+ORDERS_OF_ONE_HEAD = {
+    "slots": (12, 1, 6),
+    "pages of tokens": (3, 4, 1, 6),
+    "pages of heads": (3, 1, 4, 6),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS_OF_ONE_HEAD)
+@pytest.mark.parametrize("layout", [GQA, GQA_HND], ids=lambda layout: layout.name)
+def test_tensors_are_adopted_in_any_order_that_has_the_same_bytes(
+    layout: Layout, order: str
+) -> None:
+    """With one head a token's bytes are in one place, whichever axis a layout names first."""
+    sizes: dict[str, Any] = {"layer": 2, "head": 1, "head_dim": 6, "v_head_dim": 6}
+    geometry = layout.bind(dtype="bfloat16", token=4, **sizes)
+    shape = ORDERS_OF_ONE_HEAD[order]
+    planes = {name: [torch.randn(shape).bfloat16() for _ in range(2)] for name in ("k", "v")}
+    pool = Pool.adopt(geometry, LazyDevice(), planes)
+    assert (12, 3) == (pool.slot_count, pool.page_count)
+    for name, layers in planes.items():
+        for layer, tensor in enumerate(layers):
+            assert tensor.data_ptr() == pool.plane(name, layer).data_ptr()
+            assert tensor.reshape(12, 1, 6).equal(pool.plane(name, layer))
+
+
+@pytest.mark.parametrize("shape", [(12, 2, 6), (12, 1, 2, 6), (12, 2, 1, 6)])
+def test_tensors_of_pages_of_one_token_are_adopted_in_any_order(shape: tuple[int, ...]) -> None:
+    """Heads first or tokens first: there is one token."""
+    geometry = GQA_HND.bind(dtype="float32", token=1, layer=1, head=2, head_dim=6, v_head_dim=6)
+    planes = {name: [torch.randn(shape)] for name in ("k", "v")}
+    pool = Pool.adopt(geometry, LazyDevice(), planes)
+    assert planes["k"][0].view(12, 2, 6).equal(pool.plane("k", 0))
+
+
+def test_pages_of_several_heads_are_no_token_rows() -> None:
+    """Heads first, a token's bytes are in several places: as tokens first that isn't the layout."""
+    planes = {name: [torch.zeros(3, 2, 4, 6)] for name in ("k", "v")}
+    sizes: dict[str, Any] = {"layer": 1, "head": 2, "head_dim": 6, "v_head_dim": 6}
+    pool = Pool.adopt(GQA_HND.bind(dtype="float32", token=4, **sizes), LazyDevice(), planes)
+    assert (12, 3) == (pool.slot_count, len(pool.plane("k", 0)))
+    with pytest.raises(LayoutError, match=r"shape \[3, 2, 4, 6\] is neither"):
+        Pool.adopt(GQA.bind(dtype="float32", token=4, **sizes), LazyDevice(), planes)
 
 
 def without_v(planes: Planes) -> None:

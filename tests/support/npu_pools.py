@@ -73,7 +73,9 @@ KINDS: dict[str, Callable[..., NPUTokenToKVPool]] = {
     "mla_fia": lambda device, **changes: mla(device, **{"use_fia": True, **_INDEX, **changes}),
     "mla_fp8": lambda device, **changes: mla(device, **{"dtype": torch.float8_e4m3fn, **changes}),
     "mla_index": lambda device, **changes: mla(device, **{**_INDEX, **changes}),
-    "mla_nz": lambda device, **changes: mla(device, **{"use_fia_nz": True, **changes}),
+    "mla_nz": lambda device, **changes: mla(
+        device, **{"use_fia_nz": True, "qk_rope_head_dim": 32, **changes}
+    ),
     "mla_nz_index": lambda device, **changes: mla(
         device, **{"use_fia_nz": True, **_INDEX, **changes}
     ),
@@ -111,8 +113,9 @@ def planes_of(pool: NPUTokenToKVPool) -> list[tuple[str, int, torch.Tensor]]:
 
 
 def is_tiled(pool: NPUTokenToKVPool, plane: str) -> bool:
-    """Whether a page's bytes of that plane lie in tiles of 16 columns."""
-    return plane in ("k", "v") and getattr(pool, "use_fia_nz", False)
+    """Whether a page's bytes of that plane lie in tiles of 16 columns; one tile has tokens."""
+    widths = {"k": "kv_lora_rank", "v": "qk_rope_head_dim"}
+    return getattr(pool, "use_fia_nz", False) and getattr(pool, widths.get(plane, ""), 0) > 16
 
 
 def image_of(pool: NPUTokenToKVPool) -> Image:

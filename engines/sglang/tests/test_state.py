@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kvtide.errors import SlotError
-from kvtide.layout import EveryNth, Mapped, apply_rules
-from kvtide.layout.rules import Rule
+from kvtide.layout import EveryNth, Mapped, Rule, apply_rules
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.checkup import cases_attention, cases_state, cases_unified, cases_window
 from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip

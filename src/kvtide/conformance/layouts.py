@@ -10,13 +10,13 @@ from math import ceil, prod
 import pytest
 
 from kvtide.conformance import checks, ways
-from kvtide.conformance.reference import units_of
+from kvtide.conformance.reference import Units, units_of
 from kvtide.conformance.samples import Sample
 from kvtide.conformance.subjects import KINDS, Subject
 from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice, Device
 from kvtide.layout import Geometry
-from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.layout.dtypes import DTYPE_BYTES
 
 
 class LayoutTests(ABC):
@@ -129,9 +129,9 @@ class LayoutTests(ABC):
         kinds = [*KINDS]
         for number, kind in enumerate(kinds):
             source = self.make_subject(sample, kind, device)
-            other = sample
-            if units_of(sample.geometry).slots * units_of(sample.geometry).mapped == 1:
-                other = replace(sample, page_size=sample.page_size + number)
+            other = replace(sample, page_size=sample.page_size + number)
+            if any(units_of(each.geometry) != Units(1, 1) for each in (sample, other)):
+                other = sample
             target = self.make_subject(other, kinds[(number + 1) % len(kinds)], device)
             trip = make_trip(source, ways.some_tokens(source), number, target=target)
             way = ways.TideWay(source, ways.block_sizes(source)["some rows"], target)

@@ -16,9 +16,9 @@ from kvtide.layout.compressed import COMPRESSED_4, COMPRESSED_128
 from kvtide.layout.draft import MLA_TARGET_AND_DRAFT, TARGET_AND_DRAFT
 from kvtide.layout.gqa import GQA, GQA_FUSED, GQA_HND, K_ONLY
 from kvtide.layout.mla import DSA, MLA, MLA_NZ, MLA_PACKED, MLA_SPLIT
+from kvtide.layout.plane import Size
 from kvtide.layout.quantized import GQA_FP4, GQA_MXFP8, GQA_SCALED, MLA_FP4
 from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL, RECURRENT_AND_MLA
-from kvtide.layout.spec import Size
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
 
 Shape = tuple[str, int, tuple[int, ...]]
@@ -93,6 +93,14 @@ _GROUPED = (
         {"k": ("bfloat16", 3, (2, 4, 5)), "v": ("bfloat16", 3, (2, 4, 3))},
     ),
     Sample(
+        "gqa_hnd-one-head", GQA_HND, "float16", {**_GQA, "head": 1},
+        {"k": ("float16", 3, (1, 5)), "v": ("float16", 3, (1, 3))},
+    ),
+    Sample(
+        "gqa_hnd-one-slot-pages", GQA_HND, "int16", _GQA,
+        {"k": ("int16", 3, (2, 5)), "v": ("int16", 3, (2, 3))}, page_size=1,
+    ),
+    Sample(
         "gqa_fused", GQA_FUSED, "int8", {"layer": 2, "head": 3, "head_dim": 5},
         {"kv": ("int8", 2, (2, 3, 3, 5))}, page_size=3,
     ),
@@ -158,9 +166,13 @@ _LATENT = (
     ),
     Sample(
         "mla_nz", MLA_NZ, "bfloat16",
-        {"layer": 2, "latent_tile": 3, "rope_tile": 1, "index_layer": (1,), "index_head_dim": 5},
-        {"latent": ("bfloat16", 2, (3, 4, 16)), "rope": ("bfloat16", 2, (1, 4, 16)),
+        {"layer": 2, "latent_tile": 3, "rope_tile": 2, "index_layer": (1,), "index_head_dim": 5},
+        {"latent": ("bfloat16", 2, (3, 4, 16)), "rope": ("bfloat16", 2, (2, 4, 16)),
          "index_k": ("bfloat16", 1, (1, 5))},
+    ),
+    Sample(
+        "mla_nz-one-tile", MLA_NZ, "float16", {"layer": 2, "latent_tile": 3, "rope_tile": 1},
+        {"latent": ("float16", 2, (3, 4, 16)), "rope": ("float16", 2, (1, 16))},
     ),
     Sample(
         "dsa", DSA, "bfloat16",

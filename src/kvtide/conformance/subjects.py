@@ -19,7 +19,7 @@ from kvtide.conformance.reference import Bytes, Image, ids_together, is_of_reque
 from kvtide.conformance.samples import Sample
 from kvtide.device import Device
 from kvtide.layout import Counts, Geometry
-from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.layout.dtypes import DTYPE_BYTES
 from kvtide.pool import Pool
 
 Ids = NDArray[np.int64]

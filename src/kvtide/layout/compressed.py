@@ -6,8 +6,9 @@ SGLang 0.5.23 keeps them: row `slot // ratio`, pending tokens in a ring of the r
 
 from __future__ import annotations
 
+from kvtide.layout.plane import Plane
 from kvtide.layout.rules import EveryNth
-from kvtide.layout.spec import Layout, Plane
+from kvtide.layout.spec import Layout
 
 
 def compressed(name: str, ratio: int) -> Layout:

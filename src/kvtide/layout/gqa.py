@@ -6,7 +6,8 @@ and v is vLLM's; scales beside fp8 and fp4 values are SGLang's pools.
 
 from __future__ import annotations
 
-from kvtide.layout.spec import Layout, Plane
+from kvtide.layout.plane import Plane
+from kvtide.layout.spec import Layout
 
 GQA = Layout(
     "gqa",

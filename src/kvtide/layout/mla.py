@@ -7,7 +7,8 @@ those of DeepSeek-V3.2's sparse attention, in some layers only.
 
 from __future__ import annotations
 
-from kvtide.layout.spec import Layout, Plane
+from kvtide.layout.plane import Plane
+from kvtide.layout.spec import Layout
 
 MLA = Layout("mla", Plane("kv", "layer page token 1 latent_dim"))
 """Latent and rope in one row of `latent_dim`, which is `kv_lora_rank + qk_rope_head_dim`."""

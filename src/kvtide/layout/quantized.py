@@ -8,7 +8,8 @@ elements that shares a scale.
 
 from __future__ import annotations
 
-from kvtide.layout.spec import Layout, Plane
+from kvtide.layout.plane import Plane
+from kvtide.layout.spec import Layout
 
 GQA_SCALED = Layout(
     "gqa_scaled",

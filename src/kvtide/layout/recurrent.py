@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from kvtide.layout.gqa import GQA
 from kvtide.layout.mla import MLA
-from kvtide.layout.spec import Layout, Plane
+from kvtide.layout.plane import Plane
+from kvtide.layout.spec import Layout
 
 RECURRENT = Layout(
     "recurrent",

@@ -1,4 +1,4 @@
-"""Row rules: how a request's token slots name rows. Pure.
+"""Row rules of all engines: every token, every n-th, through a map, by turns, the request's own.
 
 A rule takes some ids, in the order of the request's tokens, and gives other ids. A chain of rules
 begins with the token slots and ends with the rows of a buffer. Beside each id goes the number of
@@ -8,112 +8,23 @@ whether a row at the target is the one that was saved.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtide.errors import LayoutError, SlotError
-from kvtide.integers import LARGEST, checked_integer
-
-Ids = NDArray[np.int64]
-Maps = Mapping[str, Callable[[Ids], Ids]]
-"""What an engine knows by name: functions from ids to ids."""
-Unit = Literal["token", "page", "request"]
-"""What a row is: one token's, that of several consecutive tokens, or a request's own."""
-RequestRows = int | Mapping[str, int] | None
-"""A request's own row, or where its layout has rows of several kinds, each by its kind."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What a pool knows beside its slots: requests that have rows, ids that each map leads to."""
-
-    request_count: int = 0
-    mapped_rows: Mapping[str, int] = field(default_factory=dict)
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Rows of a buffer, int64 [row], and for each the number of its first token, int64 [row].
-
-    `lasts` are those of their last tokens, int64 [row], or None where a row stands for one alone.
-    """
-
-    ids: Ids
-    tokens: Ids
-    lasts: Ids | None = None
-
-    def only(self, kept: NDArray[np.bool_], ids: Ids) -> Rows:
-        """Those that are `kept` (bool [row]), under other `ids`."""
-        lasts = None if self.lasts is None else self.lasts[kept]
-        return Rows(ids, self.tokens[kept], lasts)
-
-    def of_tokens(self, tokens: Ids) -> Ids | None:
-        """The rows that stand for these tokens (ascending), or None if one of them has no row."""
-        at = np.searchsorted(self.tokens, tokens)
-        if at.size and (at[-1] >= self.tokens.size or (self.tokens[at] != tokens).any()):
-            return None
-        return self.ids[at]
-
-
-class Rule(ABC):
-    """How ids name ids: one kind of rule. A rule of your own inherits this and answers for itself.
-
-    Rules are frozen dataclasses: planes whose rules are equal take the same rows of a request.
-    """
-
-    __slots__ = ()
-
-    @abstractmethod
-    def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """The rows that `rows` name. Raises SlotError, naming the id, for what is invalid."""
-
-    @abstractmethod
-    def row_count(self, id_count: int, known: Counts) -> int:
-        """How many ids the rule leads to, from `id_count` of them; 0 where nobody knows."""
-
-    @property
-    @abstractmethod
-    def tokens_per_row(self) -> int:
-        """How many consecutive ids share a row; 0 for a row of the request's own."""
-
-    @property
-    def unit(self) -> Unit:
-        """What a row is, as `Plane.split` has it."""
-        tokens = self.tokens_per_row
-        return "request" if tokens == 0 else "token" if tokens == 1 else "page"
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the ids name all rows in order, so that rows tell how many ids there are."""
-        return False
-
-    @property
-    def kind(self) -> str | None:
-        """What the request's own row is called where the caller names it; None for no such row."""
-        return None
-
-    @property
-    def map_name(self) -> str | None:
-        """The map of the engine's that the rule goes through; None for no map."""
-        return None
-
-    def with_map_under(self, prefix: str) -> Rule:
-        """The rule with its map under the name `prefix.map_name`, if it goes through one."""
-        assert self.map_name is None, "a rule that goes through a map says how to rename it"
-        return self
+from kvtide.integers import LARGEST
+from kvtide.layout.rule import Counts, Ids, Maps, Rows, Rule, require_integer, require_name
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class EveryToken(Rule):
     """The rule of attention without a window: token slot s owns row s of each layer."""
+
+    form_name: ClassVar[str] = "every_token"
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
@@ -133,6 +44,11 @@ class EveryToken(Rule):
         """See Rule."""
         return True
 
+    @property
+    def is_identity(self) -> bool:
+        """See Rule."""
+        return True
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -143,11 +59,12 @@ class EveryNth(Rule):
     the slots of a row begin at its first one and follow each other.
     """
 
+    form_name: ClassVar[str] = "every_nth"
     count: int
 
     def __post_init__(self) -> None:
         """Raises LayoutError for rows of less than a slot."""
-        _check(self, "count", 1)
+        require_integer(self, "count", 1)
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
@@ -180,6 +97,11 @@ class EveryNth(Rule):
         """See Rule."""
         return True
 
+    @property
+    def is_identity(self) -> bool:
+        """See Rule."""
+        return self.count == 1
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -189,12 +111,15 @@ class Mapped(Rule):
     Ids that map to `hole` or less own nothing: they have left the window.
     """
 
+    form_name: ClassVar[str] = "mapped"
+    local: ClassVar[Mapping[str, int]] = {"hole": -1}
     name: str
     hole: int = -1
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a hole that is no integer."""
-        _check(self, "hole", -LARGEST)
+        """Raises LayoutError for a name that is no string, or a hole that is no integer."""
+        require_name(self, "name")
+        require_integer(self, "hole", -LARGEST)
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule."""
@@ -233,15 +158,16 @@ class Striped(Rule):
     is the engine's allocator that sees to it, so it is checked here.
     """
 
+    form_name: ClassVar[str] = "striped"
     rank: int
     world: int
     run: int = 1
 
     def __post_init__(self) -> None:
         """Raises LayoutError for a rank that isn't one of `world`, or turns of no slot."""
-        _check(self, "world", 1)
-        _check(self, "run", 1)
-        _check(self, "rank", 0)
+        require_integer(self, "world", 1)
+        require_integer(self, "run", 1)
+        require_integer(self, "rank", 0)
         if self.rank >= self.world:
             raise LayoutError(f"Striped: rank {self.rank} isn't in 0 … {self.world - 1}")
 
@@ -279,7 +205,12 @@ class OfRequest(Rule):
     which of them this is.
     """
 
+    form_name: ClassVar[str] = "of_request"
     kind: str = "request"
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a kind that is no string."""
+        require_name(self, "kind")
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule. The row is in `maps`, under `kind`."""
@@ -303,20 +234,13 @@ def request_kinds(rules: Iterable[Rule]) -> frozenset[str]:
     return frozenset(rule.kind for rule in rules if rule.kind is not None)
 
 
-def _check(rule: Rule, name: str, least: int) -> None:
-    """LayoutError unless that field is an integer from `least`; it is Python's from then on."""
-    what = f"{type(rule).__name__}: {name}"
-    number = checked_integer(getattr(rule, name), what, least=least, error=LayoutError)
-    object.__setattr__(rule, name, number)
-
-
 def apply_rules(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:
     """The rows that `slots` (checked, int64 [token]) name by `rules`, applied one after another.
 
     Raises SlotError for a row that isn't in 0 … `row_count` - 1, or that two tokens name.
     """
     rows = Rows(slots, np.arange(slots.size, dtype=np.int64))
-    if all(isinstance(rule, EveryToken) for rule in rules):
+    if not rules:
         return rows  # which were checked as slots
     for rule in rules:
         rows = rule.apply(rows, maps)

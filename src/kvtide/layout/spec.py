@@ -1,130 +1,35 @@
-"""Plane, Layout, Geometry: the words in which a KV cache is declared."""
+"""Layout and Geometry: the planes that a token or a request owns, declared, and with sizes."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
-from typing import final
+from typing import Any, final
 
 from kvtide.errors import LayoutError
-from kvtide.integers import LARGEST, checked_integer, integer_of, shown
-from kvtide.layout.rules import Counts, EveryNth, EveryToken, OfRequest, Rule
-
-DTYPE_BYTES = {
-    "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
-    "bfloat16": 2, "float16": 2, "int16": 2, "float32": 4, "int32": 4, "int64": 8,
-}  # fmt: skip
-
-Size = int | Sequence[int]
-"""Of an axis: how long it is, or for an axis of layers also which ones they are."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """One named array of a token's, or a request's, state.
-
-    `axes` names its axes, outermost first; a number is an axis of that size. Axes before `page`
-    (or `request`) say how often the pool repeats, as with layers; those after are the row:
-
-    - `page token …`: one token is one row.
-    - `page … token …` or `page …`: the row is the page. It moves whole.
-    - `request …`: one row a request; an `OfRequest` in `rows` says by which of its numbers.
-
-    `rows` are the rules by which token slots name rows, one after another. `dtype` is given
-    where it isn't that of the bind. An `optional` plane is left out of a geometry whose bind
-    gives no size to an axis that only it has.
-    """
-
-    name: str
-    axes: str
-    rows: tuple[Rule, ...] = (EveryToken(),)
-    dtype: str | None = None
-    optional: bool = False
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """All axes, those that are numbers too."""
-        return tuple(self.axes.split())
-
-    @property
-    def sized_axes(self) -> frozenset[str]:
-        """The axes that a bind gives sizes to; `token`'s is the page size."""
-        return frozenset(
-            name for name in self.axis_names if not name.isdecimal() and name not in _UNITS
-        )
-
-    def split(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-        """(`token`, `page` or `request`: what a row is; the axes before it; those of the row).
-
-        Raises LayoutError for axes that make no rows.
-        """
-        names = self.axis_names
-        named = [name for name in names if not name.isdecimal()]
-        repeated = sorted({name for name in named if named.count(name) > 1})
-        if repeated:
-            raise LayoutError(f"plane {self.name!r}: {self.axes!r} names {repeated} twice")
-        units = [name for name in names if name in _UNITS]
-        if len(units) != 1:
-            raise LayoutError(f"plane {self.name!r}: {self.axes!r} must name 'page' or 'request'")
-        at = names.index(units[0])
-        before, after = names[:at], names[at + 1 :]
-        if "token" in before or ("token" in after and units == ["request"]):
-            raise LayoutError(f"plane {self.name!r}: {self.axes!r} has 'token' outside of a page")
-        if after[:1] == ("token",):
-            return "token", before, after[1:]
-        return units[0], before, after
-
-
-_UNITS = ("page", "request")
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PlaneGeometry:
-    """A plane with its sizes: `layer_count` times [row, *row_shape] of `dtype`."""
-
-    name: str
-    dtype: str
-    layer_count: int
-    row_shape: tuple[int, ...]
-    rules: tuple[Rule, ...] = (EveryToken(),)
-    """From token slots to rows; that of a page, or of a request, is the last."""
-
-    @property
-    def tokens_per_row(self) -> int:
-        """The most tokens that a row stands for; 0 for a request's row."""
-        return prod(rule.tokens_per_row for rule in self.rules)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the slots name all rows in order, so that rows tell how many slots there are."""
-        return all(rule.is_dense for rule in self.rules)
-
-    def row_count(self, slot_count: int, known: Counts) -> int:
-        """The rows in a pool of so many slots; LayoutError where what is `known` doesn't say."""
-        count = slot_count
-        for rule in self.rules:
-            count = rule.row_count(count, known)
-        if count < 1:
-            raise LayoutError(
-                f"plane {self.name!r} has no rows by {self.rules}; give request_count or "
-                "mapped_rows"
-            )
-        return count
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row in one layer."""
-        return prod(self.row_shape) * DTYPE_BYTES[self.dtype]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of one row in all layers."""
-        return self.layer_count * self.row_bytes
+from kvtide.integers import LARGEST, checked_integer, shown
+from kvtide.layout.canonical import (
+    FORM_VERSION,
+    canonical_json,
+    checked_list,
+    checked_object,
+    checked_text,
+    differences,
+    fingerprint_of,
+    require_version,
+)
+from kvtide.layout.dtypes import checked_dtype
+from kvtide.layout.plane import (
+    MOST_RULES,
+    UNITS,
+    Plane,
+    PlaneGeometry,
+    Size,
+    Sizes,
+    exact_size,
+)
+from kvtide.layout.rule import Rule
 
 
 @final
@@ -164,7 +69,7 @@ class Layout:
                 plane,
                 name=f"{part}.{plane.name}",
                 axes=" ".join(
-                    axis if axis in (*_UNITS, "token") or axis.isdecimal() else f"{part}_{axis}"
+                    axis if axis in (*UNITS, "token") or axis.isdecimal() else f"{part}_{axis}"
                     for axis in plane.axis_names
                 ),
             )
@@ -190,7 +95,48 @@ class Layout:
         pool belongs to. They change no size, but KV of one is never KV of another. Raises
         LayoutError for an axis without a size, a size without an axis, or one below 1.
         """
-        given = frozenset(sizes)
+        planes = self._planes_with(frozenset(sizes))
+        exact = self._checked({"token": token, **sizes})
+        page_size = exact.pop("token")
+        if not isinstance(page_size, int):
+            raise LayoutError(f"layout {self.name!r}: token={shown(token)} must be an integer")
+        dtypes = {plane.name: self._dtype_of(plane, dtype) for plane in planes}
+        return self._bound(planes, exact, page_size, dtypes, first_layer, rank)
+
+    def _bound(
+        self,
+        planes: Sequence[Plane],
+        sizes: Sizes,
+        page_size: int,
+        dtypes: Mapping[str, str],
+        first_layer: object,
+        rank: object,
+    ) -> Geometry:
+        """These planes with sizes that have been checked."""
+        what = f"layout {self.name!r}"
+        geometry = Geometry(
+            self,
+            tuple(plane.bound(sizes, page_size, dtypes[plane.name]) for plane in planes),
+            page_size,
+            checked_integer(first_layer, f"{what}: first_layer", error=LayoutError),
+            checked_integer(rank, f"{what}: rank", error=LayoutError),
+            tuple((axis, sizes[axis]) for axis in sorted(sizes)),
+        )
+        if geometry.page_bytes + geometry.request_bytes > LARGEST:
+            raise LayoutError(f"{what}: a page and a request have more than {LARGEST} bytes")
+        _refuse_alike(geometry)
+        return geometry
+
+    def _checked(self, sizes: Mapping[str, Size]) -> dict[str, int | tuple[int, ...]]:
+        """The sizes in Python's integers; LayoutError, naming the axes, for what are no sizes."""
+        exact = {axis: exact_size(size) for axis, size in sizes.items()}
+        wrong = ", ".join(f"{axis}={shown(sizes[axis])}" for axis in sizes if exact[axis] is None)
+        if wrong:
+            raise LayoutError(f"layout {self.name!r}: sizes must be integers from 1, not {wrong}")
+        return {axis: size for axis, size in exact.items() if size is not None}
+
+    def _planes_with(self, given: frozenset[str]) -> list[Plane]:
+        """The planes whose axes are given sizes; LayoutError where sizes are missing, or extra."""
         needed = {axis for plane in self.planes if not plane.optional for axis in plane.sized_axes}
         needed.add("token")
         planes = [
@@ -203,69 +149,26 @@ class Layout:
             raise LayoutError(
                 f"layout {self.name!r}: sizes needed for {sorted(axes)}, given for {sorted(given)}"
             )
-        page_size = _exact(token)
-        exact = {axis: _exact(size) for axis, size in sizes.items()}
-        exact["token"] = page_size if isinstance(page_size, int) else 0
-        counts = {
-            axis: size if isinstance(size, int) else len(size) for axis, size in exact.items()
-        }
-        low = [axis for axis in counts if counts[axis] < 1]
-        if low:
-            given_low = ", ".join(f"{one}={shown(sizes.get(one, token))}" for one in low)
-            raise LayoutError(
-                f"layout {self.name!r}: sizes must be integers from 1, not {given_low}"
-            )
-        what = f"layout {self.name!r}"
-        first_layer = checked_integer(first_layer, f"{what}: first_layer", error=LayoutError)
-        rank = checked_integer(rank, f"{what}: rank", error=LayoutError)
-        dtypes = {plane.name: self._dtype_of(plane, dtype) for plane in planes}
-        identity = tuple((axis, exact[axis]) for axis in sorted(sizes))
-        return Geometry(
-            self,
-            tuple(_with_sizes(plane, counts, dtypes[plane.name]) for plane in planes),
-            counts["token"],
-            first_layer,
-            rank,
-            identity,
-        )
+        return planes
 
     def _dtype_of(self, plane: Plane, given: str | Mapping[str, str]) -> str:
         if isinstance(given, str):
             dtype = plane.dtype or given
         else:
             dtype = given.get(plane.name) or plane.dtype or "none"
-        if dtype not in DTYPE_BYTES:
-            raise LayoutError(
-                f"layout {self.name!r}, plane {plane.name!r}: dtype {dtype!r} isn't one of "
-                f"{[*DTYPE_BYTES]}"
-            )
-        return dtype
+        return checked_dtype(dtype, f"layout {self.name!r}, plane {plane.name!r}")
 
+    def to_dict(self) -> dict[str, Any]:
+        """The declaration in JSON's types."""
+        return {"name": self.name, "planes": [plane.to_dict() for plane in self.planes]}
 
-def _exact(size: object) -> int | tuple[int, ...]:
-    """A size in Python's integers; 0 or none for what is no size."""
-    number = integer_of(size)
-    if number is not None:
-        return number if number <= LARGEST else 0
-    if not isinstance(size, list | tuple | range):
-        return 0
-    numbers = [integer_of(one) for one in size]
-    exact = tuple(one for one in numbers if one is not None and one >= 0)
-    return exact if len(exact) == len(numbers) == len(set(exact)) else ()
-
-
-def _with_sizes(plane: Plane, counts: Mapping[str, int], dtype: str) -> PlaneGeometry:
-    unit, before, row = plane.split()
-
-    def sizes_of(axes: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(int(axis) if axis.isdecimal() else counts[axis] for axis in axes)
-
-    rules = plane.rows
-    if unit == "page":
-        rules = (*rules, EveryNth(counts["token"]))
-    if unit == "request" and all(rule.unit != "request" for rule in rules):
-        rules = (OfRequest(),)
-    return PlaneGeometry(plane.name, dtype, prod(sizes_of(before)), sizes_of(row), rules)
+    @classmethod
+    def from_dict(cls, form: object) -> Layout:
+        """The layout that `to_dict` gave; LayoutError for anything else."""
+        given = checked_object(form, ("name", "planes"), "a layout")
+        name = checked_text(given["name"], "a layout's name")
+        planes = checked_list(given["planes"], f"layout {name!r}: planes")
+        return cls(name, *map(Plane.from_dict, planes))
 
 
 @final
@@ -300,17 +203,96 @@ class Geometry:
         return sum(plane.size_bytes for plane in self.planes if not plane.tokens_per_row)
 
     @cached_property
-    def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever layout, sizes, dtypes, stage or rank do.
+    def groups(self) -> tuple[int, ...]:
+        """The number of each plane's group: planes of equal rules take the same rows."""
+        distinct = self._chains
+        return tuple(distinct.index(plane.rules) for plane in self.planes)
 
-        The page size is left out where no row is a page: it says how slots are handed out, not
-        which bytes a token owns, so a snapshot may move between pools of different page sizes.
+    @property
+    def _chains(self) -> list[tuple[Rule, ...]]:
+        """The rules of each group, in the order of their first planes."""
+        return list(dict.fromkeys(plane.rules for plane in self.planes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a token and a request own, in JSON's types: the form in kvtide.layout.canonical.
+
+        The layout's name is left out, and what is one pool's alone, such as the page size where
+        no row is a page: a snapshot may move between pools that differ in nothing else.
         """
-        planes = tuple(
-            (plane.name, plane.dtype, plane.layer_count, plane.row_shape, repr(plane.rules))
-            for plane in self.planes
+        return {
+            "version": FORM_VERSION,
+            "first_layer": self.first_layer,
+            "rank": self.rank,
+            "groups": [[rule.content() for rule in chain] for chain in self._chains],
+            "planes": [
+                plane.to_dict(group) for plane, group in zip(self.planes, self.groups, strict=True)
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, form: object, name: str = "geometry") -> Geometry:
+        """The geometry that owns what `form` says, its layout called `name`.
+
+        Raises LayoutError for a form of another version, an unknown rule or dtype, missing or
+        extra keys, bad sizes, or a form that isn't canonical.
+        """
+        require_version(form)
+        keys = ("version", "first_layer", "rank", "groups", "planes")
+        given = checked_object(form, keys, "a geometry's form")
+        groups = [
+            tuple(map(Rule.from_dict, checked_list(chain, "a group's rules", MOST_RULES)))
+            for chain in checked_list(given["groups"], "a geometry's groups")
+        ]
+        listed = checked_list(given["planes"], "a geometry's planes")
+        planes = [PlaneGeometry.from_dict(plane, groups) for plane in listed]
+        layout = Layout(name, *(plane.declared for plane in planes))
+        dtypes = {plane.name: plane.dtype for plane in planes}
+        page_size = max(plane.page_size for plane in planes)
+        geometry = layout._bound(
+            layout.planes, _sizes_of(planes), page_size, dtypes, given["first_layer"], given["rank"]
         )
-        axes = tuple((plane.name, plane.axes) for plane in self.layout.planes)
-        stage = (self.first_layer, self.rank)
-        text = repr((self.layout.name, axes, planes, stage, self.sizes))
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if geometry.canonical != canonical_json(form):
+            lines = "; ".join(differences(geometry.to_dict(), form))
+            raise LayoutError(f"a geometry's form isn't canonical: {lines}")
+        return geometry
+
+    @cached_property
+    def canonical(self) -> str:
+        """`to_dict` as canonical JSON: equal where two geometries own the same bytes."""
+        return canonical_json(self.to_dict())
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever `canonical` does."""
+        return fingerprint_of(self.canonical)
+
+
+def _refuse_alike(geometry: Geometry) -> None:
+    """LayoutError where planes' rules differ, but not in what they say of tokens.
+
+    They would be one group to whoever reads the geometry's form, and take other rows here.
+    """
+    seen: dict[str, tuple[Rule, ...]] = {}
+    for plane in geometry.planes:
+        content = canonical_json([rule.content() for rule in plane.rules])
+        if seen.setdefault(content, plane.rules) != plane.rules:
+            raise LayoutError(
+                f"layout {geometry.layout.name!r}, plane {plane.name!r}: rules {plane.rules} "
+                f"differ from another plane's {seen[content]} in nothing that is content; make "
+                "them equal"
+            )
+
+
+def _sizes_of(planes: Sequence[PlaneGeometry]) -> dict[str, int | tuple[int, ...]]:
+    """The sizes of all planes' axes by name; LayoutError for a name with two sizes."""
+    sizes: dict[str, int | tuple[int, ...]] = {}
+    for plane in planes:
+        for axis, size in (*plane.layers, *plane.row):
+            if axis == "token" or axis.isdecimal():
+                continue
+            if sizes.setdefault(axis, size) != size:
+                raise LayoutError(
+                    f"plane {plane.name!r}: axis {axis!r} is {shown(size)} here, "
+                    f"{shown(sizes[axis])} in another plane"
+                )
+    return sizes

@@ -12,10 +12,12 @@ from itertools import pairwise
 from typing import final
 
 from kvtide.errors import UsageError
+from kvtide.layout.dtypes import DTYPE_BYTES
 from kvtide.layout.gqa import GQA
 from kvtide.layout.mla import DSA, MLA
+from kvtide.layout.plane import Size
 from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL
-from kvtide.layout.spec import DTYPE_BYTES, Geometry, Layout, Size
+from kvtide.layout.spec import Geometry, Layout
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
 from kvtide.models.types import FULL, LINEAR, WINDOWED, Config, Description, describe
 

@@ -124,6 +124,7 @@ class NPUTokenToKVPool:
         names = [plane.name for plane in geometry.planes]
         assert names == [plane.name for plane in held], "buffers are counted in this order"
         parts: list[list[CopyPart]] = [[] for _ in range(self.layer_num)]
+        of_pages = {plane.name for plane in geometry.planes if plane.unit == "page"}
         buffer = 0
         for plane in self._planes:
             for layer in plane.layers:
@@ -137,7 +138,7 @@ class NPUTokenToKVPool:
                     group,
                     plane.row_shape,
                     torch.uint8 if plane.tensor.dtype in KEPT_AS_BYTES else plane.tensor.dtype,
-                    plane.tiles,
+                    plane.tiles if plane.name in of_pages else 0,
                     self.page_size,
                 )
                 parts[layer - self.start_layer].append(part)

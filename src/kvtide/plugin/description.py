@@ -12,8 +12,7 @@ import torch
 from kvtide.device import Device
 from kvtide.errors import LayoutError
 from kvtide.layout import EveryToken, Layout, Plane, Rule, request_kinds
-from kvtide.layout.dtypes import dtype_name
-from kvtide.layout.spec import DTYPE_BYTES
+from kvtide.layout.dtypes import DTYPE_BYTES, dtype_name
 from kvtide.pool import Pool
 
 

@@ -26,17 +26,32 @@ def as_rows(
     shape, row = tuple(tensor.shape), plane.row_shape
     if len(shape) == len(row) + 1 and shape[1:] == row:
         return tensor
-    if plane.tokens_per_row == 1 and shape[1:] == (page_size, *row):
-        try:
-            return tensor.view(-1, *row)
-        except RuntimeError as error:
-            raise LayoutError(
-                f"{where}: pages of strides {tensor.stride()} leave gaps of other sizes than its "
-                "tokens do; give [slot, row] instead"
-            ) from error
-    raise LayoutError(
-        f"{where}: shape {list(shape)} is neither [row, {row}] nor [page, {page_size}, {row}]"
-    )
+    axis = _token_axis(shape, row, page_size) if plane.tokens_per_row == 1 else None
+    if axis is None:
+        raise LayoutError(
+            f"{where}: shape {list(shape)} is neither [row, {row}] nor [page, {page_size}, {row}]"
+        )
+    try:
+        return tensor.movedim(axis, 1).view(-1, *row)
+    except RuntimeError as error:
+        raise LayoutError(
+            f"{where}: pages of strides {tensor.stride()} leave gaps of other sizes than its "
+            "tokens do; give [slot, row] instead"
+        ) from error
+
+
+def _token_axis(shape: tuple[int, ...], row: tuple[int, ...], page_size: int) -> int | None:
+    """Which axis of a tensor of pages is the token's; None if the tensor isn't one of such pages.
+
+    It comes after the page's, or after axes of the row that have one element: heads first, of
+    which there is one, has the same bytes a token as tokens first. So has any order of axes where
+    a page has one token.
+    """
+    for axis in range(len(row) + 1):
+        is_token_row = page_size == 1 or all(size == 1 for size in row[:axis])
+        if is_token_row and shape[1:] == (*row[:axis], page_size, *row[axis:]):
+            return axis + 1
+    return None
 
 
 def byte_rows(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:

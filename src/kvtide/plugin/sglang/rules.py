@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 
 from kvtide.errors import SlotError
-from kvtide.layout import Counts, Ids, OfRequest, Rows, Rule
-from kvtide.layout.rules import Maps
+from kvtide.layout import Counts, Ids, Maps, OfRequest, Rows, Rule
+from kvtide.layout.rule import require_integer, require_name
 
 
 @final
@@ -22,8 +22,14 @@ class LastTokens(Rule):
     more than the slots it gets when it comes back. What decoding reads is there both times.
     """
 
+    form_name: ClassVar[str] = "sglang.last_tokens"
     count: int
     page_size: int
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a count below 0, or pages of no token."""
+        require_integer(self, "count", 0)
+        require_integer(self, "page_size", 1)
 
     def first(self, token_count: int) -> int:
         """The number of the first token that is left of so many."""
@@ -53,11 +59,19 @@ class PagesOfRequest(Rule):
     holds `entries` entries of `tokens` tokens each. Entries that aren't complete have no page yet.
     """
 
+    form_name: ClassVar[str] = "sglang.pages_of_request"
+    local: ClassVar[Mapping[str, int]] = {"columns": 0}
     name: str
     columns: int
     tokens: int
     entries: int
     kind: str = "request"
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for names that are no strings, and pages of no token."""
+        _check_table(self)
+        require_integer(self, "tokens", 1)
+        require_integer(self, "entries", 1)
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule. It must be the first of its chain. Raises SlotError for a page it hasn't: 0."""
@@ -96,11 +110,19 @@ class EntriesOfRequest(Rule):
     several of them. It has a row of its own from the step on in which the last of them is written.
     """
 
+    form_name: ClassVar[str] = "sglang.entries_of_request"
+    local: ClassVar[Mapping[str, int]] = {"columns": 0}
     name: str
     columns: int
     count: int
     stride: int
     kind: str = "request"
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for names that are no strings, and entries of no token."""
+        _check_table(self)
+        require_integer(self, "count", 1)
+        require_integer(self, "stride", 1)
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
         """See Rule. It must be the first of its chain. Raises SlotError for a row it hasn't: 0."""
@@ -136,6 +158,12 @@ def window_of(chains: Iterable[Sequence[Rule]]) -> LastTokens | None:
     firsts = {chain[0] for chain in chains if chain[0].unit != "request"}
     first = firsts.pop() if len(firsts) == 1 else None
     return first if isinstance(first, LastTokens) else None
+
+
+def _check_table(rule: PagesOfRequest | EntriesOfRequest) -> None:
+    require_name(rule, "name")
+    require_name(rule, "kind")
+    require_integer(rule, "columns", 0)
 
 
 def _in_table(

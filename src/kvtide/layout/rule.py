@@ -1,0 +1,193 @@
+"""Rule: what every row rule answers. Row rules say how a request's token slots name rows. Pure.
+
+A rule takes some ids, in the order of the request's tokens, and gives other ids. A chain of rules
+begins with the token slots and ends with the rows of a buffer. Beside each id goes the number of
+the token that it stands for (the first one, where a row holds several): that is what tells
+whether a row at the target is the one that was saved.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, cast, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtide.errors import LayoutError
+from kvtide.integers import checked_integer, shown
+from kvtide.layout.canonical import checked_object
+
+Ids = NDArray[np.int64]
+Maps = Mapping[str, Callable[[Ids], Ids]]
+"""What an engine knows by name: functions from ids to ids."""
+Unit = Literal["token", "page", "request"]
+"""What a row is: one token's, that of several consecutive tokens, or a request's own."""
+RequestRows = int | Mapping[str, int] | None
+"""A request's own row, or where its layout has rows of several kinds, each by its kind."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a pool knows beside its slots: requests that have rows, ids that each map leads to."""
+
+    request_count: int = 0
+    mapped_rows: Mapping[str, int] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of a buffer, int64 [row], and for each the number of its first token, int64 [row].
+
+    `lasts` are those of their last tokens, int64 [row], or None where a row stands for one alone.
+    """
+
+    ids: Ids
+    tokens: Ids
+    lasts: Ids | None = None
+
+    def only(self, kept: NDArray[np.bool_], ids: Ids) -> Rows:
+        """Those that are `kept` (bool [row]), under other `ids`."""
+        lasts = None if self.lasts is None else self.lasts[kept]
+        return Rows(ids, self.tokens[kept], lasts)
+
+    def of_tokens(self, tokens: Ids) -> Ids | None:
+        """The rows that stand for these tokens (ascending), or None if one of them has no row."""
+        at = np.searchsorted(self.tokens, tokens)
+        if at.size and (at[-1] >= self.tokens.size or (self.tokens[at] != tokens).any()):
+            return None
+        return self.ids[at]
+
+
+class Rule(ABC):
+    """How ids name ids: one kind of rule. A rule of your own inherits this and answers for itself.
+
+    Rules are frozen dataclasses: planes whose rules are equal take the same rows of a request. To
+    define a rule is to make its `form_name` known to `from_dict`.
+    """
+
+    __slots__ = ()
+    form_name: ClassVar[str]
+    """The rule's name in forms. It never changes, and no other rule has it."""
+    local: ClassVar[Mapping[str, int]] = {}
+    """Fields that don't say which tokens a row stands for, such as the width of an engine's table.
+    They are no content, and have these values in a rule that is read from content alone."""
+
+    def __init_subclass__(cls) -> None:
+        """Raises LayoutError for a class without a form name, or with that of another rule."""
+        name = vars(cls).get("form_name")
+        if not isinstance(name, str):
+            raise LayoutError(f"rule {cls.__name__}: give it a form_name, a string of its own")
+        known = _RULES.setdefault(name, cls)
+        # A dataclass with slots is made twice: first without them.
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise LayoutError(
+                f"rule {cls.__name__}: its form_name {name!r} is {known.__qualname__}'s already; "
+                "choose another"
+            )
+        _RULES[name] = cls
+
+    @abstractmethod
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """The rows that `rows` name. Raises SlotError, naming the id, for what is invalid."""
+
+    @abstractmethod
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """How many ids the rule leads to, from `id_count` of them; 0 where nobody knows."""
+
+    @property
+    @abstractmethod
+    def tokens_per_row(self) -> int:
+        """How many consecutive ids share a row; 0 for a row of the request's own."""
+
+    @property
+    def unit(self) -> Unit:
+        """What a row is, as `Plane.split` has it."""
+        tokens = self.tokens_per_row
+        return "request" if tokens == 0 else "token" if tokens == 1 else "page"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the ids name all rows in order, so that rows tell how many ids there are."""
+        return False
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether each id names the row of its own number, so that the rule says nothing."""
+        return False
+
+    @property
+    def kind(self) -> str | None:
+        """What the request's own row is called where the caller names it; None for no such row."""
+        return None
+
+    @property
+    def map_name(self) -> str | None:
+        """The map of the engine's that the rule goes through; None for no map."""
+        return None
+
+    def with_map_under(self, prefix: str) -> Rule:
+        """The rule with its map under the name `prefix.map_name`, if it goes through one."""
+        assert self.map_name is None, f"{self}: say what it is with its map under {prefix!r}"
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rule in JSON's types: its form name as `rule`, and all its fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
+        _check_values(self.form_name, values)
+        return {"rule": self.form_name, **values}
+
+    def content(self) -> dict[str, Any]:
+        """What the rule says of which tokens a row stands for: `to_dict` but for `local`."""
+        return {name: value for name, value in self.to_dict().items() if name not in self.local}
+
+    @staticmethod
+    def from_dict(form: object) -> Rule:
+        """The rule that `to_dict` or `content` gave.
+
+        Raises LayoutError, naming it, for an unknown rule, and for missing, extra or bad fields.
+        """
+        name = checked_object(form, ["rule"], "a rule", others=True)["rule"]
+        kind = _RULES.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise LayoutError(
+                f"rule {shown(name)} is unknown here, known are {sorted(_RULES)}; import the "
+                "module that defines it, or use the kvtide that wrote it"
+            )
+        what = f"rule {name!r}"
+        needed = {field.name for field in fields(cast(Any, kind))} - kind.local.keys()
+        given = checked_object(form, {"rule", *needed}, what, optional=kind.local)
+        values = {**kind.local, **{key: given[key] for key in given if key != "rule"}}
+        _check_values(kind.form_name, values)
+        return kind(**values)
+
+
+_RULES: dict[str, type[Rule]] = {}
+
+
+def _check_values(rule: str, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise LayoutError(
+                f"rule {rule!r}: {name} must be a string or an integer, not {shown(value)}"
+            )
+
+
+def require_integer(rule: Rule, name: str, least: int) -> None:
+    """LayoutError unless that field is an integer from `least`; it is Python's from then on."""
+    what = f"{type(rule).__name__}: {name}"
+    number = checked_integer(getattr(rule, name), what, least=least, error=LayoutError)
+    object.__setattr__(rule, name, number)
+
+
+def require_name(rule: Rule, name: str) -> None:
+    """LayoutError unless that field is a string that isn't empty."""
+    value = getattr(rule, name)
+    if not isinstance(value, str) or not value:
+        raise LayoutError(
+            f"{type(rule).__name__}: {name} must be a string that isn't empty, not {shown(value)}"
+        )
