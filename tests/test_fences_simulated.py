@@ -26,7 +26,7 @@ from kvtide.errors import ArenaFull, KvtideError
 from kvtide.pool import PageAllocator, Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.transfer import pieces as pieces_module
+from kvtide.transfer.run import Task
 from support.pools import chunk_bytes, image_of, same_image, scramble, small_geometry, with_rows
 from support.simulated import SCHEDULES, lazy_accelerator, simulated
 
@@ -271,13 +271,13 @@ def pages_freed_early(patch: pytest.MonkeyPatch) -> None:
 
 def copy_on_another_stream(patch: pytest.MonkeyPatch) -> None:
     """The mover issues its copies, but not where the device looks for them."""
-    gather = pieces_module.Piece.gather
+    gather = Task.gather
 
-    def gather_elsewhere(chunk: Any, staging: torch.Tensor | None) -> None:
+    def gather_elsewhere(task: Task, staging: torch.Tensor | None) -> None:
         with torch.Stream(device="npu"):
-            gather(chunk, staging)
+            gather(task, staging)
 
-    patch.setattr(pieces_module.Piece, "gather", gather_elsewhere)
+    patch.setattr(Task, "gather", gather_elsewhere)
 
 
 def blocks_leased_twice(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from kvtide.arena import HostArena
 from kvtide.device import AcceleratorDevice, CPUDevice, Device
 from kvtide.errors import SlotError, SlotsLost
 from kvtide.pool import PageAllocator, Pool
-from kvtide.snapshot import Snapshot, Ticket
+from kvtide.snapshot import Snapshot
+from kvtide.ticket import Ticket
 from kvtide.tide import Tide
 from support.broken_devices import BreakingDevice, LateDevice
 from support.interrupts import every_interrupt

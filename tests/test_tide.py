@@ -228,7 +228,7 @@ def test_an_offload_that_failed_gives_its_blocks_back(monkeypatch: pytest.Monkey
     def failing(_: object) -> int:
         raise OSError("of the copy")
 
-    monkeypatch.setattr("kvtide.transfer.pieces.xxhash.xxh3_64_intdigest", failing)
+    monkeypatch.setattr("kvtide.transfer.run.xxhash.xxh3_64_intdigest", failing)
     tide = make_tide(LazyDevice())
     ticket = tide.start_offload(range(4))
     for _ in range(2):

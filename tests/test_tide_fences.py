@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvtide.arena import Lease
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged
-from kvtide.snapshot import Ticket
+from kvtide.seal import Span
 from kvtide.tide import Tide
-from kvtide.transfer.pieces import Piece
 from support.broken_devices import BreakingDevice, FakeDevice, GatedDevice, LateDevice
 from support.lazy_device import LazyDevice, LazyJob
 from support.pools import (
@@ -165,25 +165,25 @@ def test_moves_that_have_ended_are_forgotten(device: CPUDevice) -> None:
 
 
 def interrupt_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next wait for a ticket is broken off, as by Ctrl-C."""
-    wait = Ticket.wait
+    """The next wait for a job is broken off, as by Ctrl-C."""
+    wait = LazyJob.wait
 
-    def broken_off(ticket: Ticket[Any]) -> Any:
-        monkeypatch.setattr(Ticket, "wait", wait)
+    def broken_off(job: LazyJob[Any]) -> Any:
+        monkeypatch.setattr(LazyJob, "wait", wait)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ticket, "wait", broken_off)
+    monkeypatch.setattr(LazyJob, "wait", broken_off)
 
 
-def interrupt_before_the_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes when a job is queued already, and nobody has a ticket for it yet."""
-    track = Tide._track
+def interrupt_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when a job is queued already, and its blocks don't know yet."""
+    use = Lease.use
 
-    def broken_off(tide: Tide, ticket: Ticket[Any]) -> Any:
-        monkeypatch.setattr(Tide, "_track", track)
+    def broken_off(lease: Lease, job: Any) -> None:
+        monkeypatch.setattr(Lease, "use", use)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Tide, "_track", broken_off)
+    monkeypatch.setattr(Lease, "use", broken_off)
 
 
 def time_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def time_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BREAKS = [
     (interrupt_once, KeyboardInterrupt),
-    (interrupt_before_the_ticket, KeyboardInterrupt),
+    (interrupt_before_the_wait, KeyboardInterrupt),
     (time_out_once, TimeoutError),
 ]
 
@@ -390,9 +390,9 @@ def test_a_move_that_ended_badly_keeps_nothing_of_its_caller(
     if how in ("restore", "start_restore"):
         damage(snapshot)
     if how == "miss":
-        snapshot.seal = replace(snapshot.seal, checksums=(1,))
+        snapshot.seal = replace(snapshot.seal, spans=snapshot.seal.spans[:-1])
     if how == "interrupt":
-        monkeypatch.setattr(Piece, "checksum", raising(KeyboardInterrupt()))
+        monkeypatch.setattr(Span, "check", raising(KeyboardInterrupt()))
     restore = tide.restore if how in ("restore", "interrupt") else tide.start_restore
     gc.collect()
     gc.disable()

@@ -25,13 +25,13 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_parallel
 
 from kvtide.arena import HostArena
-from kvtide.arena.budget import block_bytes_for
 from kvtide.device import open_device
 from kvtide.measure.machine import machine_facts
 from kvtide.measure.timing import Timing, median_of, timed
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.tide import Tide
+from kvtide.transfer import chunk_bytes_for
 
 ON_CPU: Mapping[str, Any] = {"device": "cpu", "enable_memory_saver": False}
 SLOTS = 8192
@@ -147,7 +147,7 @@ def measure(name: str, tokens: int, rounds: int) -> dict[str, Any]:
     slots = (pages[:, None] * page + torch.arange(page)).reshape(2, -1)[:, :tokens]
     device = open_device("cpu")
     adopted = describe(Subject(pool, allocator)).adopt(device)
-    blocks = block_bytes_for(adopted, LIMIT_BYTES)
+    blocks = chunk_bytes_for(adopted, LIMIT_BYTES)
     tide = Tide(adopted, HostArena(device, limit_bytes=LIMIT_BYTES, block_bytes=blocks))
     mamba = torch.tensor([subject.rows["mamba"]]) if subject.rows else None
     request = subject.rows or None

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     )
     from kvtide.layout import GQA, Geometry, Layout, Plane
     from kvtide.pool import PageAllocator, Pool
-    from kvtide.snapshot import Snapshot, Ticket
+    from kvtide.snapshot import Snapshot
+    from kvtide.ticket import Ticket
     from kvtide.tide import Tide
 
 __version__ = "0.1.0"
@@ -69,7 +70,8 @@ _HOMES = {
     ),
     "kvtide.layout": ("GQA", "Geometry", "Layout", "Plane"),
     "kvtide.pool": ("PageAllocator", "Pool"),
-    "kvtide.snapshot": ("Snapshot", "Ticket"),
+    "kvtide.snapshot": ("Snapshot",),
+    "kvtide.ticket": ("Ticket",),
     "kvtide.tide": ("Tide",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -11,19 +11,23 @@ retract                                 resume
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar, final
 
 import numpy as np
 
 from kvtide.arena import HostArena, Lease
 from kvtide.atomic import take_out
-from kvtide.device import Job, Step
+from kvtide.device import Job, drain
 from kvtide.errors import KvtideError, LayoutError, SlotError
+from kvtide.form import chunk_sizes
 from kvtide.integers import checked_integer, integer_of, integers_of, shown
-from kvtide.layout import RequestRows
+from kvtide.layout import Ids, RequestRows
 from kvtide.pool import PageAllocator, Pool
-from kvtide.snapshot import Seal, Snapshot, Ticket, ranges_of
+from kvtide.seal import Seal, Span, ranges_of
+from kvtide.snapshot import Snapshot
+from kvtide.ticket import Ticket
 from kvtide.transfer import Mover, checked_slots
 
 T = TypeVar("T")
@@ -66,12 +70,14 @@ class Tide:
 
         `request` is the request's own row, an integer, where the layout has such planes, or its
         rows by their kinds, one for each. Blocks until that is done; the slots may then be reused.
-        Raises SlotError for slots or rows that can't be meant, ArenaFull when the arena has no
-        room. After an error, or Ctrl-C, nothing is kept of it.
+        Raises SlotError for invalid slots or rows, ArenaFull when the arena has no room. After an
+        error, or Ctrl-C, nothing is kept of it.
         """
         lease = Lease(self.arena)
         try:
-            return self._offload(lease, slots, key, request, at_once=True).wait()
+            rows, seal = self._owned(slots, key, request)
+            job = self._gather(rows, lease, at_once=True)
+            return self._sealed(lease, seal, job.wait())
         except BaseException as error:
             self._give_up(lease, error)
             raise
@@ -82,37 +88,52 @@ class Tide:
         """Like `offload`, without waiting; the slots must not be written before it is done."""
         lease = Lease(self.arena)
         try:
-            return self._offload(lease, slots, key, request, at_once=False)
+            rows, seal = self._owned(slots, key, request)
+            job = self._gather(rows, lease, at_once=False)
+
+            def succeed(spans: list[list[Span]]) -> Snapshot:
+                return self._sealed(lease, seal, spans)
+
+            ticket = Ticket(job, succeed=succeed, fail=lease.release, forget=self._forget)
+            return self._track(ticket)
         except BaseException as error:
             self._give_up(lease, error)
             raise
 
-    def _offload(
-        self, lease: Lease, slots: Any, key: str, request: RequestRows, *, at_once: bool
-    ) -> Ticket[Snapshot]:
+    def _owned(self, slots: Any, key: str, request: RequestRows) -> tuple[list[Ids], Seal]:
+        """The rows that `slots` own, for each group of planes, and a seal that has no spans yet."""
+        slot_ids = self._checked(slots)
+        groups = self.pool.rows_of(slot_ids, request)
+        seal = Seal(
+            geometry=self.pool.geometry.canonical,
+            key=key,
+            token_count=slot_ids.size,
+            tokens=tuple(ranges_of(group.tokens) for group in groups),
+            lasts=tuple(ranges_of(group.lasts) for group in groups),
+            chunk_bytes=self.arena.block_bytes,
+            spans=(),
+        )
+        return [group.ids for group in groups], seal
+
+    def _gather(self, rows: Sequence[Ids], lease: Lease, *, at_once: bool) -> Job[list[list[Span]]]:
         """Into a lease of no blocks: the caller gives it back after an error, wherever that is."""
-        slot_ids = checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
         chunk_bytes = self.arena.block_bytes
-        token_count, groups = slot_ids.size, self.pool.rows_of(slot_ids, request)
-        rows = [group.ids for group in groups]
-        tokens = tuple(ranges_of(group.tokens) for group in groups)
-        lasts = tuple(ranges_of(group.lasts) for group in groups)
-        del groups, slot_ids  # which may be as large as what moves
-        lease.extend(self._mover.chunk_count(rows, chunk_bytes))
-
-        def succeed(checksums: list[int]) -> Snapshot:
-            self.stats.offloads += 1
-            self.stats.offloaded_bytes += self._mover.size_bytes(rows)
-            fingerprint = self.pool.geometry.fingerprint
-            sums = tuple(checksums)
-            seal = Seal(fingerprint, key, token_count, tokens, chunk_bytes, sums, lasts)
-            return Snapshot(seal, lease)
-
+        sections = self._mover.sections(chunk_bytes)
+        lease.extend(sum(section.chunk_count(rows[section.group].size) for section in sections))
         job = self._mover.gather(
             rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once, owner=lease
         )
         lease.use(job)
-        return self._track(Ticket(job, succeed=succeed, fail=lease.release, forget=self._forget))
+        return job
+
+    def _sealed(self, lease: Lease, seal: Seal, spans: Sequence[Sequence[Span]]) -> Snapshot:
+        seal = replace(seal, spans=tuple(chain.from_iterable(spans)))
+        self.stats.offloads += 1
+        self.stats.offloaded_bytes += sum(seal.used_bytes)
+        return Snapshot(seal, lease)
+
+    def _checked(self, slots: Any) -> Ids:
+        return checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
 
     def _give_up(self, lease: Lease, error: BaseException) -> None:
         """Gives back what an offload that ended with `error` had; repeatable."""
@@ -132,20 +153,20 @@ class Tide:
     ) -> None:
         """Writes a snapshot's bytes to `slots` (integers [token], as many as its tokens).
 
-        Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it
-        is of another geometry, key or length, or was discarded, or if a token has a row in the
-        snapshot and none here. A token that has a row here and none in the snapshot (a window
-        reaches farther back here) is a SnapshotMiss too, since its row would keep the bytes that
-        it has, another request's; `keep_extra_rows` says that this is meant, as nothing reads
+        Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it is of
+        another geometry, key or length, or was discarded, or if a token has a row in the snapshot
+        and none here. A token that has a row here and none in the snapshot (a window reaches
+        farther back here) is a SnapshotMiss too, since its row would keep the bytes that it has,
+        which are another request's; `keep_extra_rows` says that this is meant, as nothing reads
         them. Raises SnapshotDamaged if a byte has changed, SlotsLost if the device fails while it
         writes. After SlotsLost the slots may hold neither the old bytes nor the new, and after
-        Ctrl-C, or whatever else a signal's handler raises: release them, nothing writes there any
+        Ctrl-C, or whatever else a signal handler raises: release them, nothing writes there any
         more. After any other error no byte of the pool has changed.
         """
         try:
-            self._restore(
-                snapshot, slots, key, request, at_once=True, keep_extra_rows=keep_extra_rows
-            ).wait()
+            rows = self._target_rows(snapshot, slots, key, request, keep_extra_rows)
+            self._scatter(snapshot, rows, at_once=True).wait()
+            self._count_restore(snapshot)
         except BaseException as error:
             self._settle_after(error)
             raise
@@ -165,69 +186,65 @@ class Tide:
         Until it is done nobody else gets the snapshot's memory, whatever becomes of the snapshot.
         """
         try:
-            return self._restore(
-                snapshot, slots, key, request, at_once=False, keep_extra_rows=keep_extra_rows
-            )
+            rows = self._target_rows(snapshot, slots, key, request, keep_extra_rows)
+            job = self._scatter(snapshot, rows, at_once=False)
+
+            def succeed(_: object) -> None:
+                self._count_restore(snapshot)
+
+            def forget(ticket: Ticket[None]) -> None:
+                self._forget(ticket)
+                take_out(snapshot.readers, ticket)
+
+            ticket = Ticket(job, succeed=succeed, forget=forget)
+            snapshot.readers.append(ticket)
+            return self._track(ticket)
         except BaseException as error:
             self._settle_after(error)
             raise
 
-    def _restore(
+    def _target_rows(
         self,
         snapshot: Snapshot,
         slots: Any,
         key: str,
         request: RequestRows,
-        *,
-        at_once: bool,
         keep_extra_rows: bool,
-    ) -> Ticket[None]:
-        slot_ids = checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
-        fingerprint = self.pool.geometry.fingerprint
-        snapshot.check(fingerprint=fingerprint, key=key, token_count=slot_ids.size)
-        rows = [
+    ) -> list[Ids]:
+        """The rows that the snapshot goes to, for each group of planes."""
+        slot_ids = self._checked(slots)
+        snapshot.seal.check_target(self.pool.geometry.canonical, key, slot_ids.size)
+        snapshot.require_held()
+        return [
             snapshot.rows_in(number, group, keep_extra_rows=keep_extra_rows)
             for number, group in enumerate(self.pool.rows_of(slot_ids, request))
         ]
 
-        def succeed(_: list[int]) -> None:
-            self.stats.restores += 1
-            self.stats.restored_bytes += self._mover.size_bytes(rows)
-
-        def forget(ticket: Ticket[None]) -> None:
-            self._forget(ticket)
-            take_out(snapshot.readers, ticket)
-
+    def _scatter(
+        self, snapshot: Snapshot, rows: Sequence[Ids], *, at_once: bool
+    ) -> Job[list[list[Span]]]:
+        seal, lease = snapshot.seal, snapshot.lease
+        sections = self._mover.sections(seal.chunk_bytes)
+        seal.check_coverage([*chunk_sizes(sections, [group.size for group in rows])])
         job = self._mover.scatter(
-            snapshot.lease.blocks,
+            lease.blocks,
             rows,
-            chunk_bytes=snapshot.seal.chunk_bytes,
-            checksums=snapshot.seal.checksums,
+            chunk_bytes=seal.chunk_bytes,
+            spans=seal.spans,
             at_once=at_once,
-            owner=snapshot.lease,
+            owner=lease,
         )
-        snapshot.lease.use(job)
-        ticket = Ticket(job, succeed=succeed, forget=forget)
-        snapshot.readers.append(ticket)
-        return self._track(ticket)
+        lease.use(job)
+        return job
+
+    def _count_restore(self, snapshot: Snapshot) -> None:
+        self.stats.restores += 1
+        self.stats.restored_bytes += sum(snapshot.seal.used_bytes)
 
     def _settle_after(self, error: BaseException) -> None:
-        """Waits until nothing moves, where an error may have ended the wait alone, as Ctrl-C does.
-
-        A job ends after all that were queued before it; those of nobody's ticket are among them.
-        Another Ctrl-C doesn't end this: the first one is raised in any case.
-        """
-        last: Job[list[None]] | None = None
-        while not isinstance(error, KvtideError) and not (last is not None and last.done()):
-            try:
-                if last is None:
-                    last = self.pool.device.submit(list[Sequence[Step[None]]])
-                last.wait()
-            except Exception:
-                if last is None:
-                    return  # the device takes no more jobs
-            except BaseException:
-                continue
+        """Waits until nothing moves: Ctrl-C may end the wait for a move while copying goes on."""
+        if not isinstance(error, KvtideError):
+            drain(self.pool.device)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Gives a snapshot's host memory back; waits for restores of it under way. Repeatable."""
@@ -263,8 +280,9 @@ class Tide:
             )
         lease = Lease(self.arena)
         try:
-            slots = slots[:count]
-            snapshot = self._offload(lease, slots, key, request, at_once=True).wait()
+            rows, seal = self._owned(slots[:count], key, request)
+            job = self._gather(rows, lease, at_once=True)
+            snapshot = self._sealed(lease, seal, job.wait())
             books.release(held)
             return snapshot
         except BaseException as error:

@@ -12,8 +12,7 @@ import torch
 
 from kvtide.arena import budget
 from kvtide.device import CPUDevice
-from kvtide.layout import GQA, Layout, OfRequest, Plane
-from kvtide.layout.quantized import GQA_SCALED
+from kvtide.layout import GQA
 from kvtide.pool import Pool
 
 GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_dim=5)
@@ -122,16 +121,16 @@ def test_what_is_written_to_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     planes = {"k": [fresh[:half].view(-1, 1, 8)], "v": [fresh[half:].view(-1, 1, 8)]}
     geometry = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=8, v_head_dim=8)
     pool = Pool.adopt(geometry, device, planes)
-    assert 2 * half - page <= budget.untouched_bytes_of(pool) <= 2 * half
+    assert 2 * half - page <= budget.untouched_bytes_of(pool.buffers) <= 2 * half
     fresh[:half] = 1
-    assert half - page <= budget.untouched_bytes_of(pool) <= half
+    assert half - page <= budget.untouched_bytes_of(pool.buffers) <= half
     fresh[:] = 1
-    assert 0 == budget.untouched_bytes_of(pool)
+    assert 0 == budget.untouched_bytes_of(pool.buffers)
     with monkeypatch.context() as patch:
         patch.setattr(budget, "_count_resident", lambda _, size_bytes: size_bytes)
-        assert 2 * half == budget.untouched_bytes_of(pool)
+        assert 2 * half == budget.untouched_bytes_of(pool.buffers)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    assert 2 * half == budget.untouched_bytes_of(pool)
+    assert 2 * half == budget.untouched_bytes_of(pool.buffers)
     device.close()
 
 
@@ -179,58 +178,3 @@ def test_a_path_of_the_host_leaves_the_mount_itself(
         (tmp_path / "own").write_text(own)
     control(mount, files, 4000, 1000)
     assert 3000 == budget.free_memory_bytes()
-
-
-def test_blocks_are_whole_tokens_and_no_more_than_a_16th_of_a_small_arena() -> None:
-    """10 bytes a token: of whole 64, 111,360 fit into what a CPU moves at once and a 16th more,
-    and 13,056 into 128 KiB."""
-    device = CPUDevice(lanes=1)
-    pool = Pool.create(GEOMETRY, device, page_count=1)
-    assert 10 * 111_360 == budget.block_bytes_for(pool, 1 << 30)
-    assert 10 * 13_056 == budget.block_bytes_for(pool, 2 << 20)
-    device.close()
-
-
-def in_layers(layers: int, device: CPUDevice) -> Pool:
-    """A pool of 10 bytes a token and layer, in two buffers a layer."""
-    geometry = GQA.bind(dtype="uint8", layer=layers, token=4, head=1, head_dim=5, v_head_dim=5)
-    planes = {name: list(torch.zeros(layers, 8, 1, 5).byte()) for name in ("k", "v")}
-    return Pool.adopt(geometry, device, planes)
-
-
-def test_blocks_are_larger_for_a_pool_in_many_buffers() -> None:
-    """Each of them takes a call for every chunk. There is an end to it, and an arena's limit."""
-    device = CPUDevice(lanes=1)
-    sizes = [budget.block_bytes_for(in_layers(n, device), 1 << 30) for n in (1, 10, 100)]
-    assert [10 * 111_360, 100 * 55_680, 1000 * 17_792] == sizes
-    assert 100 * 10_432 == budget.block_bytes_for(in_layers(10, device), 16 << 20)
-    device.close()
-
-
-def test_scales_beside_values_do_not_halve_a_block() -> None:
-    """Without them 64 tokens are what a CPU moves at once."""
-    device = CPUDevice(lanes=1)
-    values = {"layer": 4, "token": 64, "head": 8, "head_dim": 256, "v_head_dim": 256}
-    alone = GQA.bind(dtype="uint8", **values)
-    scaled = GQA_SCALED.bind(dtype="uint8", k_scale_dim=1, v_scale_dim=1, **values)
-    sizes = [
-        budget.block_bytes_for(Pool.create(one, device, page_count=1), 1 << 30)
-        for one in (alone, scaled)
-    ]
-    assert [64 * alone.token_bytes, 64 * scaled.token_bytes] == sizes
-    assert [1 << 20, 65 << 14] == sizes
-    device.close()
-
-
-def test_a_block_holds_the_largest_row() -> None:
-    """Rows with gaps between them can't be cut, however small the arena is."""
-    state = Layout(
-        "state",
-        Plane("k", "layer page token 5"),
-        Plane("ssm", "layer request 3000000", rows=(OfRequest(),)),
-    )
-    geometry = state.bind(dtype="uint8", layer=2, token=1)
-    device = CPUDevice(lanes=1)
-    pool = Pool.create(geometry, device, page_count=1, request_count=1)
-    assert 3_000_000 == budget.block_bytes_for(pool, 1 << 20)
-    device.close()

@@ -29,12 +29,14 @@ from kvtide.conformance.subjects import KINDS
 from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotMiss
+from kvtide.form import Section
 from kvtide.layout import GQA, BufferRows, EveryNth, Layout, OfRequest, Plane, apply_rules
 from kvtide.layout.dtypes import DTYPE_BYTES
 from kvtide.pool import PageAllocator, Pool
+from kvtide.seal import Span
 from kvtide.tide import Tide
-from kvtide.transfer import pieces
-from kvtide.transfer.plan import alike, plan_moves
+from kvtide.transfer.plan import buffer_groups, plan_chunks
+from kvtide.transfer.run import Task
 from support.lazy_device import LazyDevice
 from support.pools import fill, image_of, make_pool, poison, same_image, small_geometry, with_rows
 from support.tides import make_tide
@@ -342,13 +344,13 @@ def test_k34_what_is_being_written_is_read_whole_or_not_at_all(
     """A slow writer: its entry isn't there for anybody until its last byte is."""
     tide = make_tide(device)
     before = image_of(tide.pool)
-    go_on, checksum = threading.Event(), pieces.Piece.checksum
+    go_on, seal = threading.Event(), Task.seal
 
-    def slow(piece: pieces.Piece) -> int:
+    def slow(task: Task) -> list[Span]:
         assert go_on.wait(60)
-        return checksum(piece)
+        return seal(task)
 
-    monkeypatch.setattr(pieces.Piece, "checksum", slow)
+    monkeypatch.setattr(Task, "seal", slow)
     ticket = tide.start_offload(range(8))
     assert not ticket.done()
     assert 0 == tide.stats.offloads
@@ -438,9 +440,11 @@ def test_k44_offsets_have_64_bits() -> None:
     """Rows whose bytes lie beyond 2**31 and 2**32: planned, though never moved here."""
     layers = np.array([0, 1 << 31], np.int64)
     ids = np.array([(1 << 31) - 1, 5], np.int64)
-    (part,) = plan_moves(alike([BufferRows(1 << 12, layers)]), ids, 2, 1 << 30)
+    section = Section(0, (0,), (range(2),), (1 << 12,), 1, 2)
+    groups = buffer_groups(section, [BufferRows(1 << 12, layers)])
+    (plan,) = plan_chunks(section, groups, ids, 0, 1 << 30, 1 << 30)
     assert [[(1 << 31) - 1, 5, (1 << 32) - 1, (1 << 31) + 5]] == [
-        units for move in part for units in move.units.tolist()
+        units for buffers in plan.buffers for units in buffers.units.tolist()
     ]
     with pytest.raises(SlotError, match=str(1 << 40)):
         apply_rules([EveryNth(1)], np.array([1 << 40]), {}, 100)

@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,15 @@ from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS
 from kvtide.device import AcceleratorDevice, CPUDevice, Device, Step
 from kvtide.device import accelerator as accelerator_module
+from kvtide.form import Section, chunk_sizes, sections_of
 from kvtide.layout import BufferRows, EveryNth, Geometry, Layout, Mapped, Plane, Rows, Striped
 from kvtide.pool import Pool
 from kvtide.pool import pool as pool_module
+from kvtide.seal import Seal, Span
 from kvtide.snapshot import Snapshot
 from kvtide.transfer import mover as mover_module
 from kvtide.transfer import plan as plan_module
 from kvtide.transfer.mover import Mover
-from kvtide.transfer.plan import Section
 from support.simulated import simulated
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -139,8 +141,7 @@ def first_rank_for_all(patch: pytest.MonkeyPatch) -> None:
 
 def fingerprint_without_sizes(patch: pytest.MonkeyPatch) -> None:
     """Geometries of one layout are all the same."""
-    own = property(lambda self: self.layout.name.encode().ljust(16)[:16])
-    patch.setattr(Geometry, "fingerprint", own)
+    patch.setattr(Geometry, "canonical", property(lambda self: f'{{"name":"{self.layout.name}"}}'))
 
 
 # ---- plan and mover -------------------------------------------------------------------------
@@ -148,52 +149,63 @@ def fingerprint_without_sizes(patch: pytest.MonkeyPatch) -> None:
 
 def off_by_one_chunk(patch: pytest.MonkeyPatch) -> None:
     """The last row of a full chunk is the one before it."""
-    plan = plan_module.plan_moves
+    plan = plan_module.plan_chunks
 
-    def mistaken(buffers: Any, rows: Any, chunk_rows: int, longest: int) -> Any:
+    def mistaken(section: Section, groups: Any, rows: Any, *rest: int) -> Any:
         rows = rows.copy()
-        if rows.size >= chunk_rows > 1:
-            rows[chunk_rows - 1] = rows[chunk_rows - 2]
-        return plan(buffers, rows, chunk_rows, longest)
+        if rows.size >= section.chunk_rows > 1:
+            rows[section.chunk_rows - 1] = rows[section.chunk_rows - 2]
+        return plan(section, groups, rows, *rest)
 
-    patch.setattr(mover_module, "plan_moves", mistaken)
+    patch.setattr(plan_module, "plan_chunks", mistaken)
 
 
 def last_chunk_dropped(patch: pytest.MonkeyPatch) -> None:
     """Whole chunks are moved alone."""
+
+    def chunk_count(self: Section, count: int) -> int:
+        return count * self.row_parts // self.chunk_rows
+
+    patch.setattr(Section, "chunk_count", chunk_count)
     patch.setattr(
-        Section, "chunk_count", lambda self, count: count * self.pieces // self.chunk_rows
+        tide_module,
+        "chunk_sizes",
+        lambda sections, counts: list(chunk_sizes(sections, counts))[
+            : sum(section.chunk_count(counts[section.group]) for section in sections)
+        ],
     )
 
 
 def plane_dropped(patch: pytest.MonkeyPatch) -> None:
-    """The last buffer of the pool stays behind."""
-    sections_of = plan_module.sections_of
-    patch.setattr(mover_module, "sections_of", lambda rows, size: sections_of(rows[:-1], size))
+    """The last plane of the pool stays behind."""
+
+    def without_last(geometry: Geometry, size: int) -> list[Section]:
+        return sections_of(replace(geometry, planes=geometry.planes[:-1]), size)
+
+    patch.setattr(mover_module, "sections_of", without_last)
 
 
 def request_planes_dropped(patch: pytest.MonkeyPatch) -> None:
     """Only what has a row for each token is moved."""
-    sections_of = plan_module.sections_of
     patch.setattr(
         mover_module,
         "sections_of",
-        lambda rows, size: sections_of([one for one in rows if one.group == 0], size),
+        lambda geometry, size: [one for one in sections_of(geometry, size) if one.group == 0],
     )
 
 
-def wrong_order_of_pieces(patch: pytest.MonkeyPatch) -> None:
-    """Rows cut in pieces move piece by piece, not row by row."""
+def wrong_order_of_parts(patch: pytest.MonkeyPatch) -> None:
+    """Rows that are split move part by part, not row by row."""
 
     def ids(self: Section, rows: Any) -> Any:
-        return (rows[None, :] * self.pieces + np.arange(self.pieces)[:, None]).reshape(-1)
+        return (rows[None, :] * self.row_parts + np.arange(self.row_parts)[:, None]).reshape(-1)
 
     patch.setattr(Section, "ids", ids)
 
 
 def checksum_not_compared(patch: pytest.MonkeyPatch) -> None:
-    """Chunks are hashed, and what comes of it is not looked at."""
-    patch.setattr(mover_module, "_checking", lambda piece, sealed: piece.checksum)
+    """Spans are hashed, and what comes of it is not looked at."""
+    patch.setattr(mover_module, "_check", lambda span, memory: [])
 
 
 def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
@@ -205,17 +217,18 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
         rows: Any,
         *,
         chunk_bytes: int,
-        checksums: Sequence[int],
+        spans: Sequence[Span],
         at_once: bool = False,
         owner: object = None,
     ) -> Any:
         def phases() -> Any:
-            pieces = self._pieces(self._parts(rows, blocks, chunk_bytes)[0])
-            for piece, sealed in zip(pieces, checksums, strict=True):
-                yield [Step(mover_module._checking(piece, sealed))]
-                yield [Step(mover_module._nothing, piece.scatter)]
+            (tasks,) = self._tasks(rows, blocks, chunk_bytes)
+            for task, span in zip(tasks, spans, strict=True):
+                memory = blocks[span.chunk].bytes_view(span.stop)
+                yield [Step(partial(mover_module._check, span, memory))]
+                yield [Step(mover_module._nothing, task.scatter)]
 
-        return self._submit(phases, chunk_bytes, at_once)
+        return self._submit(phases, rows, blocks, chunk_bytes, at_once)
 
     patch.setattr(Mover, "scatter", scatter)
 
@@ -276,12 +289,12 @@ def window_by_place(patch: pytest.MonkeyPatch) -> None:
 
 def key_not_compared(patch: pytest.MonkeyPatch) -> None:
     """Whoever has a snapshot of that length may restore it."""
-    check = Snapshot.check
+    check = Seal.check_target
 
-    def without_key(self: Snapshot, *, fingerprint: bytes, key: str, token_count: int) -> None:
-        check(self, fingerprint=fingerprint, key=self.seal.key, token_count=token_count)
+    def without_key(self: Seal, geometry: str, key: str, token_count: int) -> None:
+        check(self, geometry, self.key, token_count)
 
-    patch.setattr(Snapshot, "check", without_key)
+    patch.setattr(Seal, "check_target", without_key)
 
 
 def slots_not_checked(patch: pytest.MonkeyPatch) -> None:
@@ -305,7 +318,9 @@ def snapshot_is_a_range(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         tide_module,
         "ranges_of",
-        lambda tokens: (range(int(tokens[0]), int(tokens[-1]) + 1),) if tokens.size else (),
+        lambda tokens: (
+            () if tokens is None or not tokens.size else (range(tokens[0], tokens[-1] + 1),)
+        ),
     )
 
 
@@ -325,7 +340,7 @@ PLANTED: list[tuple[Plant, tuple[str, ...]]] = [
     (plane_dropped, ("target_and_draft",)),
     (request_planes_dropped, ("recurrent_and_full",)),
     (request_planes_dropped, ("compressed_4-pending",)),
-    (wrong_order_of_pieces, ("gqa_fp4",)),
+    (wrong_order_of_parts, ("gqa_fp4",)),
     (checksum_not_compared, ("gqa",)),
     (written_before_all_is_checked, ("gqa",)),
     (global_layer_id, ("gqa-fp8-late-stage",)),

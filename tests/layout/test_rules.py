@@ -22,7 +22,7 @@ from kvtide.layout import (
     Striped,
     apply_rules,
 )
-from kvtide.snapshot import Seal, ranges_of
+from kvtide.seal import Seal, ranges_of
 from support.values import NO_ROWS, name_of
 
 Pairs = list[tuple[int, int]]
@@ -287,7 +287,7 @@ def test_tokens_come_back_from_their_ranges(tokens: list[int]) -> None:
     """A seal keeps them as few ranges, and loses none."""
     ranges = ranges_of(ids(tokens))
     assert tokens == [token for one in ranges for token in one]
-    seal = Seal(b"", "", 0, (ranges,), 1, ())
+    seal = Seal("{}", "", 0, (ranges,), (), 1, ())
     assert tokens == seal.tokens_of(0).tolist()
 
 

@@ -69,12 +69,12 @@ def test_blocks_are_those_of_an_arena_for_the_pool(monkeypatch: pytest.MonkeyPat
     """What is measured is what users get."""
     asked: list[str] = []
 
-    def block_bytes_for(pool: Pool, limit_bytes: int) -> int:
+    def chunk_bytes_for(pool: Pool, limit_bytes: int) -> int:
         asked.append(pool.geometry.layout.name)
         assert limit_bytes >= 1 << 30
         return 1 << 21
 
-    monkeypatch.setattr(layouts, "block_bytes_for", block_bytes_for)
+    monkeypatch.setattr(layouts, "chunk_bytes_for", chunk_bytes_for)
     monkeypatch.setattr(layouts, "declared_layouts", lambda: [MLA])
     sizes: list[int] = []
 

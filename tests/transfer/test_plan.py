@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,10 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.errors import SlotError
-from kvtide.layout import BufferRows
-from kvtide.transfer.plan import Moves, alike, checked_slots, chunk_tokens_for, plan_moves
-from support.pools import Bytes, slot_lists, small_geometry
+from kvtide.errors import LayoutError, SlotError
+from kvtide.form import Section
+from kvtide.layout import BufferRows, Ids
+from kvtide.transfer.plan import (
+    ChunkPlan,
+    buffer_groups,
+    checked_slots,
+    plan_chunks,
+    plan_in_parts,
+)
+from support.pools import Bytes, slot_lists
 
 INTEGERS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
 
@@ -37,19 +44,35 @@ class Buffers:
 def buffers(draw: st.DrawFn, slot_count: int) -> Buffers:
     """One to three planes, each merged (layers at any distance) or with a buffer per layer."""
     rows: list[BufferRows] = []
-    for _ in range(draw(st.integers(1, 3))):
+    for plane in range(draw(st.integers(1, 3))):
         row_bytes = draw(st.sampled_from((1, 2, 3, 5, 8, 16)))
         layer_count = draw(st.integers(1, 3))
         if draw(st.booleans()):
             gap, lead = draw(st.integers(0, 5)), draw(st.integers(0, 3))
             starts = lead + np.arange(layer_count, dtype=np.int64) * (slot_count + gap)
-            rows.append(BufferRows(row_bytes, starts))
+            rows.append(BufferRows(row_bytes, starts, plane))
         else:
-            rows += [BufferRows(row_bytes, np.zeros(1, np.int64))] * layer_count
+            rows += [BufferRows(row_bytes, np.zeros(1, np.int64), plane)] * layer_count
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     sizes = [(int(row.layer_rows[-1]) + slot_count) * row.row_bytes for row in rows]
     data = tuple(rng.integers(0, 256, size, np.uint8) for size in sizes)
     return Buffers(slot_count, tuple(rows), data)
+
+
+def section_of(rows: Sequence[BufferRows], chunk_rows: int) -> Section:
+    """All layers of these buffers, with chunks of so many rows."""
+    planes = sorted({buffer.plane for buffer in rows})
+    counts = [sum(len(b.layer_rows) for b in rows if b.plane == plane) for plane in planes]
+    widths = [next(b.row_bytes for b in rows if b.plane == plane) for plane in planes]
+    return Section(0, tuple(planes), tuple(map(range, counts)), tuple(widths), 1, chunk_rows)
+
+
+def plan_of(
+    rows: Sequence[BufferRows], slots: Any, chunk_rows: int, call_bytes: int = 1 << 20
+) -> list[ChunkPlan]:
+    """The plan of these slots, in tasks as small as spans allow."""
+    section, ids = section_of(rows, chunk_rows), np.array(slots, np.int64)
+    return plan_chunks(section, buffer_groups(section, rows), ids, 0, call_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -59,12 +82,11 @@ class Case:
     buffers: Buffers
     slots: list[int]
     chunk_tokens: int
-    longest_bytes: int
+    call_bytes: int
 
-    def plan(self) -> list[list[Moves]]:
+    def plan(self) -> list[ChunkPlan]:
         """The plan of it."""
-        ids = np.array(self.slots, np.int64)
-        return plan_moves(alike(self.buffers.rows), ids, self.chunk_tokens, self.longest_bytes)
+        return plan_of(self.buffers.rows, self.slots, self.chunk_tokens, self.call_bytes)
 
     def chunks(self) -> list[list[int]]:
         """The slots of each chunk."""
@@ -114,33 +136,42 @@ def naive_scatter(case: Case, chunks: Sequence[bytes], target: tuple[Bytes, ...]
                     at += rows.row_bytes
 
 
-def units_of(case: Case, moves: Moves, buffer: int, data: Bytes) -> Bytes:
-    """A buffer as `moves` reads it: uint8 [unit, byte], a view."""
-    row_bytes = case.buffers.rows[buffer].row_bytes
-    unit_bytes = moves.unit_rows * row_bytes
-    rest = data[moves.skip_rows * row_bytes :]
-    return rest[: rest.size // unit_bytes * unit_bytes].reshape(-1, unit_bytes)
+def calls_of(
+    plan: ChunkPlan, number: int, data: Sequence[Bytes]
+) -> Iterator[tuple[int, Bytes, Ids]]:
+    """All copies of the chunk of that number: (the byte where it begins in the chunk, a buffer as
+    units, uint8 [unit, byte], a view; which of them it copies)."""
+    for call in (call for task in plan.tasks for call in task.calls):
+        buffers = plan.buffers[call.plan]
+        index = buffers.units[number][call.units or slice(None)]
+        first = call.stop - len(call.buffers) * index.size * buffers.unit_bytes
+        for buffer in call.buffers:
+            rest = data[buffers.group.buffers[buffer]][buffers.skip_bytes :]
+            size = rest.size // buffers.unit_bytes * buffers.unit_bytes
+            yield first, rest[:size].reshape(-1, buffers.unit_bytes), index
+            first += index.size * buffers.unit_bytes
 
 
 def planned_gather(case: Case) -> list[bytes]:
-    """Each chunk by the plan; asserts that its moves tile it."""
+    """Each chunk by the plan; asserts that its calls and its spans tile it."""
     token_bytes = sum(rows.row_bytes * len(rows.layer_rows) for rows in case.buffers.rows)
     sizes = [len(chunk) * token_bytes for chunk in case.chunks()]
     found: list[bytes] = []
-    for part in case.plan():
-        for number in range(len(part[0].units)):
+    for plan in case.plan():
+        assert len(found) == plan.first_chunk
+        for number in range(plan.chunk_count):
             chunk = bytearray(sizes[len(found)])
             covered = np.zeros(len(chunk), int)
-            for moves in part:
-                first = moves.block_offset
-                for buffer in moves.numbers:
-                    units = units_of(case, moves, buffer, case.buffers.data[buffer])
-                    piece = units[moves.units[number]].tobytes()
-                    chunk[first : first + len(piece)] = piece
-                    covered[first : first + len(piece)] += 1
-                    first += len(piece)
+            for first, units, index in calls_of(plan, number, case.buffers.data):
+                part = units[index].tobytes()
+                chunk[first : first + len(part)] = part
+                covered[first : first + len(part)] += 1
             assert len(chunk) == sizes[len(found)], "nothing beyond the chunk"
             assert (covered == 1).all(), "no gap, no overlap"
+            ends = [0, *(stop for task in plan.tasks for _, stop in task.spans)]
+            spans = [span for task in plan.tasks for span in task.spans]
+            assert [*pairwise(ends)] == spans
+            assert len(chunk) == ends[-1]
             found.append(bytes(chunk))
     return found
 
@@ -158,16 +189,12 @@ def test_scattering_by_the_plan_equals_scattering_row_by_row(case: Case) -> None
     expected, actual = case.buffers.blank(), case.buffers.blank()
     naive_scatter(case, chunks, expected)
     numbered = iter(chunks)
-    for part in case.plan():
-        for number in range(len(part[0].units)):
+    for plan in case.plan():
+        for number in range(plan.chunk_count):
             chunk = np.frombuffer(next(numbered), np.uint8)
-            for moves in part:
-                at, index = moves.block_offset, moves.units[number]
-                for buffer in moves.numbers:
-                    units = units_of(case, moves, buffer, actual[buffer])
-                    size = index.size * units.shape[1]
-                    units[index] = chunk[at : at + size].reshape(index.size, -1)
-                    at += size
+            for first, units, index in calls_of(plan, number, actual):
+                size = index.size * units.shape[1]
+                units[index] = chunk[first : first + size].reshape(index.size, -1)
     assert all(np.array_equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
@@ -190,28 +217,25 @@ def test_source_and_target_may_be_grouped_differently(case: Case, data: st.DataO
 
 
 @given(cases())
-def test_moves_stay_below_the_longest_length(case: Case) -> None:
-    """Unless a single unit is longer; and as many units may move at once as that allows."""
-    for part in case.plan():
-        for moves in part:
-            for buffer in moves.numbers:
-                unit_bytes = case.buffers.rows[buffer].row_bytes * moves.unit_rows
-                assert max(1, case.longest_bytes // unit_bytes) == moves.most_units
+def test_calls_stay_below_the_longest_length(case: Case) -> None:
+    """Unless a single unit is longer."""
+    for plan in case.plan():
+        for number in range(plan.chunk_count):
+            for _, units, index in calls_of(plan, number, case.buffers.data):
+                assert index.size * units.shape[1] <= max(case.call_bytes, units.shape[1])
 
 
 @given(buffers(8))
-def test_buffers_that_lie_alike_move_as_one(given: Buffers) -> None:
-    """All buffers, in their order, as few times as that allows."""
-    found = alike(given.rows)
-    assert [*range(len(given.rows))] == [number for one in found for number in one.numbers]
+def test_buffers_with_equal_rows_are_planned_as_one(given: Buffers) -> None:
+    """All buffers, in their order, in as few groups as that allows."""
+    groups = buffer_groups(section_of(given.rows, 4), given.rows)
+    assert [*range(len(given.rows))] == [number for group in groups for number in group.buffers]
     forms = [
-        [(rows.row_bytes, rows.layer_rows.tolist()) for rows in given.rows[one.numbers.start :]][
-            : len(one.numbers)
-        ]
-        for one in found
+        {(given.rows[n].row_bytes, tuple(given.rows[n].layer_rows.tolist())) for n in group.buffers}
+        for group in groups
     ]
-    assert all(form == [form[0]] * len(form) for form in forms)
-    assert all(left[0] != right[0] for left, right in pairwise(forms))
+    assert [1] * len(forms) == [len(form) for form in forms]
+    assert all(left != right for left, right in pairwise(forms))
 
 
 @pytest.mark.parametrize(
@@ -233,48 +257,51 @@ def test_buffers_that_lie_alike_move_as_one(given: Buffers) -> None:
 )  # fmt: skip
 def test_consecutive_slots_move_together(slots: Sequence[int], expected: tuple[int, int]) -> None:
     """In the longest power of two of rows that all runs are made of, aligned or alike unaligned."""
-    buffer = BufferRows(2, np.zeros(1, np.int64))
-    ((moves,),) = plan_moves(alike([buffer]), np.array(slots, np.int64), 192, 1 << 20)
-    assert expected == (moves.unit_rows, moves.skip_rows)
+    (plan,) = plan_of([BufferRows(2, np.zeros(1, np.int64))], slots, 192)
+    assert expected == (plan.buffers[0].unit_bytes // 2, plan.buffers[0].skip_bytes // 2)
 
 
 @pytest.mark.parametrize(("layer_rows", "unit_rows"), [([0, 128], 16), ([0, 120], 8), ([1], 1)])
 def test_no_unit_straddles_two_layers(layer_rows: list[int], unit_rows: int) -> None:
     """Where layers don't begin at a multiple of a page, units are shorter."""
-    buffer = BufferRows(2, np.array(layer_rows, np.int64))
-    ((moves,),) = plan_moves(alike([buffer]), np.arange(16), 16, 1 << 20)
-    assert unit_rows == moves.unit_rows
+    (plan,) = plan_of([BufferRows(2, np.array(layer_rows, np.int64))], range(16), 16)
+    assert unit_rows * 2 == plan.buffers[0].unit_bytes
 
 
-def test_no_slots_have_no_moves() -> None:
+def test_no_slots_have_no_plan() -> None:
     """Zero tokens are a valid request."""
-    buffer = BufferRows(2, np.zeros(1, np.int64))
-    assert [] == plan_moves(alike([buffer]), np.empty(0, np.int64), 4, 1 << 20)
+    assert [] == plan_of([BufferRows(2, np.zeros(1, np.int64))], [], 4)
+
+
+def test_a_request_of_many_rows_is_planned_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is in one part, under its number, whichever section it is of."""
+    monkeypatch.setattr("kvtide.transfer.plan._PLANNED_ROWS", 20)
+    rows = [BufferRows(2, np.zeros(1, np.int64), 0), BufferRows(3, np.zeros(1, np.int64), 1)]
+    sections = []
+    for plane, chunk_rows in ((0, 4), (1, 8)):
+        section = Section(plane, (plane,), (range(1),), (rows[plane].row_bytes,), 1, chunk_rows)
+        sections.append((section, buffer_groups(section, rows)))
+    ids = [np.arange(41), np.arange(17)]
+    parts = [*plan_in_parts(sections, ids, call_bytes=1 << 20, task_bytes=1 << 20)]
+    chunks = [[(p.first_chunk, p.chunk_count) for p in part] for part in parts]
+    assert [[(0, 5)], [(5, 5)], [(10, 1), (11, 2)], [(13, 1)]] == chunks
+
+
+def test_rows_with_gaps_that_would_have_to_be_split_are_refused() -> None:
+    """Their parts are no rows of the buffer; the message says what would do."""
+    section = Section(0, (0,), (range(1),), (6,), 2, 1)
+    padded = BufferRows(12, np.zeros(1, np.int64), is_padded=True)
+    with pytest.raises(LayoutError, match=r"12 bytes with gaps.*2 chunks.*larger blocks"):
+        buffer_groups(section, [padded])
+    whole = Section(0, (0,), (range(1),), (12,), 1, 1)
+    assert 1 == len(buffer_groups(whole, [padded]))
 
 
 def test_rows_are_numbered_beyond_32_bits() -> None:
     """A merged buffer of a long pool has more rows than an int32 can count."""
     buffer = BufferRows(1, np.array([0, 3 << 32], np.int64))
-    slots = np.array([(1 << 32) + 1], np.int64)
-    ((moves,),) = plan_moves(alike([buffer]), slots, 1, 1 << 20)
-    assert [[(1 << 32) + 1, (4 << 32) + 1]] == moves.units.tolist()
-
-
-@pytest.mark.parametrize(
-    ("chunk_bytes", "expected"),
-    [
-        (36, 1), (71, 1), (72, 2), (143, 2), (144, 4), (36 * 64 - 1, 32), (36 * 64, 64),
-        (36 * 128 - 1, 64), (36 * 192, 192), (1 << 20, 29120),
-    ],
-)  # fmt: skip
-def test_a_chunk_holds_whole_groups_of_tokens(chunk_bytes: int, expected: int) -> None:
-    """As many of 64 as fit, or the largest power of two: 36 bytes a token."""
-    assert expected == chunk_tokens_for(small_geometry(), chunk_bytes)
-
-
-def test_a_chunk_holds_at_least_one_token() -> None:
-    """Even where it is longer than a chunk should be."""
-    assert 1 == chunk_tokens_for(small_geometry(), 35)
+    (plan,) = plan_of([buffer], [(1 << 32) + 1], 1)
+    assert [[(1 << 32) + 1, (4 << 32) + 1]] == plan.buffers[0].units.tolist()
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

@@ -1,4 +1,4 @@
-"""How much host memory an arena may take of this machine, and in blocks of which size."""
+"""How much host memory an arena may take of this machine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
 
-from kvtide.pool import Pool
-from kvtide.transfer import chunk_tokens_for
-
-_LEAST_CHUNK_BYTES = 1 << 16
-# A call costs what it takes to copy 10 KiB: a chunk should have many times that of each buffer.
-_BUFFER_SHARE_BYTES = 256 << 10
-_LARGEST_SHARES_BYTES = 16 << 20
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 # Of control groups v2, which have no name there, and of v1: a group's limit, what it has taken, and
@@ -33,23 +26,6 @@ _UNWRITTEN = ("file_dirty", "file_writeback", "dirty", "writeback")
 _PAGES_AT_ONCE = 1 << 18
 
 
-def block_bytes_for(pool: Pool, limit_bytes: int) -> int:
-    """The size of the arena's blocks, which is also that of a chunk.
-
-    What the device moves best at once, and more where the pool is in many buffers, each of which
-    takes a call of its own for every chunk; up to a 16th more, so that where scales lie beside
-    values of a power of two as many tokens fit as without. But no more than a 16th of a small
-    arena: a request takes whole blocks of it. Never less than the largest row, which moves whole.
-    """
-    geometry = pool.geometry
-    shares = min(len(pool.buffers) * _BUFFER_SHARE_BYTES, _LARGEST_SHARES_BYTES)
-    wanted = max(pool.device.chunk_bytes, shares) * 17 // 16
-    chunk_bytes = min(wanted, max(_LEAST_CHUNK_BYTES, limit_bytes // 16))
-    token_bytes = max(1, geometry.token_bytes)
-    largest_row = max(plane.row_bytes for plane in geometry.planes)
-    return max(chunk_tokens_for(geometry, chunk_bytes) * token_bytes, largest_row)
-
-
 def default_host_bytes(untouched_bytes: int, free_bytes: int | None = None) -> int:
     """The arena's limit where none was asked for: a quarter of what the pool leaves free.
 
@@ -61,15 +37,13 @@ def default_host_bytes(untouched_bytes: int, free_bytes: int | None = None) -> i
     return max(0, free - untouched_bytes) // 4
 
 
-def untouched_bytes_of(pool: Pool) -> int:
-    """What the host has yet to give of memory as this pool is written; 0 for one on a device.
+def untouched_bytes_of(buffers: Sequence[torch.Tensor]) -> int:
+    """How much memory the host has yet to give as a pool's buffers are written.
 
-    The system says so of whole pages. Where it can't be asked everything counts as untouched: a
-    budget is rather too small.
+    Buffers on a device take none. The system says of whole pages whether it gave them. Where it
+    can't be asked, all bytes count as untouched, so that a budget is rather too small.
     """
-    if pool.device.torch_device.type != "cpu":
-        return 0
-    storages = [buffer.untyped_storage() for buffer in pool.buffers]
+    storages = [buffer.untyped_storage() for buffer in buffers if buffer.is_cpu]
     distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(
         max(0, size_bytes - _resident_bytes(address, size_bytes))

@@ -6,6 +6,7 @@ The classes of the kit call them; a pool's own test may call them too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ from kvtide.conformance.ways import (
     tokens_per_row,
 )
 from kvtide.errors import KvtideError, LayoutError, SlotError, SnapshotDamaged, SnapshotMiss
-from kvtide.snapshot import Snapshot, Ticket
+from kvtide.snapshot import Snapshot
+from kvtide.ticket import Ticket
 
 
 def check_round_trips(subject: Subject, make_way: Callable[[int], Any] | None = None) -> None:
@@ -203,9 +205,8 @@ def check_failed_restores(subject: Subject) -> None:
         refuse(SnapshotDamaged, f"a flipped bit in chunk {number}", target.slots)
         block.bytes_view(1)[0] ^= 0x10
     seal = snapshot.seal
-    snapshot.seal = type(seal)(
-        bytes(16), seal.key, seal.token_count, seal.tokens, seal.chunk_bytes, seal.checksums
-    )
+    other = replace(subject.geometry, rank=subject.geometry.rank + 1)
+    snapshot.seal = replace(seal, geometry=other.canonical)
     refuse(SnapshotMiss, "another geometry", target.slots)
     snapshot.seal = seal
     _check_other_window(subject, refuse, target)

@@ -1,7 +1,7 @@
 """Devices: where bytes live, and when a copy of them is done."""
 
 from kvtide.device.accelerator import AcceleratorDevice
-from kvtide.device.base import Block, Device, Job, Phases, Step
+from kvtide.device.base import Block, Device, Job, Phases, Step, drain
 from kvtide.device.cpu import CPUDevice
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Job",
     "Phases",
     "Step",
+    "drain",
     "open_device",
 ]
 

@@ -36,6 +36,10 @@ class Block:
         """The block's first bytes: a writable view of the slab's memory."""
         return self.slab.numpy().data[self.offset : self.offset + size_bytes]
 
+    def tensor(self, first: int, stop: int) -> torch.Tensor:
+        """The block's bytes `first` to `stop` - 1, uint8: the slab's own memory."""
+        return self.slab[self.offset + first : self.offset + stop]
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -123,3 +127,25 @@ class Device(Protocol):
     def close(self) -> None:
         """Waits for all jobs and frees what the device holds. Repeatable."""
         ...
+
+
+def drain(device: Device) -> None:
+    """Waits until nothing moves: an empty job ends after all jobs that were queued before it.
+
+    Ctrl-C doesn't end the wait: whoever drains has an error to raise in any case, the first one.
+    """
+    last: Job[list[None]] | None = None
+    while last is None or not last.done():
+        try:
+            if last is None:
+                last = device.submit(_no_phases)
+            last.wait()
+        except Exception:
+            if last is None:
+                return  # the device takes no more jobs
+        except BaseException:
+            continue
+
+
+def _no_phases() -> Iterable[Sequence[Step[None]]]:
+    return ()

@@ -19,10 +19,10 @@ from kvtide.arena import HostArena
 from kvtide.device import Device
 from kvtide.doctor.finding import Finding, attempt
 from kvtide.doctor.here import Here, Opened
+from kvtide.form import chunk_tokens_for
 from kvtide.measure.copies import make_moves, make_pool
 from kvtide.measure.timing import Operation, Timing, time_in_turns
 from kvtide.measure.workload import PAGE_BYTES, make_slots
-from kvtide.transfer import chunk_tokens_for
 
 CASES = ("contiguous", "pages", "random")
 MOVES = ("gather", "sealed_gather", "scatter")

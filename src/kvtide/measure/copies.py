@@ -153,13 +153,13 @@ def make_moves(
     each group of planes. A block holds a chunk."""
     mover = Mover(pool)
 
-    def gather(*, seal: bool) -> list[int]:
+    def gather(*, seal: bool) -> object:
         return mover.gather(rows, blocks, chunk_bytes=chunk_bytes, seal=seal, at_once=True).wait()
 
     return {
         "gather": lambda: gather(seal=False),
         "sealed_gather": lambda: gather(seal=True),
         "scatter": lambda: mover.scatter(
-            blocks, rows, chunk_bytes=chunk_bytes, checksums=None, at_once=True
+            blocks, rows, chunk_bytes=chunk_bytes, spans=(), at_once=True
         ).wait(),
     }

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from kvtide.arena import HostArena
-from kvtide.arena.budget import block_bytes_for
 from kvtide.conformance.samples import SAMPLES
 from kvtide.device import Device, open_device
+from kvtide.form import chunk_sizes
 from kvtide.layout import Geometry, Layout
 from kvtide.measure.copies import make_moves
 from kvtide.measure.timing import Timing, time_in_turns
 from kvtide.measure.workload import PAGE_SIZE, POOL_SHARE
 from kvtide.pool import Pool
-from kvtide.transfer import Mover
+from kvtide.transfer import Mover, chunk_bytes_for
 
 # Of an arena large enough to have blocks of the size that it likes best.
 _ARENA_BYTES = 1 << 30
@@ -122,8 +122,9 @@ def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -
     page_size = geometry.page_size
     slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
     rows = [group.ids for group in pool.rows_of(slots, 1 if pool.request_kinds else None)]
-    mover, block_bytes = Mover(pool), block_bytes_for(pool, _ARENA_BYTES)
-    count, moved_bytes = mover.chunk_count(rows, block_bytes), mover.size_bytes(rows)
+    mover, block_bytes = Mover(pool), chunk_bytes_for(pool, _ARENA_BYTES)
+    sizes = [*chunk_sizes(mover.sections(block_bytes), [ids.size for ids in rows])]
+    count, moved_bytes = len(sizes), sum(sizes)
     arena = HostArena(device, limit_bytes=count * block_bytes, block_bytes=block_bytes)
     lease = arena.lease(count)
     moves = make_moves(pool, rows, lease.blocks, chunk_bytes=block_bytes)

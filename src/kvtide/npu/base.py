@@ -37,7 +37,7 @@ from kvtide.npu.planes import (
 from kvtide.pool.pool import Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.transfer import Mover, checked_slots
+from kvtide.transfer import checked_slots
 
 _DEFAULT_CHUNK_SIZE = 8192
 _LEAST_HOST_BYTES = 64 << 20
@@ -116,13 +116,13 @@ class NPUTokenToKVPool:
         block_bytes = self._device.chunk_bytes
         self._arena = HostArena(self._device, limit_bytes=limit, block_bytes=block_bytes)
         self._tide = Tide(self._pool, self._arena)
-        self._sections = Mover(self._pool).sections(block_bytes)
         self._parts = self._parts_of(geometry, held)
 
     def _parts_of(self, geometry: Geometry, held: Sequence[PlaneBuffer]) -> list[list[CopyPart]]:
         """For each layer, its tensors in a CPU copy."""
         names = [plane.name for plane in geometry.planes]
         assert names == [plane.name for plane in held], "buffers are counted in this order"
+        groups = geometry.groups
         parts: list[list[CopyPart]] = [[] for _ in range(self.layer_num)]
         of_pages = {plane.name for plane in geometry.planes if plane.unit == "page"}
         buffer = 0
@@ -130,7 +130,7 @@ class NPUTokenToKVPool:
             for layer in plane.layers:
                 number, group = None, 0
                 if not plane.is_empty:
-                    number, group = buffer, self._pool.buffer_rows[buffer].group
+                    number, group = buffer, groups[self._pool.buffer_rows[buffer].plane]
                     buffer += 1
                 part = CopyPart(
                     plane.name,
@@ -274,7 +274,7 @@ class NPUTokenToKVPool:
         self._synchronize()
         snapshot = self._tide.offload(indices)
         try:
-            return CPUCopy(snapshot, self._sections, self._parts, self._chunk_size)
+            return CPUCopy(snapshot, self._pool.geometry, self._parts, self._chunk_size)
         except BaseException:
             self._tide.discard(snapshot)
             raise

@@ -5,16 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
 import torch
-import xxhash
 
-from kvtide.errors import LayoutError, SnapshotDamaged, SnapshotMiss
-from kvtide.layout import Ids
+from kvtide.errors import LayoutError, SnapshotMiss
+from kvtide.form import Section, sections_of
+from kvtide.layout import Geometry, Ids
+from kvtide.seal import Span
 from kvtide.snapshot import Snapshot
-from kvtide.transfer.plan import Section
 
 TILE_COLUMNS = 16
 
@@ -68,13 +69,13 @@ class CPUCopy:
     """
 
     def __init__(
-        self, snapshot: Snapshot, sections: Sequence[Section], parts: Parts, chunk_size: int
+        self, snapshot: Snapshot, geometry: Geometry, parts: Parts, chunk_size: int
     ) -> None:
-        """For the pools: `sections` are those of the snapshot, `chunk_size` counts tokens."""
+        """For the pools: `geometry` is the snapshot's, `chunk_size` counts tokens."""
         self.snapshot = snapshot
         self.chunk_size = chunk_size
         self._parts = parts
-        self._reader = _Reader(snapshot, sections)
+        self._reader = _Reader(snapshot, geometry)
         # Not with this object: a layer that was taken out of it still reads. And not __del__:
         # the order in which a cycle's members are finalised is anybody's guess.
         self._release = weakref.finalize(self._reader, snapshot.lease.release)
@@ -123,22 +124,29 @@ class LayerCopy:
 class _Reader:
     """Reads single planes and layers out of a snapshot's blocks."""
 
-    def __init__(self, snapshot: Snapshot, sections: Sequence[Section]) -> None:
+    def __init__(self, snapshot: Snapshot, geometry: Geometry) -> None:
+        seal = snapshot.seal
         self.token_count = snapshot.token_count
         self._lease = snapshot.lease
-        self._checksums = snapshot.seal.checksums
-        self._firsts = [snapshot.seal.tokens_of(n) for n in range(len(snapshot.seal.tokens))]
+        self._firsts = [seal.tokens_of(group) for group in range(len(seal.tokens))]
+        self._spans: list[list[Span]] = [[] for _ in seal.used_bytes]
+        for span in seal.spans:
+            self._spans[span.chunk].append(span)
         self._checked: set[int] = set()
         self._places: dict[int, tuple[Section, int, int, int]] = {}
+        # A buffer of these pools is one layer of a plane.
+        first_buffers = [0, *accumulate(plane.layer_count for plane in geometry.planes)]
         chunk = 0
-        for section in sections:
+        for section in sections_of(geometry, seal.chunk_bytes):
             before = 0
-            for buffer, rows in zip(section.buffers, section.rows, strict=True):
-                assert len(rows.layer_rows) == 1, "a buffer of these pools is one layer"
-                self._places[buffer] = (section, chunk, before, rows.row_bytes)
-                before += rows.row_bytes
+            for plane, layers, width in zip(
+                section.planes, section.layers, section.widths, strict=True
+            ):
+                for layer in layers:
+                    place = (section, chunk, before, width)
+                    self._places[first_buffers[plane] + layer] = place
+                    before += width
             chunk += section.chunk_count(self._firsts[section.group].size)
-        assert chunk == len(self._checksums), "a chunk of these pools moves in one piece"
 
     def tokens(self, part: CopyPart, first: int, stop: int) -> torch.Tensor:
         """The tokens `first` to `stop` - 1 of a part, [token, *shape]."""
@@ -160,28 +168,24 @@ class _Reader:
         """Some rows of a part as a copy, uint8 [row, row_bytes]."""
         assert part.buffer is not None
         section, chunk, before, width = self._places[part.buffer]
-        row_count = self._firsts[section.group].size * section.pieces
-        start, end, size = first * section.pieces, stop * section.pieces, section.chunk_rows
+        row_count = self._firsts[section.group].size * section.row_parts
+        start, end, size = first * section.row_parts, stop * section.row_parts, section.chunk_rows
         pieces = []
         for number in range(start // size, -(-end // size)):
             held = min(size, row_count - number * size)
-            self._check(chunk + number, held * section.row_bytes)
+            self._check(chunk + number)
             block = self._lease.blocks[chunk + number]
             low, high = max(0, start - number * size), min(held, end - number * size)
             offset = block.offset + held * before
             pieces.append(block.slab[offset + low * width : offset + high * width])
         return torch.cat(pieces).view(stop - first, -1)
 
-    def _check(self, chunk: int, size_bytes: int) -> None:
+    def _check(self, chunk: int) -> None:
         if chunk in self._checked:
             return
-        block, sealed = self._lease.blocks[chunk], self._checksums[chunk]
-        found = xxhash.xxh3_64_intdigest(block.bytes_view(size_bytes))
-        if found != sealed:
-            raise SnapshotDamaged(
-                f"chunk {chunk}: {size_bytes} bytes with checksum {found:016x}, sealed as "
-                f"{sealed:016x}; nothing was read, so recompute this request"
-            )
+        memory = self._lease.blocks[chunk].bytes_view(self._spans[chunk][-1].stop)
+        for span in self._spans[chunk]:
+            span.check(memory)
         self._checked.add(chunk)
 
 

@@ -9,15 +9,11 @@ from pathlib import Path
 from typing import final
 
 from kvtide.arena import HostArena
-from kvtide.arena.budget import (
-    block_bytes_for,
-    default_host_bytes,
-    free_memory_bytes,
-    untouched_bytes_of,
-)
+from kvtide.arena.budget import default_host_bytes, free_memory_bytes, untouched_bytes_of
 from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.refusals import RankFailed
 from kvtide.pool import Pool
+from kvtide.transfer import chunk_bytes_for
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _REFUSED = -1
@@ -56,7 +52,7 @@ class HostMemory:
         if limit_bytes < 0:
             name = pool.geometry.layout.name
             raise RankFailed(f"{name}: refused on another rank, whose log says why")
-        block_bytes = block_bytes_for(pool, limit_bytes)
+        block_bytes = chunk_bytes_for(pool, limit_bytes)
         return HostArena(pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
 
     def measure(self, untouched_bytes: int) -> tuple[int, int]:
@@ -79,7 +75,7 @@ class HostMemory:
 
     def _part_of(self, pool: Pool) -> int:
         # Whatever was set: a rank of another host, where less may be set, waits for all the others.
-        untouched, free = self.measure(untouched_bytes_of(pool))
+        untouched, free = self.measure(untouched_bytes_of(pool.buffers))
         together = self._limit_bytes
         if together is None:
             together = default_host_bytes(untouched, free)

@@ -64,9 +64,13 @@ class Pool:
                 f"pool {geometry.layout.name!r}: {shared} are maps and requests' rows"
             )
         counts = [self._planes[plane.name][0].shape[0] for plane in geometry.planes]
+        groups = geometry.groups
         self._groups = [
-            (plane.rules, min(counts[number] for number in members))
-            for plane, members in _groups_of(geometry)
+            (
+                geometry.planes[groups.index(group)].rules,
+                min(count for count, number in zip(counts, groups, strict=True) if number == group),
+            )
+            for group in sorted(set(groups))
         ]
 
     @property
@@ -139,15 +143,14 @@ class Pool:
         planes: dict[str, list[torch.Tensor]] = {}
         buffers: list[torch.Tensor] = []
         rows: list[BufferRows] = []
-        groups = _group_numbers(geometry)
-        for plane, group in zip(geometry.planes, groups, strict=True):
+        for number, plane in enumerate(geometry.planes):
             count = plane.row_count(slot_count, known)
             buffer = device.allocate(plane.layer_count * count * plane.row_bytes)
             typed = buffer.view(getattr(torch, plane.dtype))
             planes[plane.name] = list(typed.view(plane.layer_count, count, *plane.row_shape))
             buffers.append(buffer)
             starts = np.arange(plane.layer_count, dtype=np.int64) * count
-            rows.append(BufferRows(plane.row_bytes, starts, group))
+            rows.append(BufferRows(plane.row_bytes, starts, number))
         return cls(geometry, device, slot_count, planes, buffers, rows, maps or {})
 
     @classmethod
@@ -181,8 +184,8 @@ class Pool:
                 f"pool {name!r}: planes {sorted(planes)} given, {sorted(expected)} declared"
             )
         layers = _Layers(geometry, device)
-        for plane, group in zip(geometry.planes, _group_numbers(geometry), strict=True):
-            layers.add(plane, group, planes[plane.name])
+        for number, plane in enumerate(geometry.planes):
+            layers.add(plane, number, planes[plane.name])
         if not shares_memory:
             refuse_shared_memory(layers.buffers, name)
         if slot_count is not None:
@@ -205,7 +208,7 @@ class _Layers:
         self.rows: list[BufferRows] = []
 
     def add(
-        self, plane: PlaneGeometry, group: int, given: torch.Tensor | Sequence[torch.Tensor]
+        self, plane: PlaneGeometry, number: int, given: torch.Tensor | Sequence[torch.Tensor]
     ) -> None:
         """Takes a plane's tensors."""
         where = f"plane {plane.name!r}"
@@ -223,7 +226,7 @@ class _Layers:
             self.typed[plane.name].append(typed)
             self.buffers.append(buffer)
             start = np.zeros(1, np.int64)
-            self.rows.append(BufferRows(plane.row_bytes, start, group, buffer.dim() == 2))
+            self.rows.append(BufferRows(plane.row_bytes, start, number, buffer.dim() == 2))
 
     def slot_count(self, given: int | None) -> int:
         """The slots that all planes agree on."""
@@ -244,16 +247,3 @@ class _Layers:
 
 def _count(value: object, what: str, least: int) -> int:
     return checked_integer(value, what, least=least, error=LayoutError)
-
-
-def _groups_of(geometry: Geometry) -> list[tuple[PlaneGeometry, list[int]]]:
-    """Planes of equal rules, by the first of them and the numbers of all."""
-    numbers = _group_numbers(geometry)
-    members = [[at for at, one in enumerate(numbers) if one == group] for group in set(numbers)]
-    return [(geometry.planes[group[0]], group) for group in sorted(members)]
-
-
-def _group_numbers(geometry: Geometry) -> list[int]:
-    """The group of each plane: planes of equal rules take the same rows."""
-    distinct = list(dict.fromkeys(plane.rules for plane in geometry.planes))
-    return [distinct.index(plane.rules) for plane in geometry.planes]

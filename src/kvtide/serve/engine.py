@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from kvtide.arena import HostArena
-from kvtide.arena.budget import block_bytes_for, default_host_bytes, untouched_bytes_of
+from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
@@ -35,6 +35,7 @@ from kvtide.serve.sizing import check_memory, count_pages, create_pool, move_mod
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
+from kvtide.transfer import chunk_bytes_for
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
 
@@ -144,8 +145,8 @@ class Engine:
         model = PagedModel(source.model, pool, exact=None if check is None else check.rules)
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
-            limit_bytes = default_host_bytes(untouched_bytes_of(pool))
-        block_bytes = block_bytes_for(pool, limit_bytes)
+            limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
+        block_bytes = chunk_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         pages = PageAllocator(page_count)
         return cls(model, source, Tide(pool, arena, pages), pages, options, check)

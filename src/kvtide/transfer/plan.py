@@ -1,273 +1,301 @@
-"""Which bytes move: the plan of a chunk, the same for both ways. Pure: no torch, no I/O.
+"""Stage 1: which bytes move, and in which calls. Pure: no torch, no I/O, no memory of a device.
 
-Planes whose rows are named alike make a section: their rows move together. A section is cut
-into chunks of `chunk_rows` rows, the last one shorter. A chunk's bytes are, for each plane, for
-each layer, the rows in the order of the request's tokens. Sections and chunks depend on the
-geometry and `chunk_bytes` alone, so any source fits any target.
+The chunks of a section hold the same rows of each of its buffers. A request's rows become units
+(rows that adjoin move as one), the units of a chunk become calls, and calls become tasks, which
+lanes share. The plan is the same for both directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtide.errors import LayoutError, SlotError
+from kvtide.form import FULL_RUN_ROWS, Section
 from kvtide.integers import integers_of
-from kvtide.layout import BufferRows, Geometry
+from kvtide.layout import BufferRows, Ids
 
-Slots = NDArray[np.int64]
+# A plan takes some ten bytes for each row of each layer. Rows beyond so many are planned later.
+_PLANNED_ROWS = 1 << 20
+# A call of that size takes long beside what it costs when two lanes want the interpreter at once.
+_LONG_CALL_BYTES = 128 << 10
+# Buffers whose units are few move in one call while it stays within what is hashed at once.
+_JOINED_BYTES = 256 << 10
 
-_LONGEST_GROUP = 64
-# Rows of that size move one by one about as fast as in groups.
-_WIDE_ROW_BYTES = 8 << 10
 
+class BufferGroup(NamedTuple):
+    """Buffers that follow each other in a chunk and have equal rows: one plan serves them all.
 
-@final
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """Buffers, one after another in a list, whose rows lie alike: what moves of one moves of all.
-
-    `numbers` are their places in the list, `rows` says how they lie.
+    `buffers` are their numbers in the pool. A row has `row_bytes` in them, and their i-th layer
+    begins at row `first_rows[i]` (int64 [layer]). `is_padded`: rows have gaps between them.
     """
 
-    rows: BufferRows
-    numbers: range
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Section:
-    """Buffers, or some layers of them, whose rows move together.
-
-    `buffers` are their numbers in the pool, and `rows` what of each moves, side by side. Each row
-    of the request is read as `pieces` rows here, where one alone is larger than a chunk.
-    """
-
-    group: int
     buffers: tuple[int, ...]
-    rows: tuple[BufferRows, ...]
-    pieces: int
-    chunk_rows: int
-
-    @cached_property
-    def alike(self) -> list[Alike]:
-        """Its buffers, those that lie alike together; `numbers` are places in `buffers`."""
-        return alike(self.rows)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one row of all its buffers and layers."""
-        return sum(one.row_bytes * len(one.layer_rows) for one in self.rows)
-
-    @cached_property
-    def layer_rows(self) -> int:
-        """Rows of a full chunk, those of all layers counted; of buffers that lie alike once."""
-        return self.chunk_rows * sum(len(one.rows.layer_rows) for one in self.alike)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a full chunk."""
-        return self.chunk_rows * self.row_bytes
-
-    def ids(self, rows: Slots) -> Slots:
-        """The rows to move for `rows` of the request, int64 [row * pieces]."""
-        if self.pieces == 1:
-            return rows
-        return (rows[:, None] * self.pieces + np.arange(self.pieces)).reshape(-1)
-
-    def chunk_count(self, row_count: int) -> int:
-        """How many chunks `row_count` rows of the request make."""
-        return -(-row_count * self.pieces // self.chunk_rows)
+    row_bytes: int
+    first_rows: Ids
+    is_padded: bool
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """How some chunks of equal length move between buffers that lie alike and their blocks.
+class BufferPlan(NamedTuple):
+    """The units of a buffer group that go to some chunks of equal length.
 
-    Each buffer of `numbers`, less its first `skip_rows` rows, is read as units of `unit_rows` rows.
-    Of each, chunk i has the units `units[i]` (int64 [chunk, unit]), `layer_units` of each layer; in
-    its block they lie without gaps, those of the first buffer from byte `block_offset` on, then
-    those of the next. No more than `most_units` should move at once.
+    Each buffer, less its first `skip_bytes`, is read as units of `unit_bytes`. Chunk i takes the
+    units `units[i]` (int64 [chunk, unit]) of each buffer. In its block they lie without gaps from
+    byte `block_offset` on, one buffer after the other. A call moves `most_units` of one buffer, or
+    fewer.
     """
 
-    numbers: range
-    skip_rows: int
-    unit_rows: int
-    units: Slots
-    layer_units: int
+    group: BufferGroup
+    skip_bytes: int
+    unit_bytes: int
+    units: Ids
     block_offset: int
     most_units: int
 
 
-def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Slots:
-    """A copy of `slots` as int64 [token]: what happens to the caller's array later can't matter.
+class CopyCall(NamedTuple):
+    """One call: of the buffer plan of that number, all units of `buffers`, or those of `units`.
+
+    `buffers` counts within the plan's group. The call ends at byte `stop` of the block.
+    """
+
+    plan: int
+    buffers: range
+    units: slice | None
+    stop: int
+
+
+class TaskPlan(NamedTuple):
+    """What one lane does at once for a chunk: some whole spans (first, stop) of it, in bytes."""
+
+    spans: tuple[tuple[int, int], ...]
+    calls: tuple[CopyCall, ...]
+
+
+class ChunkPlan(NamedTuple):
+    """Chunks of equal length, `first_chunk` and the ones after it: one for each line of units."""
+
+    first_chunk: int
+    chunk_count: int
+    buffers: list[BufferPlan]
+    tasks: list[TaskPlan]
+
+
+def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
+    """A copy of `slots` as int64 [token], so that later changes of the caller's array can't matter.
 
     Takes whatever numpy takes for integers, and tensors that lie on a device; for those it
     blocks. Raises SlotError, naming the first bad id, for slots that aren't integers in one
     dimension, are negative, beyond the pool, repeated, or among the first `padding_slots`, which
-    are nobody's: an engine's table has 0 where a token has no slot.
+    belong to no token: an engine's table has 0 where a token has no slot.
     """
     ids = integers_of(slots, "slot")
     if not ids.size:
         return ids
     ordered = np.sort(ids)
     if ordered[0] < 0 or ordered[-1] >= slot_count:
-        at = int(((ids < 0) | (ids >= slot_count)).argmax())
-        raise SlotError(f"slot {ids[at]} at position {at} isn't in 0 … {slot_count - 1}")
+        bad = int(((ids < 0) | (ids >= slot_count)).argmax())
+        raise SlotError(f"slot {ids[bad]} at position {bad} isn't in 0 … {slot_count - 1}")
     if ordered[0] < padding_slots:
-        at = int((ids < padding_slots).argmax())
+        bad = int((ids < padding_slots).argmax())
         raise SlotError(
-            f"slot {ids[at]} at position {at} is padding, so that token has none: the slots that "
+            f"slot {ids[bad]} at position {bad} is padding, so that token has none: the slots that "
             f"this pool hands out begin at {padding_slots}"
         )
     if (ordered[1:] == ordered[:-1]).any():
         order = np.argsort(ids, kind="stable")
-        at = int(order[1:][np.diff(ids[order]) == 0].min())
-        raise SlotError(f"slot {ids[at]} at position {at} is there already")
+        bad = int(order[1:][np.diff(ids[order]) == 0].min())
+        raise SlotError(f"slot {ids[bad]} at position {bad} is there already")
     return ids
 
 
-def chunk_tokens_for(geometry: Geometry, chunk_bytes: int) -> int:
-    """The most tokens that `chunk_bytes` hold, rounded down to whole groups; at least 1."""
-    return _whole_groups(chunk_bytes // max(1, geometry.token_bytes))
+def buffer_groups(section: Section, buffer_rows: Sequence[BufferRows]) -> list[BufferGroup]:
+    """The buffers of a pool that a section's chunks hold, in the order of their bytes.
 
-
-def sections_of(buffers: Sequence[BufferRows], chunk_bytes: int) -> list[Section]:
-    """The sections of a pool with these buffers, in the order in which they lie in a snapshot.
-
-    One a group, in as many parts as it takes for a row of each part to fit into a chunk. Raises
-    LayoutError where even a single row can't be cut to fit.
+    `buffer_rows` are the pool's, plane after plane. Raises LayoutError where a row would have to
+    be split that has gaps behind it: its parts are no rows of the buffer.
     """
-    sections: list[Section] = []
-    for group in sorted({one.group for one in buffers}):
-        numbers = [number for number, one in enumerate(buffers) if one.group == group]
-        layers = [(n, at) for n in numbers for at in range(len(buffers[n].layer_rows))]
-        while layers:
-            sections.append(_take_section(buffers, layers, chunk_bytes))
-    return sections
+    groups: list[BufferGroup] = []
+    for plane, layers, width in zip(section.planes, section.layers, section.widths, strict=True):
+        first = 0
+        for number, rows in enumerate(buffer_rows):
+            if rows.plane != plane:
+                continue
+            inside = rows.layer_rows[max(0, layers.start - first) : max(0, layers.stop - first)]
+            first += len(rows.layer_rows)
+            if not inside.size:
+                continue
+            if rows.is_padded and section.row_parts > 1:
+                raise LayoutError(
+                    f"rows of {rows.row_bytes} bytes with gaps between them can't be split into "
+                    f"{section.row_parts} chunks; give the arena larger blocks"
+                )
+            found = BufferGroup((number,), width, inside * section.row_parts, rows.is_padded)
+            if groups and _are_alike(groups[-1], found):
+                found = BufferGroup((*groups.pop().buffers, number), *_form_of(found))
+            groups.append(found)
+    return groups
 
 
-def _take_section(
-    buffers: Sequence[BufferRows], layers: list[tuple[int, int]], chunk_bytes: int
-) -> Section:
-    """A section of the first of `layers`, which are taken out: as many as fit into a chunk."""
-    first = buffers[layers[0][0]]
-    taken, size = 0, 0
-    for number, _ in layers:
-        size += buffers[number].row_bytes
-        if size > chunk_bytes:
-            break
-        taken += 1
-    own, layers[:] = layers[: max(1, taken)], layers[max(1, taken) :]
-    pieces = 1 if taken else _pieces_of(first, chunk_bytes)
-    numbers = list(dict.fromkeys(number for number, _ in own))
-    rows = []
-    for number in numbers:
-        at = [layer for other, layer in own if other == number]
-        rows.append(buffers[number].part(at[0], at[-1] + 1).cut(pieces))
-    row_bytes = sum(one.row_bytes * len(one.layer_rows) for one in rows)
-    chunk_rows = chunk_bytes // row_bytes
-    if max(one.row_bytes for one in rows) < _WIDE_ROW_BYTES:
-        chunk_rows = _whole_groups(chunk_rows)
-    return Section(first.group, tuple(numbers), tuple(rows), pieces, chunk_rows)
+def _form_of(group: BufferGroup) -> tuple[int, Ids, bool]:
+    return group.row_bytes, group.first_rows, group.is_padded
 
 
-def _pieces_of(rows: BufferRows, chunk_bytes: int) -> int:
-    """The fewest equal pieces of a row that fit into a chunk each."""
-    fewest = -(-rows.row_bytes // chunk_bytes)
-    fitting = (n for n in range(fewest, rows.row_bytes + 1) if rows.row_bytes % n == 0)
-    pieces = next(fitting)
-    if rows.is_padded:
-        raise LayoutError(
-            f"rows of {rows.row_bytes} bytes with gaps between them can't be cut into chunks of "
-            f"{chunk_bytes}; give the arena larger blocks"
-        )
-    return pieces
+def _are_alike(group: BufferGroup, other: BufferGroup) -> bool:
+    return (group.row_bytes, group.is_padded) == (other.row_bytes, other.is_padded) and (
+        np.array_equal(group.first_rows, other.first_rows)
+    )
 
 
-def _whole_groups(rows: int) -> int:
-    """The most up to `rows`, and at least 1, that is whole groups: of the longest ones, or a power
-    of two. A chunk of whole pages moves by pages."""
-    if rows >= _LONGEST_GROUP:
-        return rows - rows % _LONGEST_GROUP
-    return 1 << (max(1, rows).bit_length() - 1)
+def plan_in_parts(
+    sections: Sequence[tuple[Section, Sequence[BufferGroup]]],
+    rows: Sequence[Ids],
+    *,
+    call_bytes: int,
+    task_bytes: int,
+) -> Iterator[list[ChunkPlan]]:
+    """Plans for all chunks of a request's rows (checked, for each group of planes), part by part.
 
-
-def alike(buffers: Sequence[BufferRows]) -> list[Alike]:
-    """The buffers in order, those that lie alike and follow each other as one."""
-    found: list[Alike] = []
-    form = None
-    for number, one in enumerate(buffers):
-        before, form = form, (one.row_bytes, one.is_padded, one.layer_rows.tobytes())
-        first = found.pop().numbers.start if form == before else number
-        found.append(Alike(one, range(first, number + 1)))
-    return found
-
-
-def plan_moves(
-    buffers: Sequence[Alike], rows: Slots, chunk_rows: int, longest_bytes: int
-) -> list[list[Moves]]:
-    """The moves of all chunks of `rows` (checked): those of the full chunks, then of the rest.
-
-    Either list is left out where there is no such chunk. What should move at once is no longer than
-    `longest_bytes`, unless a single unit is. Buffers come in the chunk's order: planes, then
-    layers.
+    Each part has so few rows that its plan is small; most requests are one. A call is no longer
+    than `call_bytes` unless a single unit is, and a task has `task_bytes` or a little more.
     """
-    full = rows.size - rows.size % chunk_rows
-    parts = (rows[:full].reshape(-1, chunk_rows), rows[full:].reshape(1, -1))
-    return [_plan_part(buffers, part, longest_bytes) for part in parts if part.size]
+    part: list[ChunkPlan] = []
+    planned_rows, chunk = 0, 0
+    for section, groups in sections:
+        ids, chunk_rows = section.ids(rows[section.group]), section.chunk_rows
+        rows_of_chunk = chunk_rows * sum(len(group.first_rows) for group in groups)
+        most_rows = max(1, _PLANNED_ROWS // rows_of_chunk) * chunk_rows
+        for first in range(0, ids.size, most_rows):
+            some = ids[first : first + most_rows]
+            count = -(-some.size // chunk_rows)
+            if planned_rows and planned_rows + count * rows_of_chunk > _PLANNED_ROWS:
+                yield part
+                part, planned_rows = [], 0
+            planned_rows += count * rows_of_chunk
+            part += plan_chunks(section, groups, some, chunk, call_bytes, task_bytes)
+            chunk += count
+    yield part
 
 
-def _plan_part(buffers: Sequence[Alike], chunks: Slots, longest_bytes: int) -> list[Moves]:
-    """The moves of chunks of equal length, rows int64 [chunk, row]."""
-    group, skip = _grouping(chunks)
-    moves: list[Moves] = []
+def plan_chunks(
+    section: Section,
+    groups: Sequence[BufferGroup],
+    rows: Ids,
+    first_chunk: int,
+    call_bytes: int,
+    task_bytes: int,
+) -> list[ChunkPlan]:
+    """Plans for the chunks of the section's `rows`: for the full chunks, then for the last one."""
+    full = rows.size - rows.size % section.chunk_rows
+    parts = (rows[:full].reshape(-1, section.chunk_rows), rows[full:].reshape(1, -1))
+    plans: list[ChunkPlan] = []
+    for chunks in parts:
+        if chunks.size:
+            buffers = _plan_buffers(groups, chunks, call_bytes)
+            tasks = _plan_tasks(buffers, section.span_stops(chunks.shape[1]), task_bytes)
+            plans.append(ChunkPlan(first_chunk, len(chunks), buffers, tasks))
+            first_chunk += len(chunks)
+    return plans
+
+
+def _plan_buffers(groups: Sequence[BufferGroup], chunks: Ids, call_bytes: int) -> list[BufferPlan]:
+    """For chunks of equal length, rows int64 [chunk, row]."""
+    run_rows, skip_rows = _runs_in(chunks)
+    plans: list[BufferPlan] = []
     block_offset = 0
-    for one in buffers:
-        unit_rows, units = _units_of(one.rows, chunks, group, skip)
-        unit_bytes = unit_rows * one.rows.row_bytes
-        at, most = block_offset, max(1, longest_bytes // unit_bytes)
-        layer_units = chunks.shape[1] // unit_rows
-        skipped = skip % unit_rows
-        moves.append(Moves(one.numbers, skipped, unit_rows, units, layer_units, at, most))
-        block_offset += len(one.numbers) * units.shape[1] * unit_bytes
-    return moves
+    for group in groups:
+        unit_rows, units = _units_of(group, chunks, run_rows, skip_rows)
+        unit_bytes = unit_rows * group.row_bytes
+        skip_bytes = skip_rows % unit_rows * group.row_bytes
+        most_units = max(1, call_bytes // unit_bytes)
+        plans.append(BufferPlan(group, skip_bytes, unit_bytes, units, block_offset, most_units))
+        block_offset += len(group.buffers) * units.shape[1] * unit_bytes
+    return plans
 
 
-def _units_of(buffer: BufferRows, chunks: Slots, group: int, skip: int) -> tuple[int, Slots]:
-    """How many rows of that buffer are a unit; and the units [chunk, unit]."""
-    # A unit must not straddle two layers, so each layer has to begin at one.
-    unit_rows = 1 if buffer.is_padded else min(group, _alignment(buffer.layer_rows))
-    firsts, bases = chunks, buffer.layer_rows
+def _units_of(group: BufferGroup, chunks: Ids, run_rows: int, skip_rows: int) -> tuple[int, Ids]:
+    """How many rows of these buffers are a unit, and the units, int64 [chunk, unit]."""
+    # A unit must not straddle two layers, so each layer has to begin at a unit.
+    unit_rows = 1 if group.is_padded else min(run_rows, _alignment_of(group.first_rows))
+    firsts, first_rows = chunks, group.first_rows
     if unit_rows > 1:
-        firsts = (chunks[:, ::unit_rows] - skip % unit_rows) // unit_rows
-        bases = bases // unit_rows
-    return unit_rows, (bases[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
+        firsts = (chunks[:, ::unit_rows] - skip_rows % unit_rows) // unit_rows
+        first_rows = first_rows // unit_rows
+    return unit_rows, (first_rows[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
 
 
-def _grouping(chunks: Slots) -> tuple[int, int]:
-    """(group, skip): each chunk's slots are runs of `group` consecutive ones, and every run
-    begins `skip` after a multiple of `group`; the longest such power of two."""
-    # A power of two that divides where runs begin, in the chunks and among the slots, divides
-    # what is or-ed here.
-    bits = chunks.shape[1] | _LONGEST_GROUP
+def _runs_in(chunks: Ids) -> tuple[int, int]:
+    """(run_rows, skip_rows): each chunk is runs of `run_rows` consecutive rows, and every run
+    begins `skip_rows` behind a multiple of `run_rows`; the longest such power of two."""
+    # A power of two divides the OR of some numbers only if it divides each of them. So or-ed here:
+    # where runs begin in the chunks, and by how much they begin apart among the rows.
+    bits = chunks.shape[1] | FULL_RUN_ROWS
     if bits & 1:
         return 1, 0
-    slots = chunks.reshape(-1)
-    first = int(slots[0])
-    starts = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
-    bits |= int(np.bitwise_or.reduce(starts)) | int(np.bitwise_or.reduce(slots[starts] - first))
-    group = bits & -bits
-    return group, first % group
+    rows = chunks.reshape(-1)
+    first = int(rows[0])
+    starts = (rows[1:] - rows[:-1] != 1).nonzero()[0] + 1
+    bits |= int(np.bitwise_or.reduce(starts)) | int(np.bitwise_or.reduce(rows[starts] - first))
+    run_rows = bits & -bits
+    return run_rows, first % run_rows
 
 
-def _alignment(rows: Slots) -> int:
-    """The largest power of two, up to the longest group, that divides every row."""
-    bits = int(np.bitwise_or.reduce(rows)) | _LONGEST_GROUP
+def _alignment_of(rows: Ids) -> int:
+    """The largest power of two, up to FULL_RUN_ROWS, that divides every row."""
+    bits = int(np.bitwise_or.reduce(rows)) | FULL_RUN_ROWS
     return bits & -bits
+
+
+def _plan_tasks(
+    plans: Sequence[BufferPlan], span_stops: Sequence[int], task_bytes: int
+) -> list[TaskPlan]:
+    """The tasks of a chunk: spans until there are `task_bytes`, and the calls that move them.
+
+    A chunk isn't shared among lanes where the calls of its layers are short: lanes would wait for
+    the interpreter's lock longer than they gain.
+    """
+    tasks: list[TaskPlan] = []
+    calls: list[CopyCall] = []
+    spans: list[tuple[int, int]] = []
+    first = 0
+    for stop in span_stops:
+        spans.append((spans[-1][1] if spans else first, stop))
+        is_last = stop == span_stops[-1]
+        if is_last or (stop - first >= task_bytes and _is_long(plans, stop)):
+            for number, plan in enumerate(plans):
+                calls += _calls_of(number, plan, first, stop)
+            tasks.append(TaskPlan(tuple(spans), tuple(calls)))
+            first, calls, spans = stop, [], []
+    return tasks
+
+
+def _is_long(plans: Sequence[BufferPlan], stop: int) -> bool:
+    """Whether the layer that ends at byte `stop` of a chunk is moved by long calls."""
+    plan = next(plan for plan in reversed(plans) if plan.block_offset < stop)
+    layer_units = plan.units.shape[1] // len(plan.group.first_rows)
+    return bool(layer_units * plan.unit_bytes >= _LONG_CALL_BYTES)
+
+
+def _calls_of(number: int, plan: BufferPlan, first: int, stop: int) -> Iterator[CopyCall]:
+    """The calls for what a buffer plan has of the bytes `first` to `stop` of a chunk.
+
+    Buffers move together where their units are few, one by one or in slices where they are many.
+    """
+    per_buffer, unit_bytes = plan.units.shape[1], plan.unit_bytes
+    unit_count = len(plan.group.buffers) * per_buffer
+    unit = max(0, (first - plan.block_offset) // unit_bytes)
+    end = min(unit_count, (stop - plan.block_offset) // unit_bytes)
+    joined = -(-_JOINED_BYTES // (per_buffer * unit_bytes))
+    while unit < end:
+        buffer, begin = divmod(unit, per_buffer)
+        if begin == 0 and per_buffer <= min(plan.most_units, end - unit):
+            count = min(joined, (end - unit) // per_buffer)
+            buffers, units = range(buffer, buffer + count), None
+            unit += count * per_buffer
+        else:
+            until = min(per_buffer, begin + plan.most_units, begin + end - unit)
+            buffers, units = range(buffer, buffer + 1), slice(begin, until)
+            unit += until - begin
+        yield CopyCall(number, buffers, units, plan.block_offset + unit * unit_bytes)

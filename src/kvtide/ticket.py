@@ -1,0 +1,79 @@
+"""Ticket: a move under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, final
+
+from kvtide.device import Job
+from kvtide.errors import to_keep, to_raise
+
+T = TypeVar("T")
+
+
+@final
+class Ticket(Generic[T]):
+    """A move under way. The memory at both its ends belongs to it until it is settled.
+
+    Only the thread that schedules may call its methods.
+    """
+
+    def __init__(
+        self,
+        job: Job[Any],
+        *,
+        succeed: Callable[[Any], T],
+        fail: Callable[[], None] = lambda: None,
+        forget: Callable[[Ticket[T]], None] = lambda _: None,
+    ) -> None:
+        """For Tide: `succeed` makes the ticket's result of the job's, `fail` gives back what the
+        move held, and `forget` is told once the outcome is known. All three are repeatable."""
+        self._job = job
+        self._succeed = succeed
+        self._fail = fail
+        self._forget = forget
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome is known here; doesn't ask the device."""
+        return bool(self._result) or self._error is not None
+
+    def done(self) -> bool:
+        """Whether the move has ended, well or badly; doesn't block."""
+        if not self.settled and self._job.done():
+            self.settle()
+        return self.settled
+
+    def settle(self) -> None:
+        """Blocks until the move has ended. Raises nothing of the move's: `wait` does."""
+        if self.settled:
+            return
+        try:
+            results = self._job.wait()
+        except BaseException as error:
+            if not self._raises_again(type(error)):
+                raise  # by a signal handler: the job still runs, so no outcome is recorded
+            self._fail()
+            self._error = to_keep(error)
+        else:
+            self._result.append(self._succeed(results))
+        self._forget(self)
+        del self._succeed, self._fail, self._forget  # and what they hold
+
+    def _raises_again(self, kind: type[BaseException]) -> bool:
+        """Whether an error is the job's own, which is raised each time the job is asked."""
+        try:
+            if self._job.done():
+                self._job.wait()
+        except kind:
+            return True
+        return False
+
+    def wait(self) -> T:
+        """Blocks until the move has ended; gives its result or raises its error, each time."""
+        self.settle()
+        if self._error is not None:
+            raise to_raise(self._error)
+        return self._result[0]

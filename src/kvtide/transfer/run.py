@@ -1,0 +1,196 @@
+"""Stage 3: units move between buffers and blocks, and spans are hashed while they are in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from kvtide.device import Block
+from kvtide.layout import Ids
+from kvtide.seal import Span
+from kvtide.transfer.plan import CopyCall, TaskPlan
+
+# So much is hashed at once, as soon as it is there: with what it was copied from, it is still in
+# the core's own cache.
+_HASHED_BYTES = 256 << 10
+
+
+@final
+class HostCopier:
+    """Moves the units of one buffer plan in host memory, by numpy.
+
+    A call of numpy takes a microsecond, where one of torch takes eight, and while one lane is in
+    the interpreter the others can't begin a call. And numpy moves a unit as a whole in both
+    directions, where torch's index_copy_ goes element by element.
+    """
+
+    def __init__(
+        self,
+        buffers: list[NDArray[Any]],
+        units: Ids,
+        memories: Sequence[memoryview],
+        block_offset: int,
+    ) -> None:
+        """`buffers` are read as units, [unit] or [unit, byte]. `units` says for each chunk which of
+        them go to its block, int64 [chunk, unit], from byte `block_offset` of its memory on."""
+        self._buffers = buffers
+        self._units = units
+        self._block_offset = block_offset
+        self._shape = (len(buffers), units.shape[1], *buffers[0].shape[1:])
+        self._parts = [self._part(memory) for memory in memories]
+
+    def _part(self, memory: memoryview) -> NDArray[Any]:
+        """Where the units lie in a block, or in staging: [buffer, unit, …]."""
+        return np.ndarray(self._shape, self._buffers[0].dtype, memory, self._block_offset)
+
+    def gather(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
+        """The call's units of chunk `number` go to its block, or to `staging` if there is any."""
+        units, part = self._ends(number, call, staging)
+        for buffer in call.buffers:
+            # Rows were checked. To "raise" for others, numpy would go by way of a buffer.
+            self._buffers[buffer].take(units, 0, part[buffer], "clip")
+
+    def scatter(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
+        """The same units back."""
+        units, part = self._ends(number, call, staging)
+        for buffer in call.buffers:
+            self._buffers[buffer][units] = part[buffer]
+
+    def _ends(
+        self, number: int, call: CopyCall, staging: torch.Tensor | None
+    ) -> tuple[Ids, NDArray[Any]]:
+        units = self._units[number]
+        part = self._parts[number] if staging is None else self._part(staging.numpy().data)
+        if call.units is None:
+            return units, part
+        return units[call.units], part[:, call.units]
+
+
+@final
+class DeviceCopier:
+    """Moves the units of one buffer plan anywhere, by torch; in host memory, rows with gaps.
+
+    In inference mode: an engine's tensors may have been made in it, and such tensors can't be
+    written outside.
+    """
+
+    def __init__(
+        self,
+        buffers: list[torch.Tensor],
+        units: torch.Tensor,
+        blocks: Sequence[Block],
+        block_offset: int,
+    ) -> None:
+        """`buffers` are read as units, [unit, element]. `units` says for each chunk which of them
+        go to its block, int64 [chunk, unit] where kernels read it, from byte `block_offset` on."""
+        self._buffers = buffers
+        self._units = units.unbind()
+        self._blocks = blocks
+        self._block_offset = block_offset
+        self._shape = (units.shape[1], buffers[0].shape[1])
+        self._part_bytes = units.shape[1] * buffers[0].shape[1] * buffers[0].element_size()
+
+    @torch.inference_mode()
+    def gather(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
+        """See HostCopier."""
+        for buffer in call.buffers:
+            units, part = self._ends(number, buffer, call.units, staging)
+            torch.index_select(self._buffers[buffer], 0, units, out=part)
+
+    @torch.inference_mode()
+    def scatter(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
+        """See HostCopier."""
+        for buffer in call.buffers:
+            units, part = self._ends(number, buffer, call.units, staging)
+            self._buffers[buffer].index_copy_(0, units, part)
+
+    def _ends(
+        self, number: int, buffer: int, span: slice | None, staging: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        units, first = self._units[number], self._block_offset + buffer * self._part_bytes
+        memory = staging
+        if memory is None:
+            block = self._blocks[number]
+            memory, first = block.slab, block.offset + first
+        part = memory[first : first + self._part_bytes].view(self._buffers[0].dtype)
+        part = part.view(self._shape)
+        return (units, part) if span is None else (units[span], part[span])
+
+
+Copier = HostCopier | DeviceCopier
+
+
+@final
+class Task:
+    """What one lane does at once: some whole spans of a chunk, most often all of them."""
+
+    def __init__(
+        self,
+        chunk: int,
+        number: int,
+        block: Block,
+        memory: memoryview,
+        copiers: Sequence[Copier],
+        plan: TaskPlan,
+    ) -> None:
+        """`number` is the chunk's among those that `copiers` know, `memory` is its block's."""
+        self._chunk = chunk
+        self._number = number
+        self._block = block
+        self._memory = memory
+        self._copiers = copiers
+        self._plan = plan
+        self._first = plan.spans[0][0]
+        self._stop = plan.spans[-1][1]
+        self._spans: list[Span] = []
+
+    def gather(self, staging: torch.Tensor | None) -> None:
+        """Units of the buffers go to the block, by way of `staging` if there is any."""
+        for call in self._plan.calls:
+            self._copiers[call.plan].gather(self._number, call, staging)
+        if staging is not None:
+            target = self._block.tensor(self._first, self._stop)
+            target.copy_(staging[self._first : self._stop], non_blocking=True)
+
+    def gather_hashing(self, staging: torch.Tensor | None) -> None:
+        """The same. Without staging the checksums are known then as well."""
+        if staging is not None or self._stop - self._first <= _HASHED_BYTES:
+            self.gather(staging)
+            return
+        memory, checksum, hashed = self._memory, xxhash.xxh3_64(), self._first
+        spans = iter(self._plan.spans)
+        first, stop = next(spans)
+        for call in self._plan.calls:
+            self._copiers[call.plan].gather(self._number, call, None)
+            if call.stop - hashed < _HASHED_BYTES and call.stop < self._stop:
+                continue
+            while call.stop >= stop:
+                checksum.update(memory[hashed:stop])
+                self._spans.append(Span(self._chunk, first, stop, checksum.intdigest()))
+                hashed = stop
+                if stop == self._stop:
+                    return
+                checksum.reset()
+                first, stop = next(spans)
+            checksum.update(memory[hashed : call.stop])
+            hashed = call.stop
+
+    def scatter(self, staging: torch.Tensor | None) -> None:
+        """The block goes to units of the buffers, by way of `staging` if there is any."""
+        if staging is not None:
+            source = self._block.tensor(self._first, self._stop)
+            staging[self._first : self._stop].copy_(source, non_blocking=True)
+        for call in self._plan.calls:
+            self._copiers[call.plan].scatter(self._number, call, staging)
+
+    def seal(self) -> list[Span]:
+        """The task's spans, with their checksums, once their bytes are in the block."""
+        return self._spans or [
+            Span(self._chunk, first, stop, xxhash.xxh3_64_intdigest(self._memory[first:stop]))
+            for first, stop in self._plan.spans
+        ]

@@ -1,0 +1,122 @@
+"""Both copiers, against the same copies made one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvtide.device import Block, CPUDevice
+from kvtide.transfer.bind import Binder, memories_of
+from kvtide.transfer.plan import BufferGroup, BufferPlan, CopyCall
+from kvtide.transfer.run import Copier, DeviceCopier, HostCopier
+
+KINDS = {"by numpy": HostCopier, "by torch": DeviceCopier}
+
+
+@pytest.fixture(params=KINDS)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By numpy, as in host memory; by torch, as on a device."""
+    if request.param == "by torch":
+        monkeypatch.setattr("kvtide.transfer.bind._suits_numpy", lambda _: False)
+    return str(request.param)
+
+
+def in_steps(step: int, count: int, offset: int, tail: int) -> list[Block]:
+    """Blocks of one slab, so far apart: the slab's size alone would allow wider elements."""
+    slab = torch.zeros(offset + count * step + tail, dtype=torch.uint8)
+    return [Block(slab, offset + number * step) for number in range(count)]
+
+
+def copier_of(
+    how: str,
+    buffers: list[torch.Tensor],
+    units: list[list[int]],
+    blocks: list[Block],
+    block_offset: int,
+) -> Copier:
+    """As the mover makes them, for units of 16 bytes of `buffers`."""
+    device = CPUDevice(lanes=1)
+    group = BufferGroup(tuple(range(len(buffers))), 16, np.zeros(1, np.int64), is_padded=False)
+    plan = BufferPlan(group, 0, 16, np.array(units, np.int64), block_offset, len(units[0]))
+    copier = Binder(buffers, device)._copier_of(plan, blocks, memories_of(blocks))
+    assert KINDS[how] is type(copier)
+    device.close()
+    return copier
+
+
+CALLS = (
+    CopyCall(0, range(2, 3), slice(2, 3), 0),
+    CopyCall(0, range(2), None, 0),
+    CopyCall(0, range(2, 3), slice(2), 0),
+)
+"""Of three buffers with three units each: two calls of one, and one of the other two."""
+
+
+def three_buffers() -> list[torch.Tensor]:
+    """Of 20 units."""
+    return [torch.randint(1, 256, (20 * 16,), dtype=torch.uint8) for _ in range(3)]
+
+
+@pytest.mark.parametrize("step", [160, 168, 169])
+@pytest.mark.parametrize(("offset", "block_offset"), [(0, 0), (16, 8), (5, 3)])
+def test_each_chunk_has_its_own_units(how: str, step: int, offset: int, block_offset: int) -> None:
+    """At their place in its own block, whatever divides the blocks' distance; and back."""
+    buffers = three_buffers()
+    rows = [buffer.view(-1, 16).clone() for buffer in buffers]
+    index = [[3, 19, 0], [7, 8, 5], [11, 2, 12]]
+    blocks = in_steps(step, len(index), offset, -(offset + len(index) * step) % 16)
+    slab = blocks[0].slab
+    copier = copier_of(how, buffers, index, blocks, block_offset)
+    expected = torch.zeros_like(slab)
+    for number, units in enumerate(index):
+        first = offset + number * step + block_offset
+        expected[first : first + 144] = torch.cat([buffer[units].view(-1) for buffer in rows])
+        for call in CALLS:
+            copier.gather(number, call, None)
+    assert torch.equal(expected, slab)
+    wanted = [torch.zeros_like(buffer) for buffer in rows]
+    for buffer in buffers:
+        buffer.zero_()
+    for number, units in enumerate(index):
+        for given, buffer in zip(wanted, rows, strict=True):
+            given[units] = buffer[units]
+        for call in CALLS:
+            copier.scatter(number, call, None)
+    assert all(map(torch.equal, [given.view(-1) for given in wanted], buffers))
+
+
+def test_staging_is_laid_out_like_a_block(how: str) -> None:
+    """The block isn't touched."""
+    buffers = three_buffers()
+    rows = [buffer.view(-1, 16).clone() for buffer in buffers]
+    blocks, staging = in_steps(160, 2, 0, 0), torch.zeros(160).byte()
+    copier = copier_of(how, buffers, [[3, 19, 1], [7, 8, 2]], blocks, 8)
+    for call in CALLS:
+        copier.gather(1, call, staging)
+    gathered = torch.cat([buffer[[7, 8, 2]].view(-1) for buffer in rows])
+    assert torch.equal(gathered, staging[8:152])
+    assert not staging[:8].any()
+    assert not staging[152:].any()
+    assert not blocks[0].slab.any()
+    for buffer in buffers:
+        buffer.zero_()
+    for call in CALLS:
+        copier.scatter(0, call, staging)
+    for buffer, given in zip(buffers, rows, strict=True):
+        assert torch.equal(given[[7, 8, 2]], buffer.view(-1, 16)[[3, 19, 1]])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "kind"),
+    [
+        (torch.zeros(8 * 48, dtype=torch.uint8), HostCopier),
+        (torch.zeros(8, 48, dtype=torch.uint8)[:, :16], DeviceCopier),
+        (torch.empty(64, dtype=torch.uint8, device="meta"), DeviceCopier),
+    ],
+    ids=["rows without gaps", "rows with gaps", "a device's memory"],
+)
+def test_numpy_moves_whole_rows_of_host_memory_alone(buffer: torch.Tensor, kind: type) -> None:
+    """It would copy all of a buffer with gaps to take some of its rows."""
+    name = next(name for name in KINDS if KINDS[name] is kind)
+    copier_of(name, [buffer], [[0, 1]], in_steps(160, 1, 0, 0), 0)
