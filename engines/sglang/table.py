@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtide.plugin.sglang.checkup.installed import Trip, all_cases, make_trips, reachable
-from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip
+from kvtide.doctor.sglang_checks import Trip, all_cases, make_trips, reachable
+from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, Refusal, round_trip
 from kvtide.plugin.sglang.homes import SGLANG
 from kvtide.plugin.sglang.ordinary.coverage import reasons
 from kvtide.plugin.sglang.pools.known_classes import known_classes
@@ -33,7 +33,7 @@ Row = tuple[str, ...]
 def tables() -> Iterator[str]:
     """The lines between the markers."""
     all_cases()  # publishes what building a pool needs
-    from kvtide.plugin.sglang.checkup.cases import FAMILIES, REFUSED
+    from kvtide.plugin.sglang.cases.all_cases import FAMILIES, REFUSED
 
     trips = [(title, list(make_trips(family.CASES))) for title, family in FAMILIES]
     yield from summary([trip for _, family in trips for trip in family])

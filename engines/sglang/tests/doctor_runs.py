@@ -17,9 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 from kvtide.cli.main import main
+from kvtide.doctor import sglang_checks
 from kvtide.plugin import package
 from kvtide.plugin.description import Description
-from kvtide.plugin.sglang.checkup import installed
 from kvtide.plugin.sglang.homes import SGLANG
 from kvtide.plugin.sglang.pools import describe, keys_values
 from kvtide.plugin.sglang.pools.subject import Subject
@@ -41,8 +41,8 @@ def run(*arguments: str) -> tuple[int, str, str]:
 @contextmanager
 def few_cases(names: Sequence[str] = ("MHA, page 1", "keys alone")) -> Iterator[None]:
     """With these cases alone, as all of them take a while."""
-    cases = [case for case in installed.all_cases() if case.name in names]
-    with patch.object(installed, "all_cases", lambda: cases):
+    cases = [case for case in sglang_checks.all_cases() if case.name in names]
+    with patch.object(sglang_checks, "all_cases", lambda: cases):
         yield
 
 
@@ -87,10 +87,12 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
             yield "left out", run("--json")
         with patch.dict(os.environ, {"KVTIDE_SGLANG": "yes"}):
             yield "a setting that can't be meant", run("--json")
-    unbuilt = [replace(installed.all_cases()[0], build=broken_build)]
-    with patch.object(installed, "all_cases", lambda: unbuilt):
+    unbuilt = [replace(sglang_checks.all_cases()[0], build=broken_build)]
+    with patch.object(sglang_checks, "all_cases", lambda: unbuilt):
         yield "unbuilt", run("--json")
-    with patch.object(installed, "all_cases", side_effect=ImportError("no module of that name")):
+    with patch.object(
+        sglang_checks, "all_cases", side_effect=ImportError("no module of that name")
+    ):
         yield "moved", run("--json")
     yield "modules", (0, json.dumps([name for name in sys.modules if "kvtide.serve" in name]), "")
 

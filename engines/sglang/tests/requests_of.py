@@ -10,7 +10,7 @@ import torch
 
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang.attachment import Attachment
-from kvtide.plugin.sglang.checkup.cases_attention import mha
+from kvtide.plugin.sglang.cases.keys_values import mha
 from kvtide.plugin.sglang.open_keeper import open_keeper
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.settings import Settings

@@ -13,14 +13,14 @@ import sys
 
 # SGLang first: a torch that has an NPU would have it look for an NPU's kernels.
 from kvtide.cli.simulated import simulate
-from kvtide.plugin.sglang.checkup import cases_npu
-from kvtide.plugin.sglang.checkup.trips import KvtideWay, Way, round_trip
+from kvtide.plugin.sglang.cases import ascend
+from kvtide.plugin.sglang.cases.round_trips import KvtideWay, Way, round_trip
 
 
 def run(schedule: str) -> None:
     """All cases, under a schedule as `kvtide --schedule` takes it; the process has an NPU then."""
     simulate("npu", schedule)
-    for case in cases_npu.cases("npu"):
+    for case in ascend.cases("npu"):
         alone, through = round_trip(case, Way()), round_trip(case, KvtideWay())
         line = json.dumps([schedule, case.name, alone.verdict, through.verdict, through.detail])
         sys.stdout.write(line + "\n")

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.page_interleave_pool import PageInterleaveMHATokenToKV
 from sglang.srt.runtime_context import get_parallel
 
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, environment, mha
+from kvtide.plugin.sglang.cases.keys_values import ON_CPU, environment, mha
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject
 

@@ -11,8 +11,8 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from kvtide.plugin.sglang.checkup.cases_state import state_params
-from kvtide.plugin.sglang.checkup.cases_window import allocator_of, extend, window_pool
+from kvtide.plugin.sglang.cases.recurrent_state import state_params
+from kvtide.plugin.sglang.cases.sliding_window import allocator_of, extend, window_pool
 from kvtide.plugin.sglang.ordinary.allocation import longest_window_slots, take_slots
 
 WINDOW = 20

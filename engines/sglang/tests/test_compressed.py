@@ -24,9 +24,9 @@ from sglang.srt.mem_cache import memory_pool
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, apply_rules
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, mha
-from kvtide.plugin.sglang.checkup.cases_compressed import attach, grow, request_pool
-from kvtide.plugin.sglang.checkup.cases_state import STATE_LAYERS, state_params
+from kvtide.plugin.sglang.cases.compressed_keys import attach, grow, request_pool
+from kvtide.plugin.sglang.cases.keys_values import ON_CPU, mha
+from kvtide.plugin.sglang.cases.recurrent_state import STATE_LAYERS, state_params
 from kvtide.plugin.sglang.ordinary import allocation
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject

@@ -6,7 +6,7 @@ import torch
 
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, apply_rules
-from kvtide.plugin.sglang.checkup.cases_deepseek_v4 import CASES
+from kvtide.plugin.sglang.cases.deepseek_v4 import CASES
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.rules import PagesOfRequest

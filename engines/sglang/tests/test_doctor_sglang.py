@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.plugin.sglang.checkup.cases import CASES
+from kvtide.plugin.sglang.cases.all_cases import CASES
 from kvtide.plugin.sglang.pools.known_classes import known_classes
 
 SCRIPT = Path(__file__).parent / "doctor_runs.py"

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache import common
 from kvtide.arena import Lease
 from kvtide.plugin.sglang import hooks
 from kvtide.plugin.sglang.attachment import attach, attached, is_saved
-from kvtide.plugin.sglang.checkup.cases_deepseek_v4 import CASES
+from kvtide.plugin.sglang.cases.deepseek_v4 import CASES
 from kvtide.plugin.sglang.settings import Settings
 
 pytest_plugins = ["attached_case"]

@@ -19,8 +19,8 @@ from kvtide.plugin import host_memory
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.refusals import REASONS, DeviceFailed, RankFailed, Refused, StateAhead
-from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
-from kvtide.plugin.sglang.checkup.cases_window import CASES as WINDOW_CASES
+from kvtide.plugin.sglang.cases.recurrent_state import CASES as STATE_CASES
+from kvtide.plugin.sglang.cases.sliding_window import CASES as WINDOW_CASES
 from kvtide.plugin.sglang.rules import LastTokens
 from kvtide.plugin.sglang.settings import Settings
 

@@ -9,12 +9,12 @@ from sglang.srt.layers.dcp.layout import localize_dcp_indices, maybe_dcp_kernel_
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, Striped, apply_rules
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.checkup import cases_deepseek_v4, cases_latent, cases_npu
-from kvtide.plugin.sglang.checkup.trips import Refusal, randomise, same
+from kvtide.plugin.sglang.cases import ascend, deepseek_v4, latent
+from kvtide.plugin.sglang.cases.round_trips import Refusal, randomise, same
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject
 
-REFUSED = [*cases_latent.REFUSED, *cases_npu.REFUSED, *cases_deepseek_v4.REFUSED]
+REFUSED = [*latent.REFUSED, *ascend.REFUSED, *deepseek_v4.REFUSED]
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.name)
@@ -67,8 +67,8 @@ def test_a_rank_has_what_sglang_gives_it() -> None:
 
 def test_index_keys_are_read_where_sglang_keeps_them() -> None:
     """What it moves to other slots, keys and scales, is read there."""
-    pool = cases_latent.dsa()
-    (probe, *_) = cases_latent.index_probes(pool)
+    pool = latent.dsa()
+    (probe, *_) = latent.index_probes(pool)
     torch.manual_seed(1)
     randomise(probe.buffers[0])
     source, target = torch.arange(64, 101), torch.arange(300, 337)
@@ -80,7 +80,7 @@ def test_index_keys_are_read_where_sglang_keeps_them() -> None:
 def test_tiles_are_read_where_sglang_writes_them() -> None:
     """A token's tiles of 16, in Ascend's NZ order."""
     cache, slots = torch.randn(1, 4, 16, 1, 64), torch.tensor([17, 3, 40])
-    (probe,) = cases_npu.plane("latent", cache, tiled=True)
+    (probe,) = ascend.plane("latent", cache, tiled=True)
     rows = _mla_fia_nz_scatter_indices(slots, 64, 16)
     expected = cache.view(-1, 16)[rows.view(-1)].view(3, 4, 16)
     assert same(expected, probe.read(slots, {}))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.plugin.sglang.checkup.cases_npu import CASES
-from kvtide.plugin.sglang.checkup.trips import Case
+from kvtide.plugin.sglang.cases.ascend import CASES
+from kvtide.plugin.sglang.cases.round_trips import Case
 
 SCRIPT = Path(__file__).parent / "simulated_npu.py"
 SCHEDULES = ("lazy", "random:1")

@@ -14,7 +14,7 @@ from sglang.srt import runtime_context
 
 from kvtide.plugin.sglang import attachment, hooks
 from kvtide.plugin.sglang.attachment import Attachment
-from kvtide.plugin.sglang.checkup.cases_state import CASES as STATE_CASES
+from kvtide.plugin.sglang.cases.recurrent_state import CASES as STATE_CASES
 from kvtide.plugin.sglang.settings import Settings
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.plugin.sglang.checkup.cases import CASES
-from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Outcome, Way, round_trip
+from kvtide.plugin.sglang.cases.all_cases import CASES
+from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, Outcome, Way, round_trip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

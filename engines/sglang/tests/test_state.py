@@ -9,15 +9,15 @@ import torch
 from kvtide.errors import SlotError
 from kvtide.layout import EveryNth, Mapped, Rule, apply_rules
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.checkup import cases_attention, cases_state, cases_unified, cases_window
-from kvtide.plugin.sglang.checkup.trips import Case, KvtideWay, Refusal, round_trip
+from kvtide.plugin.sglang.cases import keys_values, recurrent_state, sliding_window, unified_memory
+from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, Refusal, round_trip
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
 from kvtide.plugin.sglang.pools.page_table import PageTable
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.rules import LastTokens
 
-REFUSED = [*cases_state.REFUSED, *cases_window.REFUSED, *cases_unified.REFUSED]
+REFUSED = [*recurrent_state.REFUSED, *sliding_window.REFUSED, *unified_memory.REFUSED]
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.name)
@@ -63,7 +63,7 @@ def test_more_rows_than_the_target_has_are_lost_only_if_the_window_is_known() ->
     """Else they may be needed: the restore is refused."""
 
     def build() -> Any:
-        built = cases_window.with_tail(cases_window.windowed(16, 16))
+        built = sliding_window.with_tail(sliding_window.windowed(16, 16))
         built.window_tokens = None
         return built
 
@@ -76,7 +76,7 @@ def test_rows_for_what_had_left_the_window_are_left_alone_only_if_it_is_known() 
     """Else they would be taken for the request's, with what somebody else left in them."""
 
     def build() -> Any:
-        built = cases_window.windowed(16, 32)
+        built = sliding_window.windowed(16, 32)
         assert built.window_tokens is None
         return built
 
@@ -87,7 +87,7 @@ def test_rows_for_what_had_left_the_window_are_left_alone_only_if_it_is_known() 
 
 def test_a_slot_without_a_row_is_an_error_where_each_must_have_one() -> None:
     """A window's slots may lack one."""
-    allocator = cases_unified.hybrid_bundle().token_to_kv_pool_allocator
+    allocator = unified_memory.hybrid_bundle().token_to_kv_pool_allocator
     slots = allocator.alloc(16).numpy()
     owner = allocator.full_attn_allocator
     rows = PageTable(owner, "full")(slots)
@@ -100,21 +100,21 @@ def test_a_slot_without_a_row_is_an_error_where_each_must_have_one() -> None:
 
 def test_a_draft_must_have_all_of_the_targets_slots() -> None:
     """The one that has too few is named, with both numbers."""
-    target, allocator = cases_attention.mha()
-    draft, _ = cases_attention.mha(size=128)
+    target, allocator = keys_values.mha()
+    draft, _ = keys_values.mha(size=128)
     with pytest.raises(Refused, match=r"^MHATokenToKVPool: .* 144 slots, .* 272:"):
         describe_with_draft(Subject(target, allocator), [target, draft])
 
 
 def test_a_draft_that_is_refused_refuses_its_target_with_it() -> None:
     """All or nothing."""
-    target, allocator = cases_attention.mha()
+    target, allocator = keys_values.mha()
     with pytest.raises(Refused, match=r"^pool class builtins.object isn't known"):
         describe_with_draft(Subject(target, allocator), [object()])
 
 
 def test_without_a_draft_it_is_the_targets_description() -> None:
     """By its parts."""
-    target, allocator = cases_attention.mha()
+    target, allocator = keys_values.mha()
     found = describe_with_draft(Subject(target, allocator), [])
     assert ["k", "v"] == [part.name for part in found.parts]

@@ -11,12 +11,12 @@ import torch
 from kvtide.device import open_device
 from kvtide.errors import LayoutError
 from kvtide.plugin.description import Description, Part
-from kvtide.plugin.sglang.checkup import cases_state
-from kvtide.plugin.sglang.checkup.trips import Built, KvtideWay, Outcome, round_trip
+from kvtide.plugin.sglang.cases import recurrent_state
+from kvtide.plugin.sglang.cases.round_trips import Built, KvtideWay, Outcome, round_trip
 
-BESIDE_STATE = next(case for case in cases_state.CASES if case.name == "MHA beside state")
-QSA = next(case for case in cases_state.CASES if case.name.startswith("QSA: "))
-RING = next(case for case in cases_state.CASES if "of the request's" in case.name)
+BESIDE_STATE = next(case for case in recurrent_state.CASES if case.name == "MHA beside state")
+QSA = next(case for case in recurrent_state.CASES if case.name.startswith("QSA: "))
+RING = next(case for case in recurrent_state.CASES if "of the request's" in case.name)
 
 
 class Careless(KvtideWay):

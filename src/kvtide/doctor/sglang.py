@@ -17,7 +17,7 @@ from kvtide.errors import first_line
 from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
-    from kvtide.plugin.sglang.checkup.installed import ClassFound, Trip
+    from kvtide.doctor.sglang_checks import ClassFound, Trip
     from kvtide.plugin.sglang.settings import Settings
 
 _GROUPS = (
@@ -40,7 +40,7 @@ class SGLangReport:
         are invalid.
         """
         from kvtide.arena.budget import default_host_bytes
-        from kvtide.plugin.sglang.checkup.installed import import_sglang
+        from kvtide.doctor.sglang_checks import import_sglang
         from kvtide.plugin.sglang.settings import read_settings
 
         # What SGLang prints on the way isn't part of the report, nor of its JSON.
@@ -102,7 +102,7 @@ class SGLangReport:
         page.finding(self._reads_finding(), good="all there")
 
     def _check_active(self, page: Page) -> None:
-        from kvtide.plugin.sglang.checkup.installed import why_not_hooked, why_not_loaded
+        from kvtide.doctor.sglang_checks import why_not_hooked, why_not_loaded
 
         if self.settings.mode == "off":
             page.heading("kvtide is turned off (KVTIDE_SGLANG=0)")
@@ -119,7 +119,7 @@ class SGLangReport:
             find("hooks are in place", why_not_hooked(self.settings))
 
     def _try_trips(self, page: Page) -> None:
-        from kvtide.plugin.sglang.checkup.installed import all_cases, make_trips
+        from kvtide.doctor.sglang_checks import all_cases, make_trips
 
         page.heading("Round trips of small pools on the CPU, and what SGLang's own copy does")
         try:
@@ -137,7 +137,7 @@ class SGLangReport:
                 page.finding(_trip_finding(trip), good=_beside(trip))
 
     def _look_at_classes(self, page: Page) -> None:
-        from kvtide.plugin.sglang.checkup.installed import find_classes
+        from kvtide.doctor.sglang_checks import find_classes
 
         self.classes = find_classes(self.trips)
         for verdicts, title in _GROUPS:

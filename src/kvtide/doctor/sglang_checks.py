@@ -21,7 +21,7 @@ from kvtide.plugin.sglang.pools.known_classes import known_classes
 from kvtide.plugin.sglang.settings import Settings
 
 if TYPE_CHECKING:
-    from kvtide.plugin.sglang.checkup.trips import Built, Case, Outcome
+    from kvtide.plugin.sglang.cases.round_trips import Built, Case, Outcome
 
 PLUGINS, ENTRY_POINT = "sglang.srt.plugins", "kvtide.plugin.sglang:register"
 CHOSEN = "SGLANG_PLUGINS"
@@ -68,7 +68,7 @@ class ClassFound:
 
 
 def import_sglang() -> None:
-    """Imports what the checkup needs. Raises UsageError, with the remedy, where that can't be."""
+    """Imports what the doctor needs. Raises UsageError, with the remedy, where that can't be."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         raise UsageError(
@@ -117,11 +117,10 @@ def word_for(own: Outcome) -> str:
 
 def all_cases() -> Sequence[Case]:
     """Every case. Raises ImportError or AttributeError where SGLang has moved what they build."""
-    from sglang.srt.runtime_context import get_parallel
+    from kvtide.plugin.sglang.cases.round_trips import set_what_servers_set
 
-    # A server sets these from its arguments; pools of latents can't be built without.
-    get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
-    from kvtide.plugin.sglang.checkup.cases import CASES
+    set_what_servers_set()
+    from kvtide.plugin.sglang.cases.all_cases import CASES
 
     return CASES
 
@@ -136,7 +135,7 @@ def make_trips(cases: Iterable[Case]) -> Iterator[Trip]:
 
 
 def _make_trip(case: Case) -> Trip:
-    from kvtide.plugin.sglang.checkup.trips import KvtideWay, Way, round_trip
+    from kvtide.plugin.sglang.cases.round_trips import KvtideWay, Way, round_trip
 
     names: set[str] = set()
 

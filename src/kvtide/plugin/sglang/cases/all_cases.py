@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from kvtide.plugin.sglang.checkup import (
-    cases_attention,
-    cases_attention_quantized,
-    cases_compressed,
-    cases_deepseek_v4,
-    cases_draft,
-    cases_latent,
-    cases_npu,
-    cases_state,
-    cases_unified,
-    cases_window,
+from kvtide.plugin.sglang.cases import (
+    ascend,
+    compressed_keys,
+    deepseek_v4,
+    draft_model,
+    keys_values,
+    keys_values_quantized,
+    latent,
+    recurrent_state,
+    sliding_window,
+    unified_memory,
 )
-from kvtide.plugin.sglang.checkup.trips import Case, Refusal
+from kvtide.plugin.sglang.cases.round_trips import Case, Refusal
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
-    ("Keys and values", cases_attention),
-    ("Keys and values, quantized", cases_attention_quantized),
-    ("Latents", cases_latent),
-    ("Recurrent state", cases_state),
-    ("Compressed keys", cases_compressed),
-    ("Sliding windows", cases_window),
-    ("Unified memory", cases_unified),
-    ("Draft models", cases_draft),
-    ("Ascend NPU", cases_npu),
-    ("DeepSeek-V4", cases_deepseek_v4),
+    ("Keys and values", keys_values),
+    ("Keys and values, quantized", keys_values_quantized),
+    ("Latents", latent),
+    ("Recurrent state", recurrent_state),
+    ("Compressed keys", compressed_keys),
+    ("Sliding windows", sliding_window),
+    ("Unified memory", unified_memory),
+    ("Draft models", draft_model),
+    ("Ascend NPU", ascend),
+    ("DeepSeek-V4", deepseek_v4),
 )
 """A title, and the module that has the family's CASES, and REFUSED if any are."""
 

@@ -13,9 +13,9 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_parallel
 
-from kvtide.plugin.sglang.checkup.cases_attention import environment, scattered
-from kvtide.plugin.sglang.checkup.cases_latent import last_first
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.cases.keys_values import environment, scattered
+from kvtide.plugin.sglang.cases.latent import last_first
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
 
 PAGE_SIZE, LAYER_COUNT = 16, 3
 TILE = 16

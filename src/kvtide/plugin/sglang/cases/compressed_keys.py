@@ -9,14 +9,14 @@ import torch
 from sglang.srt.layers.attention.minicpm.cache import attach_compressed_cache
 from sglang.srt.mem_cache import memory_pool
 
-from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, key_value_probes, mha
-from kvtide.plugin.sglang.checkup.cases_state import (
+from kvtide.plugin.sglang.cases.keys_values import ON_CPU, key_value_probes, mha
+from kvtide.plugin.sglang.cases.recurrent_state import (
     STATE_LAYERS,
     hybrid,
     state_params,
     state_probes,
 )
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe
 
 KERNEL_SIZE, KERNEL_STRIDE = 4, 2
 TOKENS = 45

@@ -11,7 +11,7 @@ import torch
 from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as v4
 
-from kvtide.plugin.sglang.checkup.built_deepseek_v4 import (
+from kvtide.plugin.sglang.cases.deepseek_v4_server import (
     PAGE,
     RATIOS,
     REQUESTS,
@@ -22,7 +22,7 @@ from kvtide.plugin.sglang.checkup.built_deepseek_v4 import (
     npu_modules,
     pool_of,
 )
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
 
 TOKENS = 3 * PAGE + 77
 Locate = Callable[[torch.Tensor], torch.Tensor]

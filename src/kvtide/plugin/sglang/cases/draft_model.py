@@ -14,22 +14,22 @@ from sglang.srt.mem_cache.unified_draft_pool import (
     UnifiedDraftSWAKVPool,
 )
 
-from kvtide.plugin.sglang.checkup import cases_state, cases_unified, cases_window
-from kvtide.plugin.sglang.checkup.cases_attention import (
+from kvtide.plugin.sglang.cases import recurrent_state, sliding_window, unified_memory
+from kvtide.plugin.sglang.cases.keys_values import (
     ON_CPU,
     allocator_for,
     key_value_probes,
     mha,
     scattered,
 )
-from kvtide.plugin.sglang.checkup.cases_latent import last_first
-from kvtide.plugin.sglang.checkup.cases_state import SOURCES, TARGETS
-from kvtide.plugin.sglang.checkup.cases_unified import (
+from kvtide.plugin.sglang.cases.latent import last_first
+from kvtide.plugin.sglang.cases.recurrent_state import SOURCES, TARGETS
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, token_rows
+from kvtide.plugin.sglang.cases.unified_memory import (
     buffers,
     state_by_table,
     tokens_by_table,
 )
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe, token_rows
 
 NOT_COPIED = "only the pool of the allocator is copied, and the draft model's isn't it"
 
@@ -60,7 +60,7 @@ def _both_mha() -> Built:
 
 def _mla_target() -> Built:
     pool = memory_pool.MLATokenToKVPool(
-        size=512, page_size=16, dtype=torch.bfloat16, layer_num=3, **cases_window.LATENT
+        size=512, page_size=16, dtype=torch.bfloat16, layer_num=3, **sliding_window.LATENT
     )
     draft, probes = _draft_mha()
     latents = [token_rows(f"latent{layer}", one) for layer, one in enumerate(pool.kv_buffer)]
@@ -70,8 +70,8 @@ def _mla_target() -> Built:
 
 def _beside_state() -> Built:
     """A hybrid target, and a draft of one layer whose pool has the target's state, too."""
-    state = cases_state.state_pool()
-    pool, allocator = cases_state.hybrid(state)
+    state = recurrent_state.state_pool()
+    pool, allocator = recurrent_state.hybrid(state)
     draft = memory_pool.HybridLinearKVPool(
         size=512,
         dtype=torch.bfloat16,
@@ -84,7 +84,7 @@ def _beside_state() -> Built:
     )
     probes = [
         *key_value_probes(pool.full_kv_pool),
-        *cases_state.state_probes(state),
+        *recurrent_state.state_probes(state),
         *key_value_probes(draft.full_kv_pool),
     ]
     return Built(pool, allocator, probes, SOURCES, TARGETS, draft_pools=[draft])
@@ -92,21 +92,21 @@ def _beside_state() -> Built:
 
 def _state_of_its_own() -> Built:
     """A draft with state: the rows have the numbers of the target's."""
-    state, own = cases_state.state_pool(), cases_state.state_pool()
-    pool, allocator = cases_state.hybrid(state)
+    state, own = recurrent_state.state_pool(), recurrent_state.state_pool()
+    pool, allocator = recurrent_state.hybrid(state)
     draft, probes = _draft_mha()
     probes = [
         *key_value_probes(pool.full_kv_pool),
-        *cases_state.state_probes(state),
+        *recurrent_state.state_probes(state),
         *probes,
-        *cases_state.state_probes(own),
+        *recurrent_state.state_probes(own),
     ]
     return Built(pool, allocator, probes, SOURCES, TARGETS, draft_pools=[draft, own])
 
 
 def _windows() -> Built:
     """A draft with windows of its own, whose slots are its rows, beside a target with a map."""
-    pool = cases_window.window_pool(16)
+    pool = sliding_window.window_pool(16)
     draft = SWAKVPool(
         size=512,
         size_swa=512,
@@ -119,13 +119,13 @@ def _windows() -> Built:
         device="cpu",
     )
     draft.register_mapping(torch.arange(512 + 16 + 1))
-    allocator = cases_window.allocator_of(pool, 16)
-    probes = [*cases_window.window_probes(pool), *cases_window.window_probes(draft)]
+    allocator = sliding_window.allocator_of(pool, 16)
+    probes = [*sliding_window.window_probes(pool), *sliding_window.window_probes(draft)]
     return Built(
         pool,
         allocator,
         probes,
-        allocate=lambda count: cases_window.extend(allocator, count),
+        allocate=lambda count: sliding_window.extend(allocator, count),
         draft_pools=[draft],
     )
 
@@ -137,7 +137,7 @@ DENSE = fused_draft.DenseDraftRegion(
 
 def _placed(**counts: tuple[int, ...]) -> Any:
     """Lanes of draft layers for each of two runners, by the pool that they lie in."""
-    params = cases_state.state_params()
+    params = recurrent_state.state_params()
     state = fused_draft.DraftStateGeometry(
         conv_state_shapes=((8, 3),),
         conv_dtype=params.dtype.conv,
@@ -153,7 +153,7 @@ def _placed(**counts: tuple[int, ...]) -> Any:
 
 def _fused_hybrid() -> Built:
     """Two runners, of one layer and of two, in the entries of a hybrid target's two pools."""
-    built = cases_unified.hybrid(fused_draft=_placed(full=(1, 2), mamba=(1, 2)))
+    built = unified_memory.hybrid(fused_draft=_placed(full=(1, 2), mamba=(1, 2)))
     shared, host = built.allocator.unified_buffer, built.allocator
     lanes = ({0: 0}, {0: 1, 1: 2})
     pools = [
@@ -184,8 +184,8 @@ def _fused_hybrid() -> Built:
 
 def _fused_windows() -> Built:
     """A draft of a layer with full attention and one with a window, each in a target's entries."""
-    bundle = cases_unified.window_bundle(fused_draft=_placed(full=(1, 2), swa=(1, 2)))
-    built = cases_unified.windows(bundle, gone=16, window=37 - 16)
+    bundle = unified_memory.window_bundle(fused_draft=_placed(full=(1, 2), swa=(1, 2)))
+    built = unified_memory.windows(bundle, gone=16, window=37 - 16)
     draft = UnifiedDraftSWAKVPool(
         unified_buffer=bundle.unified_memory_pool,
         host_allocator=built.allocator,

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_parallel
 
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe
 
 ON_CPU: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
 

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
 from sglang.srt.mem_cache import memory_pool, minimax_m3_nvfp4_pool
 
-from kvtide.plugin.sglang.checkup.cases_attention import (
+from kvtide.plugin.sglang.cases.keys_values import (
     ON_CPU,
     allocator_for,
     by_head,
@@ -17,7 +17,7 @@ from kvtide.plugin.sglang.checkup.cases_attention import (
     mha,
     scattered,
 )
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe
 
 M3_PAGE = 128
 MXFP8 = {"kind": memory_pool.MHATokenToKVPoolMXFP8, "dtype": torch.float8_e4m3fn}

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.page_interleave_pool import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from kvtide.plugin.sglang.checkup.cases_attention import ON_CPU, allocator_for, scattered
-from kvtide.plugin.sglang.checkup.trips import (
+from kvtide.plugin.sglang.cases.keys_values import ON_CPU, allocator_for, scattered
+from kvtide.plugin.sglang.cases.round_trips import (
     Built,
     Case,
     Probe,

@@ -15,14 +15,14 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.ple_state_pool import NGramPool, ShortConvPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 
-from kvtide.plugin.sglang.checkup.cases_attention import (
+from kvtide.plugin.sglang.cases.keys_values import (
     allocator_for,
     key_value_probes,
     layer_probes,
     scattered,
 )
-from kvtide.plugin.sglang.checkup.cases_latent import index_probes, last_first, tail_probes
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe, Refusal, request_rows
+from kvtide.plugin.sglang.cases.latent import index_probes, last_first, tail_probes
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal, request_rows
 
 STATE_LAYERS = [0, 2, 4]
 ATTENTION_LAYERS = [1, 3]

@@ -37,6 +37,13 @@ class Probe:
     buffers: Sequence[torch.Tensor]
 
 
+def set_what_servers_set() -> None:
+    """Sets for this process what a server sets by its arguments: latents can't be built without."""
+    from sglang.srt.runtime_context import get_parallel
+
+    get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
+
+
 def token_rows(name: str, buffer: torch.Tensor) -> Probe:
     """A probe of a tensor [slot, …]."""
     return Probe(name, lambda slots, _: buffer[slots].clone(), [buffer])

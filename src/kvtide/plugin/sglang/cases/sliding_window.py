@@ -15,7 +15,8 @@ from sglang.srt.mem_cache.allocator.swa import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from kvtide.plugin.sglang.checkup.cases_attention import (
+from kvtide.plugin.sglang.cases.ascend import by_page, npu_pools, plane
+from kvtide.plugin.sglang.cases.keys_values import (
     ON_CPU,
     ReadRows,
     by_head,
@@ -24,10 +25,9 @@ from kvtide.plugin.sglang.checkup.cases_attention import (
     layer_probes,
     scattered,
 )
-from kvtide.plugin.sglang.checkup.cases_latent import index_probes, last_first
-from kvtide.plugin.sglang.checkup.cases_npu import by_page, npu_pools, plane
-from kvtide.plugin.sglang.checkup.cases_state import state_params, state_probes
-from kvtide.plugin.sglang.checkup.trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.cases.latent import index_probes, last_first
+from kvtide.plugin.sglang.cases.recurrent_state import state_params, state_probes
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
 
 SIZE, WINDOW_SIZE = 512, 256
 LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, **ON_CPU}
