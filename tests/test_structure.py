@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "structure" / "figures.py"
 LONGEST_MEDIAN = 7
-MOST_CLASSES = 26
+MOST_CLASSES = 20
 
 
 @pytest.fixture(scope="module")

@@ -54,13 +54,14 @@ class Tide:
     """
 
     def __init__(self, pool: Pool, arena: HostArena, pages: PageAllocator | None = None) -> None:
-        """Raises LayoutError if a row of the pool can't be cut to fit a block of the arena."""
+        """Raises LayoutError if a row of the pool can't be split to fit a block of the arena."""
         self.pool = pool
         self.arena = arena
         self.stats = TideStats()
         self._pages = pages
         self._mover = Mover(pool)
         self._mover.sections(arena.block_bytes)
+        self._geometry = pool.geometry.canonical
         self._pending: list[Ticket[Any]] = []
 
     # ---- slots: the caller holds them ------------------------------------------------
@@ -105,7 +106,7 @@ class Tide:
         slot_ids = self._checked(slots)
         groups = self.pool.rows_of(slot_ids, request)
         seal = Seal(
-            geometry=self.pool.geometry.canonical,
+            geometry=self._geometry,
             key=key,
             token_count=slot_ids.size,
             tokens=tuple(ranges_of(group.tokens) for group in groups),
@@ -213,7 +214,7 @@ class Tide:
     ) -> list[Ids]:
         """The rows that the snapshot goes to, for each group of planes."""
         slot_ids = self._checked(slots)
-        snapshot.seal.check_target(self.pool.geometry.canonical, key, slot_ids.size)
+        snapshot.seal.check_target(self._geometry, key, slot_ids.size)
         snapshot.require_held()
         return [
             snapshot.rows_in(number, group, keep_extra_rows=keep_extra_rows)

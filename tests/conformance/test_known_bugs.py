@@ -444,7 +444,7 @@ def test_k44_offsets_have_64_bits() -> None:
     groups = buffer_groups(section, [BufferRows(1 << 12, layers)])
     (plan,) = plan_chunks(section, groups, ids, 0, 1 << 30, 1 << 30)
     assert [[(1 << 31) - 1, 5, (1 << 32) - 1, (1 << 31) + 5]] == [
-        units for buffers in plan.buffers for units in buffers.units.tolist()
+        units for buffers in plan[1] for units in buffers.units.tolist()
     ]
     with pytest.raises(SlotError, match=str(1 << 40)):
         apply_rules([EveryNth(1)], np.array([1 << 40]), {}, 100)

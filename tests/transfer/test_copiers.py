@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from kvtide.device import Block, CPUDevice
-from kvtide.transfer.bind import Binder, memories_of
-from kvtide.transfer.plan import BufferGroup, BufferPlan, CopyCall
+from kvtide.transfer import Mover
+from kvtide.transfer.bind import memories_of
+from kvtide.transfer.plan import BufferGroup, BufferPlan
 from kvtide.transfer.run import Copier, DeviceCopier, HostCopier
 
 KINDS = {"by numpy": HostCopier, "by torch": DeviceCopier}
@@ -18,7 +22,7 @@ KINDS = {"by numpy": HostCopier, "by torch": DeviceCopier}
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """By numpy, as in host memory; by torch, as on a device."""
     if request.param == "by torch":
-        monkeypatch.setattr("kvtide.transfer.bind._suits_numpy", lambda _: False)
+        monkeypatch.setattr("kvtide.transfer.mover.suits_numpy", lambda _: False)
     return str(request.param)
 
 
@@ -39,16 +43,17 @@ def copier_of(
     device = CPUDevice(lanes=1)
     group = BufferGroup(tuple(range(len(buffers))), 16, np.zeros(1, np.int64), is_padded=False)
     plan = BufferPlan(group, 0, 16, np.array(units, np.int64), block_offset, len(units[0]))
-    copier = Binder(buffers, device)._copier_of(plan, blocks, memories_of(blocks))
+    pool: Any = SimpleNamespace(buffers=buffers, device=device)  # all that is read of it
+    copier = Mover(pool)._copier_of(plan, blocks, memories_of(blocks))
     assert KINDS[how] is type(copier)
     device.close()
     return copier
 
 
-CALLS = (
-    CopyCall(0, range(2, 3), slice(2, 3), 0),
-    CopyCall(0, range(2), None, 0),
-    CopyCall(0, range(2, 3), slice(2), 0),
+CALLS: tuple[tuple[range, slice | None], ...] = (
+    (range(2, 3), slice(2, 3)),
+    (range(2), None),
+    (range(2, 3), slice(2)),
 )
 """Of three buffers with three units each: two calls of one, and one of the other two."""
 
@@ -73,7 +78,7 @@ def test_each_chunk_has_its_own_units(how: str, step: int, offset: int, block_of
         first = offset + number * step + block_offset
         expected[first : first + 144] = torch.cat([buffer[units].view(-1) for buffer in rows])
         for call in CALLS:
-            copier.gather(number, call, None)
+            copier.gather(number, *call, None)
     assert torch.equal(expected, slab)
     wanted = [torch.zeros_like(buffer) for buffer in rows]
     for buffer in buffers:
@@ -82,7 +87,7 @@ def test_each_chunk_has_its_own_units(how: str, step: int, offset: int, block_of
         for given, buffer in zip(wanted, rows, strict=True):
             given[units] = buffer[units]
         for call in CALLS:
-            copier.scatter(number, call, None)
+            copier.scatter(number, *call, None)
     assert all(map(torch.equal, [given.view(-1) for given in wanted], buffers))
 
 
@@ -93,7 +98,7 @@ def test_staging_is_laid_out_like_a_block(how: str) -> None:
     blocks, staging = in_steps(160, 2, 0, 0), torch.zeros(160).byte()
     copier = copier_of(how, buffers, [[3, 19, 1], [7, 8, 2]], blocks, 8)
     for call in CALLS:
-        copier.gather(1, call, staging)
+        copier.gather(1, *call, staging)
     gathered = torch.cat([buffer[[7, 8, 2]].view(-1) for buffer in rows])
     assert torch.equal(gathered, staging[8:152])
     assert not staging[:8].any()
@@ -102,7 +107,7 @@ def test_staging_is_laid_out_like_a_block(how: str) -> None:
     for buffer in buffers:
         buffer.zero_()
     for call in CALLS:
-        copier.scatter(0, call, staging)
+        copier.scatter(0, *call, staging)
     for buffer, given in zip(buffers, rows, strict=True):
         assert torch.equal(given[[7, 8, 2]], buffer.view(-1, 16)[[3, 19, 1]])
 

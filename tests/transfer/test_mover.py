@@ -50,7 +50,7 @@ def how(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "in parts":
             patch.setattr("kvtide.transfer.plan._PLANNED_ROWS", 5)
         if request.param == "by torch":
-            patch.setattr("kvtide.transfer.bind._suits_numpy", lambda _: False)
+            patch.setattr("kvtide.transfer.mover.suits_numpy", lambda _: False)
         yield
 
 

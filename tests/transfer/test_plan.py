@@ -141,15 +141,21 @@ def calls_of(
 ) -> Iterator[tuple[int, Bytes, Ids]]:
     """All copies of the chunk of that number: (the byte where it begins in the chunk, a buffer as
     units, uint8 [unit, byte], a view; which of them it copies)."""
-    for call in (call for task in plan.tasks for call in task.calls):
-        buffers = plan.buffers[call.plan]
-        index = buffers.units[number][call.units or slice(None)]
-        first = call.stop - len(call.buffers) * index.size * buffers.unit_bytes
-        for buffer in call.buffers:
-            rest = data[buffers.group.buffers[buffer]][buffers.skip_bytes :]
-            size = rest.size // buffers.unit_bytes * buffers.unit_bytes
-            yield first, rest[:size].reshape(-1, buffers.unit_bytes), index
-            first += index.size * buffers.unit_bytes
+    _, buffer_plans, tasks = plan
+    for which, buffers, units, stop in (call for _, calls in tasks for call in calls):
+        found = buffer_plans[which]
+        index = found.units[number][units or slice(None)]
+        first = stop - len(buffers) * index.size * found.unit_bytes
+        for buffer in buffers:
+            rest = data[found.group.buffers[buffer]][found.skip_bytes :]
+            size = rest.size // found.unit_bytes * found.unit_bytes
+            yield first, rest[:size].reshape(-1, found.unit_bytes), index
+            first += index.size * found.unit_bytes
+
+
+def chunk_count(plan: ChunkPlan) -> int:
+    """How many chunks a plan is of."""
+    return len(plan[1][0].units)
 
 
 def planned_gather(case: Case) -> list[bytes]:
@@ -158,8 +164,8 @@ def planned_gather(case: Case) -> list[bytes]:
     sizes = [len(chunk) * token_bytes for chunk in case.chunks()]
     found: list[bytes] = []
     for plan in case.plan():
-        assert len(found) == plan.first_chunk
-        for number in range(plan.chunk_count):
+        assert len(found) == plan[0]
+        for number in range(chunk_count(plan)):
             chunk = bytearray(sizes[len(found)])
             covered = np.zeros(len(chunk), int)
             for first, units, index in calls_of(plan, number, case.buffers.data):
@@ -168,8 +174,8 @@ def planned_gather(case: Case) -> list[bytes]:
                 covered[first : first + len(part)] += 1
             assert len(chunk) == sizes[len(found)], "nothing beyond the chunk"
             assert (covered == 1).all(), "no gap, no overlap"
-            ends = [0, *(stop for task in plan.tasks for _, stop in task.spans)]
-            spans = [span for task in plan.tasks for span in task.spans]
+            spans = [span for task_spans, _ in plan[2] for span in task_spans]
+            ends = [0, *(stop for _, stop in spans)]
             assert [*pairwise(ends)] == spans
             assert len(chunk) == ends[-1]
             found.append(bytes(chunk))
@@ -190,7 +196,7 @@ def test_scattering_by_the_plan_equals_scattering_row_by_row(case: Case) -> None
     naive_scatter(case, chunks, expected)
     numbered = iter(chunks)
     for plan in case.plan():
-        for number in range(plan.chunk_count):
+        for number in range(chunk_count(plan)):
             chunk = np.frombuffer(next(numbered), np.uint8)
             for first, units, index in calls_of(plan, number, actual):
                 size = index.size * units.shape[1]
@@ -220,7 +226,7 @@ def test_source_and_target_may_be_grouped_differently(case: Case, data: st.DataO
 def test_calls_stay_below_the_longest_length(case: Case) -> None:
     """Unless a single unit is longer."""
     for plan in case.plan():
-        for number in range(plan.chunk_count):
+        for number in range(chunk_count(plan)):
             for _, units, index in calls_of(plan, number, case.buffers.data):
                 assert index.size * units.shape[1] <= max(case.call_bytes, units.shape[1])
 
@@ -258,14 +264,14 @@ def test_buffers_with_equal_rows_are_planned_as_one(given: Buffers) -> None:
 def test_consecutive_slots_move_together(slots: Sequence[int], expected: tuple[int, int]) -> None:
     """In the longest power of two of rows that all runs are made of, aligned or alike unaligned."""
     (plan,) = plan_of([BufferRows(2, np.zeros(1, np.int64))], slots, 192)
-    assert expected == (plan.buffers[0].unit_bytes // 2, plan.buffers[0].skip_bytes // 2)
+    assert expected == (plan[1][0].unit_bytes // 2, plan[1][0].skip_bytes // 2)
 
 
 @pytest.mark.parametrize(("layer_rows", "unit_rows"), [([0, 128], 16), ([0, 120], 8), ([1], 1)])
 def test_no_unit_straddles_two_layers(layer_rows: list[int], unit_rows: int) -> None:
     """Where layers don't begin at a multiple of a page, units are shorter."""
     (plan,) = plan_of([BufferRows(2, np.array(layer_rows, np.int64))], range(16), 16)
-    assert unit_rows * 2 == plan.buffers[0].unit_bytes
+    assert unit_rows * 2 == plan[1][0].unit_bytes
 
 
 def test_no_slots_have_no_plan() -> None:
@@ -283,7 +289,7 @@ def test_a_request_of_many_rows_is_planned_in_parts(monkeypatch: pytest.MonkeyPa
         sections.append((section, buffer_groups(section, rows)))
     ids = [np.arange(41), np.arange(17)]
     parts = [*plan_in_parts(sections, ids, call_bytes=1 << 20, task_bytes=1 << 20)]
-    chunks = [[(p.first_chunk, p.chunk_count) for p in part] for part in parts]
+    chunks = [[(plan[0], chunk_count(plan)) for plan in part] for part in parts]
     assert [[(0, 5)], [(5, 5)], [(10, 1), (11, 2)], [(13, 1)]] == chunks
 
 
@@ -301,7 +307,7 @@ def test_rows_are_numbered_beyond_32_bits() -> None:
     """A merged buffer of a long pool has more rows than an int32 can count."""
     buffer = BufferRows(1, np.array([0, 3 << 32], np.int64))
     (plan,) = plan_of([buffer], [(1 << 32) + 1], 1)
-    assert [[(1 << 32) + 1, (4 << 32) + 1]] == plan.buffers[0].units.tolist()
+    assert [[(1 << 32) + 1, (4 << 32) + 1]] == plan[1][0].units.tolist()
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

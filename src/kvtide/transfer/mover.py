@@ -1,10 +1,13 @@
-"""Mover: plans, binds and submits the copies between a pool and blocks of host memory."""
+"""Mover: plans the copies between a pool and blocks, binds them and submits them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import final
+from functools import partial, reduce
+from operator import or_
+from typing import Any, final
+
+import torch
 
 from kvtide.device import Block, Job, Step
 from kvtide.errors import SlotsLost, first_line
@@ -12,9 +15,25 @@ from kvtide.form import Section, sections_of
 from kvtide.layout import Ids
 from kvtide.pool import Pool
 from kvtide.seal import Span
-from kvtide.transfer.bind import Binder, memories_of
-from kvtide.transfer.plan import BufferGroup, buffer_groups, plan_in_parts
-from kvtide.transfer.run import Task
+from kvtide.transfer.bind import (
+    bits_of,
+    memories_of,
+    numpy_element,
+    suits_numpy,
+    torch_element,
+    view_of,
+)
+from kvtide.transfer.plan import (
+    BufferGroup,
+    BufferPlan,
+    ChunkPlan,
+    buffer_groups,
+    plan_in_parts,
+)
+from kvtide.transfer.run import Copier, DeviceCopier, HostCopier, Task
+
+# So many views of buffers are kept from one request to the next; each is some hundred bytes.
+_MOST_VIEWS = 4096
 
 _Phases = Iterator[Sequence[Step[list[Span]]]]
 
@@ -31,7 +50,9 @@ class Mover:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._binder = Binder(pool.buffers, pool.device)
+        self._in_memory = [suits_numpy(buffer) for buffer in pool.buffers]
+        self._bits = [bits_of(buffer) | buffer.stride(0) for buffer in pool.buffers]
+        self._views: dict[tuple[object, ...], list[Any]] = {}
         self._sections: dict[int, list[tuple[Section, list[BufferGroup]]]] = {}
 
     def sections(self, chunk_bytes: int) -> list[Section]:
@@ -108,9 +129,46 @@ class Mover:
         ):
             tasks: list[Task] = []
             for plan in plans:
-                stop = plan.first_chunk + plan.chunk_count
-                tasks += self._binder.tasks_of(plan, blocks[plan.first_chunk : stop])
+                tasks += self._bind(plan, blocks)
             yield tasks
+
+    def _bind(self, plan: ChunkPlan, blocks: Sequence[Block]) -> list[Task]:
+        """The tasks of a plan. All that can be done once for several chunks is done here: a call
+        from Python in one lane is a wait for the interpreter's lock in the other."""
+        first_chunk, buffer_plans, task_plans = plan
+        blocks = blocks[first_chunk : first_chunk + len(buffer_plans[0].units)]
+        memories = memories_of(blocks)
+        copiers = [self._copier_of(buffers, blocks, memories) for buffers in buffer_plans]
+        return [
+            Task(first_chunk + number, number, block, memories[number], copiers, task)
+            for number, block in enumerate(blocks)
+            for task in task_plans
+        ]
+
+    def _copier_of(
+        self, plan: BufferPlan, blocks: Sequence[Block], memories: Sequence[memoryview]
+    ) -> Copier:
+        numbers, device = plan.group.buffers, self._pool.device
+        if all(self._in_memory[number] for number in numbers):
+            views = self._views_of(plan, numpy_element(plan))
+            return HostCopier(views, plan.units, memories, plan.block_offset)
+        bits = reduce(or_, (self._bits[number] for number in numbers))
+        views = self._views_of(plan, torch_element(plan, bits, blocks, device.elements))
+        units = device.upload(torch.from_numpy(plan.units))
+        return DeviceCopier(views, units, blocks, plan.block_offset)
+
+    def _views_of(self, plan: BufferPlan, element: str | torch.dtype) -> list[Any]:
+        """The buffers of a plan as units of such elements; known from the last time, mostly."""
+        numbers = plan.group.buffers
+        key = (numbers, plan.skip_bytes, plan.unit_bytes, element)
+        if key not in self._views:
+            if sum(map(len, self._views.values())) + len(numbers) > _MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = [
+                view_of(self._pool.buffers[number], plan.skip_bytes, plan.unit_bytes, element)
+                for number in numbers
+            ]
+        return self._views[key]
 
     def _submit(
         self,

@@ -55,32 +55,17 @@ class BufferPlan(NamedTuple):
     most_units: int
 
 
-class CopyCall(NamedTuple):
-    """One call: of the buffer plan of that number, all units of `buffers`, or those of `units`.
+CopyCall = tuple[int, range, slice | None, int]
+"""(plan, buffers, units, stop): of the buffer plan of that number, all units of these buffers, or a
+slice of the units of one buffer. The buffers are counted within the plan's group. What the call
+moves ends at byte `stop` of the block."""
 
-    `buffers` counts within the plan's group. The call ends at byte `stop` of the block.
-    """
+TaskPlan = tuple[tuple[tuple[int, int], ...], tuple[CopyCall, ...]]
+"""(spans, calls): what one lane does at once for a chunk. It is some whole spans (first, stop)."""
 
-    plan: int
-    buffers: range
-    units: slice | None
-    stop: int
-
-
-class TaskPlan(NamedTuple):
-    """What one lane does at once for a chunk: some whole spans (first, stop) of it, in bytes."""
-
-    spans: tuple[tuple[int, int], ...]
-    calls: tuple[CopyCall, ...]
-
-
-class ChunkPlan(NamedTuple):
-    """Chunks of equal length, `first_chunk` and the ones after it: one for each line of units."""
-
-    first_chunk: int
-    chunk_count: int
-    buffers: list[BufferPlan]
-    tasks: list[TaskPlan]
+ChunkPlan = tuple[int, list[BufferPlan], list[TaskPlan]]
+"""(first chunk, buffers, tasks): the plan of that chunk and of the ones after it, as many as there
+are lines of units; all have the same length."""
 
 
 def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
@@ -195,7 +180,7 @@ def plan_chunks(
         if chunks.size:
             buffers = _plan_buffers(groups, chunks, call_bytes)
             tasks = _plan_tasks(buffers, section.span_stops(chunks.shape[1]), task_bytes)
-            plans.append(ChunkPlan(first_chunk, len(chunks), buffers, tasks))
+            plans.append((first_chunk, buffers, tasks))
             first_chunk += len(chunks)
     return plans
 
@@ -266,7 +251,7 @@ def _plan_tasks(
         if is_last or (stop - first >= task_bytes and _is_long(plans, stop)):
             for number, plan in enumerate(plans):
                 calls += _calls_of(number, plan, first, stop)
-            tasks.append(TaskPlan(tuple(spans), tuple(calls)))
+            tasks.append((tuple(spans), tuple(calls)))
             first, calls, spans = stop, [], []
     return tasks
 
@@ -298,4 +283,4 @@ def _calls_of(number: int, plan: BufferPlan, first: int, stop: int) -> Iterator[
             until = min(per_buffer, begin + plan.most_units, begin + end - unit)
             buffers, units = range(buffer, buffer + 1), slice(begin, until)
             unit += until - begin
-        yield CopyCall(number, buffers, units, plan.block_offset + unit * unit_bytes)
+        yield number, buffers, units, plan.block_offset + unit * unit_bytes

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvtide.device import Block
 from kvtide.layout import Ids
 from kvtide.seal import Span
-from kvtide.transfer.plan import CopyCall, TaskPlan
+from kvtide.transfer.plan import TaskPlan
 
 # So much is hashed at once, as soon as it is there: with what it was copied from, it is still in
 # the core's own cache.
@@ -48,27 +48,32 @@ class HostCopier:
         """Where the units lie in a block, or in staging: [buffer, unit, …]."""
         return np.ndarray(self._shape, self._buffers[0].dtype, memory, self._block_offset)
 
-    def gather(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
-        """The call's units of chunk `number` go to its block, or to `staging` if there is any."""
-        units, part = self._ends(number, call, staging)
-        for buffer in call.buffers:
+    def gather(
+        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+    ) -> None:
+        """Units of chunk `number` go to its block, or to `staging` if there is any.
+
+        They are all units of these buffers, or those of `span`.
+        """
+        units, part = self._ends(number, span, staging)
+        for buffer in buffers:
             # Rows were checked. To "raise" for others, numpy would go by way of a buffer.
             self._buffers[buffer].take(units, 0, part[buffer], "clip")
 
-    def scatter(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
+    def scatter(
+        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+    ) -> None:
         """The same units back."""
-        units, part = self._ends(number, call, staging)
-        for buffer in call.buffers:
+        units, part = self._ends(number, span, staging)
+        for buffer in buffers:
             self._buffers[buffer][units] = part[buffer]
 
     def _ends(
-        self, number: int, call: CopyCall, staging: torch.Tensor | None
+        self, number: int, span: slice | None, staging: torch.Tensor | None
     ) -> tuple[Ids, NDArray[Any]]:
         units = self._units[number]
         part = self._parts[number] if staging is None else self._part(staging.numpy().data)
-        if call.units is None:
-            return units, part
-        return units[call.units], part[:, call.units]
+        return (units, part) if span is None else (units[span], part[:, span])
 
 
 @final
@@ -96,17 +101,21 @@ class DeviceCopier:
         self._part_bytes = units.shape[1] * buffers[0].shape[1] * buffers[0].element_size()
 
     @torch.inference_mode()
-    def gather(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
+    def gather(
+        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+    ) -> None:
         """See HostCopier."""
-        for buffer in call.buffers:
-            units, part = self._ends(number, buffer, call.units, staging)
+        for buffer in buffers:
+            units, part = self._ends(number, buffer, span, staging)
             torch.index_select(self._buffers[buffer], 0, units, out=part)
 
     @torch.inference_mode()
-    def scatter(self, number: int, call: CopyCall, staging: torch.Tensor | None) -> None:
+    def scatter(
+        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+    ) -> None:
         """See HostCopier."""
-        for buffer in call.buffers:
-            units, part = self._ends(number, buffer, call.units, staging)
+        for buffer in buffers:
+            units, part = self._ends(number, buffer, span, staging)
             self._buffers[buffer].index_copy_(0, units, part)
 
     def _ends(
@@ -144,15 +153,15 @@ class Task:
         self._block = block
         self._memory = memory
         self._copiers = copiers
-        self._plan = plan
-        self._first = plan.spans[0][0]
-        self._stop = plan.spans[-1][1]
-        self._spans: list[Span] = []
+        self._spans, self._calls = plan
+        self._first = self._spans[0][0]
+        self._stop = self._spans[-1][1]
+        self._sealed: list[Span] = []
 
     def gather(self, staging: torch.Tensor | None) -> None:
         """Units of the buffers go to the block, by way of `staging` if there is any."""
-        for call in self._plan.calls:
-            self._copiers[call.plan].gather(self._number, call, staging)
+        for plan, buffers, units, _ in self._calls:
+            self._copiers[plan].gather(self._number, buffers, units, staging)
         if staging is not None:
             target = self._block.tensor(self._first, self._stop)
             target.copy_(staging[self._first : self._stop], non_blocking=True)
@@ -163,34 +172,34 @@ class Task:
             self.gather(staging)
             return
         memory, checksum, hashed = self._memory, xxhash.xxh3_64(), self._first
-        spans = iter(self._plan.spans)
+        spans = iter(self._spans)
         first, stop = next(spans)
-        for call in self._plan.calls:
-            self._copiers[call.plan].gather(self._number, call, None)
-            if call.stop - hashed < _HASHED_BYTES and call.stop < self._stop:
+        for plan, buffers, units, copied in self._calls:
+            self._copiers[plan].gather(self._number, buffers, units, None)
+            if copied - hashed < _HASHED_BYTES and copied < self._stop:
                 continue
-            while call.stop >= stop:
+            while copied >= stop:
                 checksum.update(memory[hashed:stop])
-                self._spans.append(Span(self._chunk, first, stop, checksum.intdigest()))
+                self._sealed.append(Span(self._chunk, first, stop, checksum.intdigest()))
                 hashed = stop
                 if stop == self._stop:
                     return
                 checksum.reset()
                 first, stop = next(spans)
-            checksum.update(memory[hashed : call.stop])
-            hashed = call.stop
+            checksum.update(memory[hashed:copied])
+            hashed = copied
 
     def scatter(self, staging: torch.Tensor | None) -> None:
         """The block goes to units of the buffers, by way of `staging` if there is any."""
         if staging is not None:
             source = self._block.tensor(self._first, self._stop)
             staging[self._first : self._stop].copy_(source, non_blocking=True)
-        for call in self._plan.calls:
-            self._copiers[call.plan].scatter(self._number, call, staging)
+        for plan, buffers, units, _ in self._calls:
+            self._copiers[plan].scatter(self._number, buffers, units, staging)
 
     def seal(self) -> list[Span]:
         """The task's spans, with their checksums, once their bytes are in the block."""
-        return self._spans or [
+        return self._sealed or [
             Span(self._chunk, first, stop, xxhash.xxh3_64_intdigest(self._memory[first:stop]))
-            for first, stop in self._plan.spans
+            for first, stop in self._spans
         ]
