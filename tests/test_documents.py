@@ -19,6 +19,8 @@ DOCS = sorted(
 NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 LARGEST_PICTURE_BYTES = 200_000
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+MOST_LINES = 5
 
 
 def missing_targets(text: str, folder: Path) -> list[str]:
@@ -171,3 +173,50 @@ def test_pictures_are_small() -> None:
     pictures = [*(ROOT / "docs" / "pictures").glob("*.svg")]
     assert pictures
     assert [] == [path.name for path in pictures if path.stat().st_size > LARGEST_PICTURE_BYTES]
+
+
+def paths_in_tree(text: str) -> list[str]:
+    """The files and folders that the first block of a document draws as a tree, two spaces a level.
+
+    A line may name several; two spaces or more come before what it says of them.
+    """
+    block = text.split("```")[1].strip("\n")
+    folders: list[str] = []
+    paths: list[str] = []
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.split(r" {2,}", line.strip())[0].split()
+        paths += ["".join([*folders[:depth], name]) for name in names]
+        folders[depth:] = names[:1]
+    return paths
+
+
+def test_tree_names_what_is_there() -> None:
+    """No file that has moved."""
+    paths = paths_in_tree(ARCHITECTURE.read_text("utf-8"))
+    assert [] == [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_tree_has_all_parts_of_the_package() -> None:
+    """Each module and each folder beside `kvtide/__init__.py`."""
+    package = ROOT / "src" / "kvtide"
+    parts = [*package.glob("*.py"), *(path.parent for path in package.glob("*/__init__.py"))]
+    named = {path.rstrip("/") for path in paths_in_tree(ARCHITECTURE.read_text("utf-8"))}
+    assert [] == sorted({str(path.relative_to(ROOT)) for path in parts} - named)
+
+
+def test_each_decision_is_short() -> None:
+    """A heading that states it, and at most five lines of why."""
+    decisions = re.split(r"^### ", ARCHITECTURE.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    lines = {
+        text.splitlines()[0]: [line for line in text.partition("\n## ")[0].splitlines()[1:] if line]
+        for text in decisions
+    }
+    assert len(lines) > 20
+    assert [] == [heading for heading, why in lines.items() if len(why) > MOST_LINES]
+
+
+def test_tree_is_read_by_its_indentation() -> None:
+    """Folders hold what stands deeper below them."""
+    text = "```\na/\n  b/      what b is\n    c.py d.py  two\n  e.py\n```"
+    assert ["a/", "a/b/", "a/b/c.py", "a/b/d.py", "a/e.py"] == paths_in_tree(text)

@@ -45,7 +45,15 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 TOP_RANK = RANK["tide"]
 
 CORE_NEEDS = {"torch", "numpy", "xxhash", "kvtide"}
-PURE = ("integers.py", "layout/", "models/", "pool/slots.py", "transfer/plan.py")
+PURE = (
+    "integers.py",
+    "layout/",
+    "form.py",
+    "seal.py",
+    "models/",
+    "pool/slots.py",
+    "transfer/plan.py",
+)
 INPUT_OUTPUT = {"asyncio", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess"}
 TRANSFORMERS_USERS = {"serve/adapter.py", "serve/adapter_files.py"}
 DEVICE_MODULES = {"cuda", "npu", "xpu", "mps"}
