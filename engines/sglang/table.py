@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtide.doctor.sglang_checks import Trip, all_cases, make_trips, reachable
+from kvtide.doctor.sglang_checks import TriedCase, all_cases, make_trips, reachable
 from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, Refusal, round_trip
 from kvtide.plugin.sglang.homes import SGLANG
 from kvtide.plugin.sglang.ordinary.coverage import reasons
@@ -50,10 +50,10 @@ def tables() -> Iterator[str]:
         yield from (f"- {name}" for name in names if name != DISAGGREGATED)
 
 
-def summary(trips: Sequence[Trip]) -> Iterator[str]:
+def summary(trips: Sequence[TriedCase]) -> Iterator[str]:
     """How many of each."""
-    alone = Counter(trip.own_word for trip in trips)
-    through = Counter(trip.through.verdict for trip in trips if trip.through is not None)
+    alone = Counter(trip.sglang_word for trip in trips)
+    through = Counter(trip.by_kvtide.verdict for trip in trips if trip.by_kvtide is not None)
     here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
     yield f"SGLang {SGLANG.version}, {len(trips)} round trips of small pools on the CPU."
     yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(alone)}"
@@ -66,10 +66,10 @@ def counts(words: Counter[str]) -> str:
     return ", ".join(f"{words[word]} {word}" for word in WORDS if words[word])
 
 
-def cells(trip: Trip) -> Row:
+def cells(trip: TriedCase) -> Row:
     """A row of a family's table."""
-    through = trip.through.verdict if trip.through is not None else trip.unbuilt
-    return trip.name, trip.own_word, through, trip.reason
+    through = trip.by_kvtide.verdict if trip.by_kvtide is not None else trip.unbuilt
+    return trip.name, trip.sglang_word, through, trip.reason
 
 
 def refused_pools(refusals: Iterable[Refusal], never: Container[str]) -> Iterator[Row]:

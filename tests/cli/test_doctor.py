@@ -16,7 +16,7 @@ from kvtide.cli.main import main
 from kvtide.cli.page import ConsolePage
 from kvtide.conformance import SAMPLES
 from kvtide.device import Device
-from kvtide.doctor.device import DeviceReport, describe
+from kvtide.doctor.device import DeviceReport, in_words
 from kvtide.layout import Layout, Plane
 from support.broken_devices import (
     DirtyDevice,
@@ -106,7 +106,7 @@ def test_planes_of_different_dtypes_are_told_apart() -> None:
         )
         token_bytes, page_size = 26, 4
 
-    described = describe(Mixed())  # type: ignore[arg-type] # all that it reads of a geometry
+    described = in_words(Mixed())  # type: ignore[arg-type] # all that it reads of a geometry
     assert "mixed: a uint8 2x[3] b float32 1x[5], 26 B a token, pages of 4" == described
 
 
@@ -319,7 +319,7 @@ def test_reasons_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "complaint"),
     [
         (["--schedule", "lazy"], "--schedule is for a simulated device; add --simulate"),
-        (["--simulate", "--schedule", "late"], "schedule 'late' isn't known"),
+        (["--simulate", "--schedule", "late"], "schedule 'late' is unknown"),
         (["--simulate", "--device", "cpu"], "device 'cpu' can't be simulated"),
         (["--device", "warp9"], "device 'warp9' isn't known here; known are: cpu"),
         (["--size", "lots"], "--size: 'lots' is not a size"),

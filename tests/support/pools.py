@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
+from kvtide.conformance.reference import Bytes as Bytes
+from kvtide.conformance.reference import Image as Image
+from kvtide.conformance.reference import first_difference
 from kvtide.device import Device
 from kvtide.layout import GQA, Geometry
 from kvtide.pool import Pool
 
-Bytes = NDArray[np.uint8]
-Image = dict[tuple[str, int], Bytes]
 POOL_KINDS = ("created", "layers", "pages", "slices")
 POISON = 0xA5
 
@@ -141,10 +141,8 @@ def with_rows(image: Image, slots: Any, saved: Image, saved_slots: Any) -> Image
 
 
 def same_image(expected: Image, actual: Image) -> bool:
-    """Whether every byte is equal."""
-    return expected.keys() == actual.keys() and all(
-        np.array_equal(rows, actual[part]) for part, rows in expected.items()
-    )
+    """Whether every byte is equal, by the kit's comparison."""
+    return first_difference(expected, actual) is None
 
 
 def chunk_bytes(image: Image, slots: Any) -> bytes:

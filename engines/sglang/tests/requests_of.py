@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvtide.conformance.tensors import same_bytes
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang.attachment import Attachment
 from kvtide.plugin.sglang.cases.keys_values import mha
@@ -116,8 +117,8 @@ class Place:
 
 
 def same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
-    """Whether all of them are equal."""
-    return all(torch.equal(tensor, other) for tensor, other in zip(expected, actual, strict=True))
+    """Whether all of them have the same bytes."""
+    return all(same_bytes(tensor, other) for tensor, other in zip(expected, actual, strict=True))
 
 
 def raising(error: Exception) -> Any:

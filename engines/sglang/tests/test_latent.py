@@ -6,11 +6,12 @@ import torch
 from sglang.srt.hardware_backend.npu.memory_pool_npu import _mla_fia_nz_scatter_indices
 from sglang.srt.layers.dcp.layout import localize_dcp_indices, maybe_dcp_kernel_indices
 
+from kvtide.conformance.tensors import randomise, same_bytes
 from kvtide.errors import SlotError
 from kvtide.layout import Rows, Striped, apply_rules
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.cases import ascend, deepseek_v4, latent
-from kvtide.plugin.sglang.cases.round_trips import Refusal, randomise, same
+from kvtide.plugin.sglang.cases.round_trips import Refusal
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject
 
@@ -74,7 +75,7 @@ def test_index_keys_are_read_where_sglang_keeps_them() -> None:
     source, target = torch.arange(64, 101), torch.arange(300, 337)
     expected = probe.read(source, {})
     pool.index_key_cache.move(target, source)
-    assert same(expected, probe.read(target, {}))
+    assert same_bytes(expected, probe.read(target, {}))
 
 
 def test_tiles_are_read_where_sglang_writes_them() -> None:
@@ -83,4 +84,4 @@ def test_tiles_are_read_where_sglang_writes_them() -> None:
     (probe,) = ascend.plane("latent", cache, tiled=True)
     rows = _mla_fia_nz_scatter_indices(slots, 64, 16)
     expected = cache.view(-1, 16)[rows.view(-1)].view(3, 4, 16)
-    assert same(expected, probe.read(slots, {}))
+    assert same_bytes(expected, probe.read(slots, {}))

@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 
 from kvtide.plugin.sglang.cases.all_cases import CASES
-from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, Outcome, Way, round_trip
+from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, TripResult, Way, round_trip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kvtide_moves_every_byte(case: Case) -> None:
     """Into other slots, and no byte of anybody else's."""
-    assert Outcome("exact") == round_trip(case, KvtideWay())
+    assert TripResult("exact") == round_trip(case, KvtideWay())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

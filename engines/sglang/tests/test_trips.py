@@ -12,7 +12,7 @@ from kvtide.device import open_device
 from kvtide.errors import LayoutError
 from kvtide.plugin.description import Description, Part
 from kvtide.plugin.sglang.cases import recurrent_state
-from kvtide.plugin.sglang.cases.round_trips import Built, KvtideWay, Outcome, round_trip
+from kvtide.plugin.sglang.cases.round_trips import Built, KvtideWay, TripResult, round_trip
 
 BESIDE_STATE = next(case for case in recurrent_state.CASES if case.name == "MHA beside state")
 QSA = next(case for case in recurrent_state.CASES if case.name.startswith("QSA: "))
@@ -39,13 +39,13 @@ class Careless(KvtideWay):
 def test_damage_to_the_state_of_another_request_is_found(field: str, name: str, row: int) -> None:
     """Whose row is neither the source's nor the target's."""
     outcome = round_trip(BESIDE_STATE, Careless(field, "mamba", row))
-    assert Outcome("wrong", f"{name} of others") == outcome
+    assert TripResult("wrong", f"{name} of others") == outcome
 
 
 def test_damage_to_a_row_that_goes_with_another_request_is_found() -> None:
     """A ring that has one row for each row in req_to_token."""
     outcome = round_trip(RING, Careless("replayssm_k", "request", 2))
-    assert Outcome("wrong", "ring_k of others") == outcome
+    assert TripResult("wrong", "ring_k of others") == outcome
 
 
 @pytest.mark.parametrize("descends", [(True, False), (False, True)])
@@ -63,7 +63,7 @@ def test_shared_keys_are_compared_in_the_order_of_their_tokens(descends: tuple[b
         built.allocate = allocate
         return built
 
-    assert Outcome("exact") == round_trip(replace(QSA, build=build), KvtideWay())
+    assert TripResult("exact") == round_trip(replace(QSA, build=build), KvtideWay())
 
 
 def description(*tensors: torch.Tensor) -> Description:

@@ -68,7 +68,7 @@ class DeviceReport:
         page.heading("Round trips: created and adopted pools, slots of every kind")
         for trip in make_round_trips(self.opened):
             self.round_trips.append(trip)
-            page.finding(trip.finding, name=describe(trip.geometry), good="exact")
+            page.finding(trip.finding, name=in_words(trip.geometry), good="exact")
 
     def _measure_speed(self, page: Page) -> None:
         is_simulated = self.schedule is not None
@@ -106,7 +106,7 @@ class DeviceReport:
         }
 
 
-def describe(geometry: Geometry) -> str:
+def in_words(geometry: Geometry) -> str:
     """A layout on one line: `gqa bfloat16: k 2x[4,64] v 2x[4,64], 2,048 B a token, pages of 128`.
 
     Of a plane it says the count of layers and the shape of a row; dtypes stand beside the planes

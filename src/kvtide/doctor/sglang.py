@@ -17,7 +17,7 @@ from kvtide.errors import first_line
 from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
-    from kvtide.doctor.sglang_checks import ClassFound, Trip
+    from kvtide.doctor.sglang_checks import ClassFound, TriedCase
     from kvtide.plugin.sglang.settings import Settings
 
 _GROUPS = (
@@ -54,7 +54,7 @@ class SGLangReport:
         self.gone: list[str] = []
         """Of what kvtide reads of SGLang, all that this SGLang doesn't have."""
         self.active: list[Finding] = []
-        self.trips: list[Trip] = []
+        self.trips: list[TriedCase] = []
         self.classes: list[ClassFound] = []
         self.lost: Finding | None = None
         """Why no round trips could be tried, if so."""
@@ -75,7 +75,7 @@ class SGLangReport:
     @property
     def findings(self) -> list[Finding]:
         """See Report; a case that can't be built here is no check."""
-        trips = [_trip_finding(trip) for trip in self.trips if trip.through is not None]
+        trips = [_trip_finding(trip) for trip in self.trips if trip.by_kvtide is not None]
         classes = [_class_finding(found) for found in self.classes]
         lost = [self.lost] if self.lost else []
         return [self._reads_finding(), *self.active, *lost, *trips, *classes]
@@ -131,7 +131,7 @@ class SGLangReport:
             return
         for trip in make_trips(cases):
             self.trips.append(trip)
-            if trip.through is None:
+            if trip.by_kvtide is None:
                 page.value(trip.name, f"can't be built here: {trip.unbuilt}", is_doubtful=True)
             else:
                 page.finding(_trip_finding(trip), good=_beside(trip))
@@ -159,8 +159,8 @@ class SGLangReport:
         return Finding("what kvtide reads of SGLang", reason, consequence if reason else "")
 
     def _in_short(self) -> str:
-        alone = Counter(trip.own_word for trip in self.trips)
-        through = [trip.through for trip in self.trips if trip.through is not None]
+        alone = Counter(trip.sglang_word for trip in self.trips)
+        through = [trip.by_kvtide for trip in self.trips if trip.by_kvtide is not None]
         exact = sum(outcome.verdict == "exact" for outcome in through)
         unbuilt = len(self.trips) - len(through)
         counts = ", ".join(
@@ -216,11 +216,11 @@ class SGLangReport:
         }
 
 
-def _trip_finding(trip: Trip) -> Finding:
-    assert trip.through is not None, "a trip that wasn't made is no finding"
-    if trip.through.verdict == "exact":
+def _trip_finding(trip: TriedCase) -> Finding:
+    assert trip.by_kvtide is not None, "a trip that wasn't made is no finding"
+    if trip.by_kvtide.verdict == "exact":
         return Finding(trip.name, None)
-    return Finding(trip.name, f"{trip.through.verdict}: {trip.through.detail}")
+    return Finding(trip.name, f"{trip.by_kvtide.verdict}: {trip.by_kvtide.detail}")
 
 
 def _class_finding(found: ClassFound) -> Finding:
@@ -228,8 +228,8 @@ def _class_finding(found: ClassFound) -> Finding:
     return Finding(found.name, found.reason if found.verdict == "unknown" else None)
 
 
-def _beside(trip: Trip) -> str:
-    return "exact" if trip.own_word == "exact" else f"exact; SGLang: {trip.own_word}"
+def _beside(trip: TriedCase) -> str:
+    return "exact" if trip.sglang_word == "exact" else f"exact; SGLang: {trip.sglang_word}"
 
 
 def _said_of(found: ClassFound) -> str:
@@ -247,8 +247,8 @@ def _versions() -> dict[str, str]:
     return {"sglang": SGLANG.version, "kvtide": __version__, "torch": torch.__version__}
 
 
-def _trip_to_json(trip: Trip, classes: Sequence[ClassFound]) -> dict[str, object]:
-    outcomes = {"sglang": trip.own, "kvtide": trip.through}
+def _trip_to_json(trip: TriedCase, classes: Sequence[ClassFound]) -> dict[str, object]:
+    outcomes = {"sglang": trip.by_sglang, "kvtide": trip.by_kvtide}
     told: dict[str, object] = {
         name: outcome and {"verdict": outcome.verdict, "detail": outcome.detail or None}
         for name, outcome in outcomes.items()

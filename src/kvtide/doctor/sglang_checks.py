@@ -21,7 +21,7 @@ from kvtide.plugin.sglang.pools.known_classes import known_classes
 from kvtide.plugin.sglang.settings import Settings
 
 if TYPE_CHECKING:
-    from kvtide.plugin.sglang.cases.round_trips import Built, Case, Outcome
+    from kvtide.plugin.sglang.cases.round_trips import Built, Case, TripResult
 
 PLUGINS, ENTRY_POINT = "sglang.srt.plugins", "kvtide.plugin.sglang:register"
 CHOSEN = "SGLANG_PLUGINS"
@@ -32,23 +32,26 @@ Verdict = Literal["exact", "wrong", "untried", "refused", "part", "abstract", "u
 
 @final
 @dataclass(frozen=True, slots=True)
-class Trip:
-    """One case, by SGLang's own copy and by kvtide's; None where its pool can't be built here."""
+class TriedCase:
+    """A case, and the results of its round trips by SGLang's copy and by kvtide's.
+
+    The results are None where its pool can't be built here.
+    """
 
     name: str
     classes: frozenset[str] = frozenset()
-    """Those of the pools in it."""
-    own: Outcome | None = None
-    through: Outcome | None = None
+    """The classes of its pools, by name."""
+    by_sglang: TripResult | None = None
+    by_kvtide: TripResult | None = None
     unbuilt: str = ""
-    """Why it can't be."""
+    """Why its pool can't be built here, if so."""
     reason: str = ""
-    """Why SGLang's own copy isn't exact, where that is known."""
+    """Why SGLang's copy isn't exact, where that is known."""
 
     @property
-    def own_word(self) -> str:
-        """What SGLang's own copy did: its verdict, or `no copy` where the class has none."""
-        return "untried" if self.own is None else word_for(self.own)
+    def sglang_word(self) -> str:
+        """What SGLang's copy did: its verdict, or `no copy` where the class has none."""
+        return "untried" if self.by_sglang is None else word_for(self.by_sglang)
 
 
 @final
@@ -110,9 +113,9 @@ def why_not_hooked(settings: Settings) -> str | None:
     return f"SGLang calls {', '.join(loose)} without them" if loose else None
 
 
-def word_for(own: Outcome) -> str:
-    """`no copy` is an error, too, if it is called: SGLang's base class has none."""
-    return "no copy" if own.detail.strip() == "NotImplementedError:" else own.verdict
+def word_for(result: TripResult) -> str:
+    """The verdict, or `no copy`: SGLang's base class raises that error where a class has none."""
+    return "no copy" if result.detail.strip() == "NotImplementedError:" else result.verdict
 
 
 def all_cases() -> Sequence[Case]:
@@ -125,60 +128,60 @@ def all_cases() -> Sequence[Case]:
     return CASES
 
 
-def make_trips(cases: Iterable[Case]) -> Iterator[Trip]:
+def make_trips(cases: Iterable[Case]) -> Iterator[TriedCase]:
     """Each case both ways, as it becomes known. An error in building a pool isn't kvtide's."""
     for case in cases:
         try:
             yield _make_trip(case)
         except Exception as error:  # whatever a kernel raises that isn't made for this machine
-            yield Trip(case.name, unbuilt=first_line(error), reason=case.reason)
+            yield TriedCase(case.name, unbuilt=first_line(error), reason=case.reason)
 
 
-def _make_trip(case: Case) -> Trip:
+def _make_trip(case: Case) -> TriedCase:
     from kvtide.plugin.sglang.cases.round_trips import KvtideWay, Way, round_trip
 
     names: set[str] = set()
 
     def build() -> Built:
         built = case.build()
-        names.update(type(one).__name__ for one in reachable(built))
+        names.update(type(part).__name__ for part in reachable(built))
         return built
 
     watched = replace(case, build=build)
-    own, through = round_trip(watched, Way()), round_trip(watched, KvtideWay())
-    return Trip(case.name, frozenset(names), own, through, reason=case.reason)
+    by_sglang, by_kvtide = round_trip(watched, Way()), round_trip(watched, KvtideWay())
+    return TriedCase(case.name, frozenset(names), by_sglang, by_kvtide, reason=case.reason)
 
 
 def reachable(built: Built) -> Iterator[object]:
-    """The objects of SGLang's classes, and of kvtide's own, that the pools consist of."""
+    """The objects of SGLang's classes, and of kvtide's, that the pools consist of."""
     waiting: list[Any] = [built.pool, built.request_pool, *built.draft_pools]
     seen: set[int] = set()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        part = waiting.pop()
+        if id(part) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, list | tuple):
-            waiting += one
-        elif type(one).__module__.partition(".")[0] in ("sglang", "kvtide"):
-            yield one
-            waiting += getattr(one, "__dict__", {}).values()
+        seen.add(id(part))
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif type(part).__module__.partition(".")[0] in ("sglang", "kvtide"):
+            yield part
+            waiting += getattr(part, "__dict__", {}).values()
 
 
-def find_classes(trips: Sequence[Trip]) -> list[ClassFound]:
+def find_classes(trips: Sequence[TriedCase]) -> list[ClassFound]:
     """Every class of pools in the installed SGLang, and what the trips showed of it."""
-    tried = [trip for trip in trips if trip.through is not None]
+    tried = [trip for trip in trips if trip.by_kvtide is not None]
     counts = Counter(name for trip in tried for name in trip.classes)
     wrong: dict[str, list[str]] = {}
     for trip in tried:
-        if trip.through is not None and trip.through.verdict != "exact":
+        if trip.by_kvtide is not None and trip.by_kvtide.verdict != "exact":
             for name in trip.classes:
                 wrong.setdefault(name, []).append(trip.name)
     found = []
-    for one in known_classes():
-        verdict, reason = _verdict(one.verdict, counts[one.name], wrong.get(one.name, []))
-        count = counts[one.name]
-        found.append(ClassFound(one.name, one.file, verdict, reason or one.reason, count))
+    for known in known_classes():
+        count = counts[known.name]
+        verdict, reason = _verdict(known.verdict, count, wrong.get(known.name, []))
+        found.append(ClassFound(known.name, known.file, verdict, reason or known.reason, count))
     return found
 
 

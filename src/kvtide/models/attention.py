@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvtide.models.types import LINEAR, WINDOWED, Config, describe
+from kvtide.models.types import LINEAR, WINDOWED, Config, text_model_of
 
 # These choose their frequencies by the longest position in the step, so by the neighbours.
 _PER_STEP_ROPE = frozenset({"dynamic", "longrope"})
@@ -21,7 +21,7 @@ def special_attention(config: Config) -> str | None:
         return "its attention isn't causal"
     if _has_distance_bias(config):
         return "it biases attention by distance (ALiBi)"
-    model = describe(config)
+    model = text_model_of(config)
     if model.kind == "mla":
         return f"it caches latents (MLA, kv_lora_rank={model.field('kv_lora_rank')})"
     if WINDOWED in model.layers:

@@ -19,7 +19,7 @@ from kvtide.layout.plane import Size
 from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL
 from kvtide.layout.spec import Geometry, Layout
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
-from kvtide.models.types import FULL, LINEAR, WINDOWED, Config, Description, describe
+from kvtide.models.types import FULL, LINEAR, WINDOWED, Config, TextModel, text_model_of
 
 _SCALE_BLOCK = 128
 """Elements of an fp8 index key, or of a packed fp8 latent, that share a float32 scale."""
@@ -84,7 +84,7 @@ def cache_of(
     their order, the last stages taking one more where they don't divide, as SGLang does it. Raises
     UsageError for a model type or a field that isn't known, and for fewer layers than stages.
     """
-    model = describe(config)
+    model = text_model_of(config)
     layers = _fullest_stage(model.layers, stages)
     binder = _Binder(model, layers, dtype, page_size, tensor_ranks)
     geometry = {"gqa": binder.gqa, "mla": binder.mla, "delta": binder.delta}[model.kind]()
@@ -119,7 +119,7 @@ def _fullest_stage(kinds: Sequence[str], stages: int) -> range:
 class _Binder:
     """The layouts of each kind of model, bound to a rank's sizes."""
 
-    model: Description
+    model: TextModel
     layers: range
     dtype: str
     page_size: int

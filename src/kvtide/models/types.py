@@ -134,7 +134,7 @@ _FOREIGN = {
 
 @final
 @dataclass(frozen=True, slots=True)
-class Description:
+class TextModel:
     """What a configuration says of its language model, checked as it is read.
 
     `kind` is `gqa`, `mla` or `delta` (gated delta nets beside GQA), `layers` the kind of each
@@ -206,7 +206,7 @@ class Description:
         return self.number("num_key_value_heads")
 
 
-def describe(config: Config) -> Description:
+def text_model_of(config: Config) -> TextModel:
     """Reads the part of `config` that is the language model.
 
     Raises UsageError for a model type that isn't known, layers of a type that isn't known for
@@ -221,7 +221,7 @@ def describe(config: Config) -> Description:
     # DeepSeek's smaller models have no latents, and may give their sizes all the same.
     has_latents = model.kind == "mla" and text.get("use_mla") is not False
     kind = "gqa" if model.kind == "mla" and not has_latents else model.kind
-    bare = Description(name, kind, (), text, model)
+    bare = TextModel(name, kind, (), text, model)
     for foreign, reason in _FOREIGN.items():
         if text.get(foreign):
             value = repr(text[foreign])[:60]
@@ -237,7 +237,7 @@ def describe(config: Config) -> Description:
         raise bare.error(
             "its attention isn't causal (is_decoder is false), so there is no cache to speak of"
         )
-    return Description(name, kind, _layers(bare), text, model)
+    return TextModel(name, kind, _layers(bare), text, model)
 
 
 def _text_of(config: Config) -> Config:
@@ -261,7 +261,7 @@ def _summary(text: Config) -> str:
     return f" ({'; '.join(said)})" if said else ""
 
 
-def _layers(bare: Description) -> tuple[str, ...]:
+def _layers(bare: TextModel) -> tuple[str, ...]:
     """The kind of each layer: full, windowed or linear. Indexed ones attend in full."""
     count, listed = bare.number("num_hidden_layers"), bare.text.get("layer_types")
     if listed is not None and (not isinstance(listed, list) or len(listed) != count):
@@ -282,7 +282,7 @@ def _layers(bare: Description) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _default_layers(bare: Description, count: int) -> list[str]:
+def _default_layers(bare: TextModel, count: int) -> list[str]:
     """What transformers makes of a configuration without `layer_types`."""
     model = bare.model
     if model.period:

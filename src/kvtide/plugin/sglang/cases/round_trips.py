@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 
 from kvtide.arena import HostArena
+from kvtide.conformance.tensors import randomise, same_bytes
 from kvtide.device import open_device
 from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
 from kvtide.plugin.sglang.pools.subject import Subject
@@ -106,7 +107,7 @@ class Refusal:
 
 @final
 @dataclass(frozen=True)
-class Outcome:
+class TripResult:
     """What a round trip came to: `exact`, `wrong` or `crash`, and which bytes or which error."""
 
     verdict: str
@@ -184,7 +185,7 @@ def _own(rows: Mapping[str, int]) -> dict[str, Any]:
     return {"mamba_indices": mamba, "req_pool_index": rows.get("request")}
 
 
-def round_trip(case: Case, way: Way) -> Outcome:
+def round_trip(case: Case, way: Way) -> TripResult:
     """Saves, poisons everything, loads elsewhere, compares: those bytes, and all others."""
     torch.manual_seed(1)
     built = case.build()
@@ -196,10 +197,10 @@ def round_trip(case: Case, way: Way) -> Outcome:
             way.close()
     except Exception as error:
         message = str(error).splitlines()[0] if str(error) else ""
-        return Outcome("crash", f"{type(error).__name__}: {message}")
+        return TripResult("crash", f"{type(error).__name__}: {message}")
     finally:
         built.undo()
-    return Outcome("wrong", ", ".join(wrong)) if wrong else Outcome("exact")
+    return TripResult("wrong", ", ".join(wrong)) if wrong else TripResult("exact")
 
 
 def _moved_wrong(case: Case, built: Built, way: Way) -> list[str]:
@@ -225,9 +226,9 @@ def _moved_wrong(case: Case, built: Built, way: Way) -> list[str]:
     way.load(built, copy, target, built.targets)
     wrong = []
     for probe, bytes_before, others in zip(built.probes, expected, untouched, strict=True):
-        if not same(bytes_before, probe.read(target, built.targets)):
+        if not same_bytes(bytes_before, probe.read(target, built.targets)):
             wrong.append(probe.name)
-        if not all(map(same, others, _of_others(probe, bystanders, built))):
+        if not all(map(same_bytes, others, _of_others(probe, bystanders, built))):
             wrong.append(f"{probe.name} of others")
     return wrong
 
@@ -266,23 +267,3 @@ def _read_if_any(probe: Probe, slots: torch.Tensor, rows: Mapping[str, int]) -> 
         return probe.read(slots, rows)
     except IndexError:
         return torch.empty(0)
-
-
-def randomise(buffer: torch.Tensor) -> None:
-    """Other bytes in all of a buffer, whatever its dtype and strides."""
-    if not buffer.numel():
-        return
-    if buffer.is_contiguous():
-        raw = buffer.view(-1).view(torch.uint8)
-        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
-    else:
-        buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
-
-
-def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:
-    """Whether two tensors are of one shape and have the same bytes: NaNs are equal, too."""
-    return expected.shape == actual.shape and torch.equal(_bytes(expected), _bytes(actual))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache import unified_memory_pool
 
+from kvtide.conformance.tensors import randomise
 from kvtide.plugin.sglang.cases.latent import shared_context
 from kvtide.plugin.sglang.cases.recurrent_state import ALIASED, state_params
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal, randomise
+from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
 
 PAGE = 16
 VIRTUAL = (
