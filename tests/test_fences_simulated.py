@@ -200,8 +200,8 @@ def keeps_host_memory_from_another_device(device: AcceleratorDevice) -> bool:
     tide.start_restore(snapshot, TARGET).wait()
     rest.release()
     given.append(other.offload(range(9)))
-    for one in given:
-        other.discard(one)
+    for kept in given:
+        other.discard(kept)
     other_device.close()
     return same_image(with_rows(before, TARGET, before, SOURCE), image_of(tide.pool))
 
@@ -336,7 +336,7 @@ BROKEN: list[tuple[Callable[[AcceleratorDevice], bool], Break]] = [
 ]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy-queue", "threads"])
 def test_every_fence_holds(
     scenario: Callable[[AcceleratorDevice], bool], schedule: str, lazy: bool
@@ -349,7 +349,7 @@ def test_every_fence_holds(
 
 
 @pytest.mark.parametrize(
-    ("scenario", "fault"), BROKEN, ids=lambda one: getattr(one, "__name__", None)
+    ("scenario", "fault"), BROKEN, ids=lambda function: getattr(function, "__name__", None)
 )
 def test_every_missing_fence_is_noticed(
     scenario: Callable[[AcceleratorDevice], bool], fault: Break

@@ -93,11 +93,11 @@ def main() -> int:
             findings.append(finding)
             if not options.json:
                 print(_line(finding), flush=True)
-    wrong = sum(one.differing > 0 for one in findings)
-    refused = sum(one.exact_rows is None for one in findings)
+    wrong = sum(finding.differing > 0 for finding in findings)
+    refused = sum(finding.exact_rows is None for finding in findings)
     if options.json:
         report = {"machine": _machine(), "options": vars(options), "accepted_wrongly": wrong}
-        print(json.dumps(report | {"models": [asdict(one) for one in findings]}, indent=1))
+        print(json.dumps(report | {"models": [asdict(finding) for finding in findings]}, indent=1))
     else:
         print(f"{len(findings)} models, {refused} refused, {wrong} accepted wrongly")
     return int(wrong > 0)
@@ -130,7 +130,7 @@ def try_shape(shape: tuple[int, ...], dtype: str, seed: int, requests: int) -> F
         check.detail,
         round(check.seconds, 3),
         len(pairs),
-        sum(one != other for one, other in pairs),
+        sum(ours != theirs for ours, theirs in pairs),
         retractions,
     )
 

@@ -106,7 +106,9 @@ def small_model(model_type: str, **changes: Any) -> PreTrainedModel:
     """
     config = _small_config(CONFIG_MAPPING[model_type], model_type, changes)
     with torch.device("meta"):
-        count = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+        count = sum(
+            weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters()
+        )
     if count > _LARGEST_PARAMETERS:
         raise NotSmallError(f"it comes out at {count:,} parameters")
     torch.manual_seed(0)
@@ -123,7 +125,7 @@ def without_windows(model_type: str) -> dict[str, Any]:
 
 
 def _small_config(kind: Any, model_type: str, changes: dict[str, Any]) -> Any:
-    names = {one.name for one in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kind)}
     sizes = {name: size for name, size in _SIZES.items() if name in names}
     if "kv_lora_rank" in names:  # latents are shared by all heads, so none has fewer of keys
         sizes["num_key_value_heads"] = _HEADS

@@ -46,16 +46,16 @@ def test_gradients_are_those_of_the_cpu(schedule: Plan) -> None:
     """The fused kernel's own backward."""
     found = []
     for device in ("cpu", "npu"):
-        query, key, value = (one.to(device).requires_grad_() for one in inputs(kv_heads=4))
+        query, key, value = (tensor.to(device).requires_grad_() for tensor in inputs(kv_heads=4))
         total = scaled_dot_product_attention(query, key, value).sum()
-        found.append([one.cpu() for one in torch.autograd.grad(total, (query, key, value))])
+        found.append([tensor.cpu() for tensor in torch.autograd.grad(total, (query, key, value))])
     assert all(torch.equal(expected, actual) for expected, actual in zip(*found, strict=True))
 
 
 def test_attention_waits_to_be_waited_for() -> None:
     """Its result is poison until then."""
     LAZY.set()
-    query, key, value = (one.to("npu") for one in inputs(kv_heads=4))
+    query, key, value = (tensor.to("npu") for tensor in inputs(kv_heads=4))
     NPU.synchronize()
     with torch.inference_mode():
         result = scaled_dot_product_attention(query, key, value).to("cpu", non_blocking=True)

@@ -62,9 +62,9 @@ def test_the_device_draws_from_the_cpu_s_generator() -> None:
     first = torch.rand(4, device="npu")
     NPU.set_rng_state(state)
     assert torch.equal(torch.rand(4, device="npu"), first)
-    own = torch.Generator(device="npu").manual_seed(7)
+    generator = torch.Generator(device="npu").manual_seed(7)
     again = torch.Generator(device="npu").manual_seed(7)
-    drawn = torch.rand(4, generator=own, device="npu")
+    drawn = torch.rand(4, generator=generator, device="npu")
     assert torch.equal(torch.rand(4, generator=again, device="npu"), drawn)
     NPU.synchronize()
 
@@ -174,11 +174,11 @@ def test_waiting_for_one_stream_leaves_the_others() -> None:
 
 def test_devices_are_waited_for_apart() -> None:
     """synchronize(d) runs the streams of d."""
-    zero, one = torch.zeros(1, device="npu:0"), torch.zeros(1, device="npu:1")
+    first, second = torch.zeros(1, device="npu:0"), torch.zeros(1, device="npu:1")
     NPU.synchronize(0)
     NPU.synchronize(1)
-    zero.add_(1)
-    one.add_(1)
+    first.add_(1)
+    second.add_(1)
     NPU.synchronize(1)
     assert 1 == simnpu.pending()
     NPU.synchronize("npu:0")

@@ -47,9 +47,9 @@ def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Control:
 
 def write_stat(folder: Path, prefix: str = "", **lines: int) -> None:
     """A group's memory.stat, in which v1 says first what is the group's own alone."""
-    own = [f"{name} 7\n" for name in lines if prefix]
+    alone = [f"{name} 7\n" for name in lines if prefix]
     total = [f"{prefix}{name} {value}\n" for name, value in lines.items()]
-    (folder / "memory.stat").write_text("".join(own + total))
+    (folder / "memory.stat").write_text("".join(alone + total))
 
 
 @pytest.mark.parametrize(("mount", "files", "prefix"), [("", V2, ""), ("memory", V1, "total_")])
@@ -169,12 +169,12 @@ def test_control_groups_v1_count(control: Control, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mount", "files"), [("", V2), ("memory", V1)])
-@pytest.mark.parametrize("own", ["4:memory:/host/id\n0::/host/id\n", "0::/../id\n", "what?\n", ""])
+@pytest.mark.parametrize("text", ["4:memory:/host/id\n0::/host/id\n", "0::/../id\n", "what?\n", ""])
 def test_a_path_of_the_host_leaves_the_mount_itself(
-    control: Control, tmp_path: Path, mount: str, files: str, own: str
+    control: Control, tmp_path: Path, mount: str, files: str, text: str
 ) -> None:
     """In a container the mount is the group, and the path may lead nowhere, or not be known."""
-    if own:
-        (tmp_path / "own").write_text(own)
+    if text:
+        (tmp_path / "own").write_text(text)
     control(mount, files, 4000, 1000)
     assert 3000 == budget.free_memory_bytes()

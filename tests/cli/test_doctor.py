@@ -308,10 +308,10 @@ def test_reasons_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     DeviceReport("cpu", size_bytes=1 << 20).examine(ConsolePage(console))
     lines = shown.getvalue().splitlines()
     assert max(len(line) for line in lines) <= 80
-    at = next(i for i, line in enumerate(lines) if line.startswith("gqa bfloat16"))
-    assert lines[at].endswith("  FAILED")
+    failed = next(i for i, line in enumerate(lines) if line.startswith("gqa bfloat16"))
+    assert lines[failed].endswith("  FAILED")
     assert "    created pool, contiguous slots: RuntimeError: the queue is full" == (
-        lines[at + 1].rstrip()
+        lines[failed + 1].rstrip()
     )
 
 

@@ -400,8 +400,10 @@ def test_plan_agrees_with_what_transformers_caches(family: str) -> None:
     windowed = [layer for layer in attending if "Sliding" in type(layer).__name__]
     states = [layer for layer in layers if layer not in attending]
 
-    def token_bytes(of: list[Any]) -> int:
-        return sum(2 * t.shape[1] * t.shape[3] for layer in of for t in (layer.keys, layer.values))
+    def token_bytes(chosen: list[Any]) -> int:
+        return sum(
+            2 * t.shape[1] * t.shape[3] for layer in chosen for t in (layer.keys, layer.values)
+        )
 
     fields = json.loads(config.to_json_string(use_diff=False))
     fields.pop("layer_types", None)  # so that the type's own rule is what is compared

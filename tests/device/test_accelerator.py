@@ -139,8 +139,8 @@ def test_snapshots_are_those_of_a_cpu(device: AcceleratorDevice, head_dim: int) 
     geometry = small_geometry(head_dim=head_dim)
     slots = [*range(7), 12, 11, 10, 9]
     snapshots = []
-    for one in (device, open_device("cpu")):
-        tide = make_tide_on(one, geometry=geometry)
+    for source in (device, open_device("cpu")):
+        tide = make_tide_on(source, geometry=geometry)
         snapshot = tide.offload(slots)
         blocks = snapshot.lease.blocks
         data = [bytes(block.bytes_view(3 * geometry.token_bytes)) for block in blocks]
@@ -191,7 +191,7 @@ def test_at_most_two_chunks_are_in_flight(lazy_npu: str) -> None:
         def issue(staging: torch.Tensor | None) -> None:
             assert staging is not None
             # What has not happened leaves its mark: the device's poison isn't zero.
-            missing.append([one for one in range(number) if host[one].any()])
+            missing.append([earlier for earlier in range(number) if host[earlier].any()])
             staging.copy_(memory)
             host[number].copy_(staging, non_blocking=True)
 

@@ -150,14 +150,14 @@ def test_submitting_returns_before_the_work_is_done(device: CPUDevice) -> None:
     assert job.done()
 
 
-@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize("place", [0, 3, 7])
 @pytest.mark.parametrize("error_type", [IndexError, ValueError, StopIteration])
 def test_an_error_of_an_item_is_raised_at_each_wait(
-    device: CPUDevice, at: int, error_type: type[BaseException]
+    device: CPUDevice, place: int, error_type: type[BaseException]
 ) -> None:
     """Whatever it is, wherever it happens; an IndexError too, which a deque raises as well."""
     items: list[Callable[[], int]] = [lambda: 1] * 8
-    items[at] = raising(error_type("of the item"))
+    items[place] = raising(error_type("of the item"))
     job = submit(device, items)
     for _ in range(2):
         with pytest.raises(error_type, match="of the item"):

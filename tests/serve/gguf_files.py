@@ -125,7 +125,7 @@ def write_pieces(writer: Any, count: int) -> None:
 def tensors_of(opened: OpenModel) -> dict[str, Array]:
     """The weights by llama.cpp's names."""
     config = opened.model.config
-    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch_of(opened))
+    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch_of(opened))
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     found = {}

@@ -109,7 +109,9 @@ def test_a_request_gets_the_same_bits_in_any_company(dtype: torch.dtype, threads
             only = [Segment(0, 1, segment.slots)]
             alone = run(plan_attention(only, 1, dtype), query[number : number + 1], pool)
             assert torch.equal(alone[0], together[number])
-        backwards = [Segment(row, 1, one.slots) for row, one in enumerate(reversed(segments))]
+        backwards = [
+            Segment(row, 1, segment.slots) for row, segment in enumerate(reversed(segments))
+        ]
         turned = run(plan_attention(backwards, 25, dtype), query.flip(0), pool)
         assert torch.equal(turned.flip(0), together)
     finally:

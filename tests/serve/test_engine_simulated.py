@@ -122,7 +122,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_an_engine_that_does_not_wait_is_found_out(fault: Callable[..., None]) -> None:
     """By other answers, or by the simulated device."""
     reference = expected("float32")

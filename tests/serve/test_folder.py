@@ -139,17 +139,17 @@ def test_a_scale_that_is_not_there_is_missed(folder: Path) -> None:
     expected: dict[str, torch.Tensor] = {}
 
     def quantize(held: dict[str, torch.Tensor]) -> None:
-        for one in [one for one in held if "proj" in one]:
-            scale = held[one].abs().max() / 448
-            held[one] = (held[one] / scale).to(torch.float8_e4m3fn)
-            held[f"{one}_scale_inv"] = scale.reshape(1, 1)
-            expected[one] = held[one].float() * scale
+        for key in [key for key in held if "proj" in key]:
+            scale = held[key].abs().max() / 448
+            held[key] = (held[key] / scale).to(torch.float8_e4m3fn)
+            held[f"{key}_scale_inv"] = scale.reshape(1, 1)
+            expected[key] = held[key].float() * scale
 
     change_tensors(folder, quantize)
     told = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     change_config(folder, quantization_config=told)
     found = open_model(str(folder), dtype="float32").model.state_dict()
-    assert all(torch.equal(weight, found[one]) for one, weight in expected.items())
+    assert all(torch.equal(weight, found[key]) for key, weight in expected.items())
     change_tensors(folder, lambda held: held.pop(f"{name}_scale_inv"))
     assert f"{name} in {folder / WEIGHTS} is quantized" in refusal(folder)
 

@@ -206,12 +206,12 @@ def test_nothing_is_not_what_the_model_has(key: str, value: Any, meant: dict[str
 def test_scores_are_scaled_as_the_file_has_it() -> None:
     """By the width of a head unless it says otherwise; a model may have another number."""
     keys = {"general.architecture": "gemma2"}
-    own = SimpleNamespace(head_dim=16, query_pre_attn_scalar=64)
-    check_keys({**keys, "gemma2.attention.scale": 64**-0.5}, own)
+    config = SimpleNamespace(head_dim=16, query_pre_attn_scalar=64)
+    check_keys({**keys, "gemma2.attention.scale": 64**-0.5}, config)
     check_keys({**keys, "gemma2.attention.scale": 0.0}, SimpleNamespace(head_dim=16))
     for told in ({}, {"gemma2.attention.scale": 0.0}):
         with pytest.raises(UsageError, match=r"doesn't say gemma2\.attention\.scale.* 0\.125"):
-            check_keys({**keys, **told}, own)
+            check_keys({**keys, **told}, config)
 
 
 NEUTRAL = {
@@ -375,7 +375,7 @@ def test_positions_that_the_model_does_not_have_are_not_scaled(tmp_path: Path) -
 def test_factors_of_llama_3_are_those_of_the_folder(tmp_path: Path, factor: float) -> None:
     """The file has no numbers of the scaling, only what comes of them: what divides frequencies."""
     folder = scaled(**{**LLAMA3, "factor": factor})
-    plain, divided = (one.model.model.rotary_emb.inv_freq for one in (tiny(), folder))
+    plain, divided = (opened.model.model.rotary_emb.inv_freq for opened in (tiny(), folder))
     factors = {"rope_freqs.weight": (plain / divided).numpy()}
     opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=factors))
     assert torch.equal(logits(folder), logits(opened))
@@ -425,8 +425,8 @@ def test_digits_are_words_where_the_file_says_so(tmp_path: Path, split: str) -> 
     opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
     opened.model.save_pretrained(tmp_path / "folder")
     opened.tokenizer.save_pretrained(tmp_path / "folder")
-    for one in (opened, opened_from(tmp_path / "folder")):
-        assert ["x", "Ġ=", "ĠĠ", "1", "2", "Ġ", "3", "Ġy"] == words(one, "x =  12 3 y")
+    for source in (opened, opened_from(tmp_path / "folder")):
+        assert ["x", "Ġ=", "ĠĠ", "1", "2", "Ġ", "3", "Ġy"] == words(source, "x =  12 3 y")
 
 
 @pytest.mark.parametrize(
@@ -472,11 +472,11 @@ def test_a_space_before_a_text_is_the_files_affair(
     opened = opened_from(path)
     opened.model.save_pretrained(tmp_path / "folder")
     opened.tokenizer.save_pretrained(tmp_path / "folder")
-    for one in (opened, opened_from(tmp_path / "folder")):
-        ids = one.tokenizer.encode("ab", add_special_tokens=False)
-        assert expected == one.tokenizer.convert_ids_to_tokens(ids)
-        space = one.tokenizer.convert_tokens_to_ids("▁ab")
-        assert text == one.tokenizer.decode([space])
+    for source in (opened, opened_from(tmp_path / "folder")):
+        ids = source.tokenizer.encode("ab", add_special_tokens=False)
+        assert expected == source.tokenizer.convert_ids_to_tokens(ids)
+        space = source.tokenizer.convert_tokens_to_ids("▁ab")
+        assert text == source.tokenizer.decode([space])
 
 
 def test_neighbours_of_a_file_have_no_say(tmp_path: Path) -> None:
@@ -521,8 +521,8 @@ def test_a_tensor_of_an_unknown_type_is_named(tmp_path: Path) -> None:
     """Formats of quantization are added now and then."""
     path, name = write_gguf(tiny(), tmp_path / "tiny.gguf"), b"token_embd.weight"
     data = bytearray(path.read_bytes())
-    at = data.index(name) + len(name) + 4 + 2 * 8  # past the number of its axes, and those
-    data[at : at + 4] = (99).to_bytes(4, "little")
+    place = data.index(name) + len(name) + 4 + 2 * 8  # past the number of its axes, and those
+    data[place : place + 4] = (99).to_bytes(4, "little")
     path.write_bytes(data)
     assert "token_embd.weight is of type 99" in refusal(path)
 
@@ -534,12 +534,12 @@ def test_what_a_file_claims_costs_no_memory(tmp_path: Path, claim: str) -> None:
     data = bytearray(path.read_bytes())
 
     def put(after: bytes, skip: int, value: int) -> None:
-        at = data.index(after) + len(after) + skip
-        data[at : at + 8] = value.to_bytes(8, "little")
+        place = data.index(after) + len(after) + skip
+        data[place : place + 8] = value.to_bytes(8, "little")
 
     if claim == "layers":
-        at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
-        data[at : at + 4] = (1 << 30).to_bytes(4, "little")
+        place = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+        data[place : place + 4] = (1 << 30).to_bytes(4, "little")
     elif claim == "texts":  # past the array's type and that of what is in it
         put(b"tokenizer.ggml.tokens", 8, 1 << 50)
     elif claim == "numbers":

@@ -179,10 +179,14 @@ def state_of(model: Any) -> tuple[object, ...]:
     """All that a check might leave changed: where weights lie, their bytes, hooks, settings."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return (
-        [(name, one.data_ptr(), one.dtype, one.device) for name, one in tensors],
-        [one.detach().view(torch.uint8).numpy().tobytes() for _, one in tensors if one.dim()],
-        [len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules()],
-        [one.training for one in model.modules()],
+        [(name, tensor.data_ptr(), tensor.dtype, tensor.device) for name, tensor in tensors],
+        [
+            tensor.detach().view(torch.uint8).numpy().tobytes()
+            for _, tensor in tensors
+            if tensor.dim()
+        ],
+        [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        [module.training for module in model.modules()],
         model.config.to_dict(),
         model.config._attn_implementation,
         model.config._experts_implementation,

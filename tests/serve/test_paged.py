@@ -121,9 +121,9 @@ def step(paged: PagedModel, requests: Sequence[Answer]) -> None:
 
 def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
     """Tokens, and the logits of every step, bit for bit."""
-    for one, other in zip(expected, actual, strict=True):
-        assert one.tokens == other.tokens
-        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+    for wanted, found in zip(expected, actual, strict=True):
+        assert wanted.tokens == found.tokens
+        assert torch.equal(torch.stack(wanted.logits), torch.stack(found.logits))
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -207,7 +207,7 @@ def test_exact_passes_keep_to_the_row_counts(
 
     def spy(segments: Sequence[Segment], row_count: int, *rest: Any, **named: Any) -> Any:
         assert named == {"sharing": Sharing.ALIKE}
-        passes.append(([one.count for one in segments], row_count))
+        passes.append(([segment.count for segment in segments], row_count))
         return plan_attention(segments, row_count, *rest, **named)
 
     monkeypatch.setattr(paged_module, "plan_attention", spy)

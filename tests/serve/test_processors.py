@@ -46,8 +46,8 @@ def report_on(settings: dict[str, str], *options: str, threads: tuple[str, ...] 
     report = json.loads(done.stdout)
     models = report["models"]
     assert 4 * len(threads) == len(models)
-    assert all(one["compared"] > 100 and one["retractions"] for one in models)
-    assert [] == [one for one in models if one["differing"] or one["exact_rows"] is None]
+    assert all(model["compared"] > 100 and model["retractions"] for model in models)
+    assert [] == [model for model in models if model["differing"] or model["exact_rows"] is None]
     return report
 
 

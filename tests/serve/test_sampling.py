@@ -23,9 +23,9 @@ def test_zero_temperature_takes_the_largest() -> None:
 
 def test_seed_decides_the_draws() -> None:
     """Equal seeds, equal tokens; others differ."""
-    one, same, other = (draw(SamplingParams(temperature=2, seed=s), 40) for s in (3, 3, 4))
-    assert one == same
-    assert one != other
+    first, same, other = (draw(SamplingParams(temperature=2, seed=s), 40) for s in (3, 3, 4))
+    assert first == same
+    assert first != other
 
 
 def test_generators_are_not_shared() -> None:

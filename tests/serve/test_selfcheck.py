@@ -279,13 +279,13 @@ def test_the_attention_probe_shows_another_order_of_additions(
         assert found is not None
         return found.view(dtype).view(6, 64)
 
-    one = output()
+    forward = output()
     probe.query, probe.keys = probe.query.flip(2), probe.keys.flip(2)
     if not of_scores:
         slots = torch.arange(64)
         slots[:61] = slots[:61].flip(0)
         probe.keys, probe.values = probe.keys[slots], probe.values[slots]
-    assert ((one != output()).float().mean(1) > 0.5).all()
+    assert ((forward != output()).float().mean(1) > 0.5).all()
 
 
 @pytest.mark.parametrize("family", ["GPTJ", "Olmo"])

@@ -98,8 +98,8 @@ class BreakingDevice(FakeDevice):
         def fail(staging: torch.Tensor | None) -> None:
             raise OSError("the link is down")
 
-        at = self.breaks_at
-        return phase if at is None else [*phase[:at], replace(phase[at], issue=fail)]
+        step = self.breaks_at
+        return phase if step is None else [*phase[:step], replace(phase[step], issue=fail)]
 
 
 class GatedDevice(FakeDevice):

@@ -31,11 +31,11 @@ def places_of(action: Callable[[], Any]) -> list[tuple[Place, int]]:
     lines: dict[tuple[CodeType, int | None], int] = {}
 
     def note(frame: FrameType, event: str, _: object) -> Any:
-        code, at = frame.f_code, frame.f_lasti
-        if event == "opcode" and code.co_code[at] != RETURN:
+        code, offset = frame.f_code, frame.f_lasti
+        if event == "opcode" and code.co_code[offset] != RETURN:
             is_owner = code.co_filename[len(ROOT) + 1 :].startswith(OWNERS)
-            if is_owner or lines.setdefault((code, frame.f_lineno), at) == at:
-                seen[code, at] += 1
+            if is_owner or lines.setdefault((code, frame.f_lineno), offset) == offset:
+                seen[code, offset] += 1
         return note
 
     _traced(action, note, lambda code: code.co_filename.startswith(ROOT))
@@ -85,9 +85,9 @@ def _traced(action: Callable[[], Any], each: Any, is_of_ours: Callable[[CodeType
 
 def name_of(place: Place) -> str:
     """For a message."""
-    code, at = place
-    line = next((n for first, stop, n in code.co_lines() if first <= at < stop), None)
-    return f"{Path(code.co_filename).stem}.{code.co_name}:{line}+{at}"
+    code, offset = place
+    line = next((n for first, stop, n in code.co_lines() if first <= offset < stop), None)
+    return f"{Path(code.co_filename).stem}.{code.co_name}:{line}+{offset}"
 
 
 def every_interrupt(
