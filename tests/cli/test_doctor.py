@@ -159,7 +159,7 @@ def test_memory_that_cannot_be_pinned_is_said_with_the_remedy(ask: Ask) -> None:
     assert 1 == code
     assert "host memory: pageable: 64 bytes can't be pinned; raise ulimit -l" == lines[2]
     assert ["pinned host memory"] == failed(lines)
-    follows = "FAILED: host memory is pageable; see there; so copies are slower"
+    follows = "FAILED: host memory is pageable; see the line `host memory`; so copies are slower"
     assert any(follows in line for line in lines)
     assert f"device cpu: 1 of {25 + TRIP_COUNT} checks failed" == lines[-1]
 
@@ -243,7 +243,7 @@ def test_device_that_cannot_be_opened_is_tried_without_kvtide(ask: Ask) -> None:
     assert ["kvtide opens the device"] == failed(lines)
     assert "index_copy_, int64: ok" in lines
     assert [] == trips(lines)
-    assert "Neither copies nor speed were tried: no device to move on" in lines
+    assert "Neither copies nor speed were tried: there is no device" in lines
     assert lines[-1].startswith("device cpu: 1 of ")
 
 

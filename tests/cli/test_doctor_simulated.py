@@ -77,7 +77,7 @@ def test_simulation_begins_in_a_fresh_process() -> None:
     assert lines[0].startswith("device: npu:1: ")
     assert lines[0].endswith("simulated, schedule random:3")
     assert "host memory: pinned" in lines
-    for need in ("a stream of its own", "events", "asynchronous copy to the host"):
+    for need in ("a separate stream", "events", "asynchronous copy to the host"):
         assert f"{need}: ok" in lines
     assert TRIP_COUNT == sum(line.endswith(": exact") for line in lines)
     assert any("(of a simulated device: these figures mean nothing)" in line for line in lines)

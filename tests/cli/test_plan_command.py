@@ -263,10 +263,10 @@ def test_hub_that_gives_nothing_is_one_line(
         (b"[" * 200_000, "is not JSON: "),
         (b"[1]", "it holds no JSON object"),
         (b"{}", "none of model_type, text_config, language_config, llm_config names"),
-        (b'{"model_type": "t5", "d_kv": 64}', "model type 't5': it isn't known"),
+        (b'{"model_type": "t5", "d_kv": 64}', "model type 't5': it is unknown"),
         (
             b'{"text_config": {"model_type": "llama4_text"}}',
-            "'llama4_text': it isn't known",
+            "'llama4_text': it is unknown",
         ),
     ],
 )

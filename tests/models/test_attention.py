@@ -45,5 +45,5 @@ def test_special_attention_is_named(config: dict[str, Any], reason: str) -> None
 
 def test_an_unknown_type_is_no_plain_one() -> None:
     """What the table doesn't know isn't guessed."""
-    with pytest.raises(UsageError, match="'perceiver': it isn't known"):
+    with pytest.raises(UsageError, match="'perceiver': it is unknown"):
         special_attention({"model_type": "perceiver"})

@@ -323,7 +323,11 @@ REFUSED = [
     ("llama-3.1-8b", {"model_type": "jamba", "layer_types": [*KINDS]}, "'jamba'.*mamba.*gpt_oss"),
     ("llama-3.1-8b", {"model_type": ...}, "model_type, text_config"),
     ("llama-3.1-8b", {"model_type": ["llama"]}, "model_type, text_config"),
-    ("llama-3.1-8b", {"num_hidden_layers": 2, "layer_types": [*KINDS]}, "has mamba, which isn't"),
+    (
+        "llama-3.1-8b",
+        {"num_hidden_layers": 2, "layer_types": [*KINDS]},
+        "has mamba, which is",
+    ),
     ("llama-3.1-8b", {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}, "linear"),
     ("llama-3.1-8b", {"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers 32"),
     ("llama-3.1-8b", {"layer_types": 3}, "layer_types has 3 entries"),

@@ -73,7 +73,7 @@ def test_full_attention_decoders_are_served(config: Any) -> None:
         (tf.FalconConfig(alibi=True, num_hidden_layers=2), "ALiBi"),
         (tf.LlamaConfig(**SMALL, rope_parameters=LONG_ROPE), "longrope"),
         (tf.LlamaConfig(**SMALL, is_causal=False), "isn't causal"),
-        (tf.MambaConfig(), "it isn't known, and what it caches isn't guessed"),
+        (tf.MambaConfig(), "it is unknown, and its cache isn't guessed"),
         (
             tf.Gemma4UnifiedTextConfig(use_bidirectional_attention=None),
             "its sizes differ from layer to layer",

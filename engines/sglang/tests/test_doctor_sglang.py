@@ -68,7 +68,7 @@ def test_a_person_sees_both_copies_and_the_verdict(runs: Runs) -> None:
     code, out, err = runs["few"]
     lines = out.splitlines()
     assert (0, "") == (code, err)
-    assert "what kvtide reads of SGLang: all there" in lines
+    assert "names that kvtide reads of SGLang: all there" in lines
     assert "MHA, page 1: exact" in lines
     assert "keys alone: exact; SGLang: no copy" in lines
     assert "MHATokenToKOnlyPool: exact in 1 round trip" in lines
@@ -108,8 +108,8 @@ def test_what_sglang_has_no_longer_is_found(runs: Runs) -> None:
     code, out, _ = runs["moved reads of another version, in words"]
     assert 1 == code
     assert (
-        "what kvtide reads of SGLang: FAILED: gone: ModelRunner.renamed, class OncePool; so all "
-        "pools are left to SGLang"
+        "names that kvtide reads of SGLang: FAILED: gone: ModelRunner.renamed, class OncePool; so "
+        "all pools are left to SGLang"
     ) in out.splitlines()
 
 

@@ -1,4 +1,4 @@
-"""`kvtide bench copy`: how fast KV moves off and back, beside a plain copy of as many bytes."""
+"""`kvtide bench copy`: how fast KV moves off and back, compared with a plain copy."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ bench = typer.Typer(help="Measure this machine.")
 
 @bench.command("copy")
 def copy_command(
-    size: Annotated[str, typer.Option(help="What each operation moves.")] = "64MiB",
+    size: Annotated[str, typer.Option(help="How much each operation moves.")] = "64MiB",
     rounds: Annotated[int, typer.Option(min=1, max=10_000, help="Figures are medians.")] = 15,
     threads: Annotated[
         int | None,
         typer.Option(min=1, max=1024, help="Copying threads.", show_default="torch's"),
     ] = None,
     layouts: Annotated[
-        bool, typer.Option("--layouts", help="A case for each layout, at its own row sizes.")
+        bool, typer.Option("--layouts", help="A case for each layout, with its row sizes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare gather and scatter with memcpy of as many bytes, and with what engines do."""
+    """Compare gather and scatter with memcpy of as many bytes, and with an engine's copies."""
     from kvtide.measure.workload import check_size
 
     size_bytes = check_size(size)

@@ -1,4 +1,4 @@
-"""`kvtide doctor`: whether kvtide works on a device, or in SGLang; what to run there first."""
+"""`kvtide doctor`: tries whether kvtide works on a device or in SGLang. Run it there first."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ def doctor(
         typer.Option(help="Such as npu or cuda:1.", show_default="the accelerator here, else cpu"),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="That device (npu unless named) is a simulated one.")
+        bool, typer.Option("--simulate", help="Simulate that device (npu unless named).")
     ] = False,
     schedule: Annotated[
         str | None,
-        typer.Option(
-            help="What it does when: lazy, eager, random:SEED, thread.", show_default="lazy"
-        ),
+        typer.Option(help="When it works: lazy, eager, random:SEED, thread.", show_default="lazy"),
     ] = None,
     size: Annotated[
         str | None,
         typer.Option(
-            help="How much is moved to measure speed.", show_default="64MiB; simulated 4MiB"
+            help="How much is copied to measure speed.", show_default="64MiB; simulated 4MiB"
         ),
     ] = None,
     sglang: Annotated[
@@ -47,7 +45,7 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Try what kvtide needs of a device: exact copies of every layout, and their speed."""
+    """Try whether a device does what kvtide needs, copies every layout exactly, and how fast."""
     from kvtide.cli.page import ConsolePage
     from kvtide.doctor.finding import count_failed
 
@@ -64,7 +62,7 @@ def doctor(
 
 
 def _device_report(name: str | None, schedule: str | None, size: str | None) -> Report:
-    """Raises UsageError for a device that isn't here, or can't be simulated."""
+    """Raises UsageError for a device that isn't here or can't be simulated."""
     from kvtide.measure.workload import check_size
 
     size_bytes = None if size is None else check_size(size)
@@ -77,7 +75,7 @@ def _device_report(name: str | None, schedule: str | None, size: str | None) -> 
 
 
 def _sglang_report(device_options: list[str]) -> Report:
-    """Raises UsageError where SGLang isn't installed, and for options that look at a device."""
+    """Raises UsageError if SGLang isn't installed, and for options that concern a device."""
     if device_options:
         raise UsageError(
             f"--sglang looks at SGLang, not at a device; leave out {' and '.join(device_options)}"

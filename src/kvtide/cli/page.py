@@ -1,4 +1,4 @@
-"""How a doctor's report looks: aligned on a terminal, a line each anywhere else."""
+"""Prints a doctor's report: aligned on a terminal, otherwise one line for each finding."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ConsolePage:
         print_table(self._console, rows)
 
     def heading(self, text: str) -> None:
-        """A bold line, after an empty one."""
+        """Prints a bold line after an empty line."""
         self._print(Text(f"\n{text}", "bold"))
 
     def finding(self, finding: Finding, *, name: str | None = None, good: str = "ok") -> None:
-        """A line; on a terminal what is wrong stands below it, as it may be long."""
+        """Prints a line. On a terminal a failure's reason is below it, since it may be long."""
         name = self._printable(name or finding.name)
         if finding.ok:
             self._value(name, Text(good, "green"))
@@ -62,7 +62,7 @@ class ConsolePage:
         self._console.print(table)
 
     def repeat_failed(self, heading: str, findings: Sequence[Finding]) -> None:
-        """On a terminal alone, where a hundred lines may have gone by."""
+        """Only on a terminal, where a hundred lines may have scrolled away."""
         failed = [finding for finding in findings if not finding.ok]
         if failed and self._console.is_terminal:
             self.heading(heading)
@@ -70,7 +70,7 @@ class ConsolePage:
                 self.finding(finding)
 
     def verdict(self, what: str, findings: Sequence[Finding]) -> None:
-        """`what: ok`, or how many of the checks failed."""
+        """Prints `what: ok`, or how many checks failed."""
         failed, checks = count_failed(findings), counted(len(findings), "check")
         verdict = f"{failed:,} of {checks} failed" if failed else "ok"
         line = self._printable(f"{what}: {verdict}")

@@ -1,4 +1,4 @@
-"""`kvtide plan`: what a token of a model costs, from its configuration alone."""
+"""`kvtide plan`: how many bytes a token of a model takes, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _LARGEST_CONFIG_BYTES = 16 << 20
-_WAYS_TO_NAME = (
+_ACCEPTED = (
     "a folder with a config.json, such a file, a .gguf file, a hub id such as org/name, smollm2 or "
     "tiny-random"
 )
@@ -50,16 +50,17 @@ def plan(
             "tiny-random.",
         ),
     ],
-    dtype: Annotated[CacheDType, typer.Option(help="Of the KV cache.")] = CacheDType.bfloat16,
+    dtype: Annotated[CacheDType, typer.Option(help="Dtype of the KV cache.")] = CacheDType.bfloat16,
     page_size: Annotated[int, typer.Option(min=1, max=4096, help="Tokens a page.")] = 16,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share the heads.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Stages that share the layers.")] = 1,
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=10**9, help="Also what a request of so many takes.")
+        int | None,
+        typer.Option(min=1, max=10**9, help="Also the bytes of a request this long."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print what a token of a model costs: planes, bytes, tokens per GiB."""
+    """Print how much memory a token of a model takes: planes, bytes, tokens per GiB."""
     config = read_config(model)
     from kvtide.models.cache import cache_of
 
@@ -74,7 +75,7 @@ def plan(
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """The configuration of the model that `name` stands for; nothing else of it is read.
+    """The configuration of the model with that name. Nothing else of the model is read.
 
     Raises UsageError, in one line, if there is none.
     """
@@ -88,17 +89,17 @@ def read_config(name: str) -> dict[str, Any]:
                 raise UsageError(f"{name} is not a model's folder: it has no config.json")
         if path.is_file():
             return _read_gguf(path) if path.suffix == ".gguf" else _read_json(path)
-    # RuntimeError: there is no such user as in ~user. ValueError: a name that no file can have.
+    # RuntimeError: `~user` names an unknown user. ValueError: no file can have this name.
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{name[:80]!r} can't be read ({reason}): name {_WAYS_TO_NAME}") from error
+        raise UsageError(f"{name[:80]!r} can't be read ({reason}): name {_ACCEPTED}") from error
     if HUB_ID.fullmatch(name) and not name.endswith((".json", ".gguf")):
         return _read_json(_fetch_config(name))
-    raise UsageError(f"there is no model {name[:80]!r}: name {_WAYS_TO_NAME}")
+    raise UsageError(f"there is no model {name[:80]!r}: name {_ACCEPTED}")
 
 
 def _read_gguf(path: Path) -> dict[str, Any]:
-    """The same that `kvtide run` makes of the file; its weights aren't read."""
+    """The configuration that `kvtide run` makes from the file. Reads no weights."""
     from kvtide.serve.checkpoint import read_gguf_config
 
     return read_gguf_config(path)
@@ -109,9 +110,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a config.json: it is larger than 16 MiB")
     try:
         config = json.loads(path.read_bytes())
-    # RecursionError: brackets within brackets, thousands deep.
+    # RecursionError: brackets are nested thousands deep.
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON: {error}; name {_WAYS_TO_NAME}") from error
+        raise UsageError(f"{path} is not JSON: {error}; name {_ACCEPTED}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path} is not a model's configuration: it holds no JSON object")
     return config
@@ -121,24 +122,24 @@ def _fetch_config(name: str) -> Path:
     """The file `config.json` of a model on the hub, kept in the hub's own cache."""
     import huggingface_hub
 
-    # It is imported only here, and that sets how much it says.
+    # The import sets how much the hub prints, so it comes before `_silent_hub`.
     fetch = huggingface_hub.hf_hub_download
     with make_display(Console(stderr=True)) as display, _silent_hub():
         display.load(f"fetching the configuration of {name} from the hub", 0, None)
         try:
             return Path(fetch(name, "config.json"))
-        # The hub passes on its HTTP client's errors, and changes the client between releases.
+        # The hub raises its HTTP client's errors, and changes the client between releases.
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UsageError(
                 f"the configuration of {name} can't be fetched: there is no such folder here, and "
-                f"the hub gives none: {reason[:300].rstrip('.')}; name {_WAYS_TO_NAME}"
+                f"the hub fails: {reason[:300].rstrip('.')}; name {_ACCEPTED}"
             ) from error
 
 
 @contextmanager
 def _silent_hub() -> Iterator[None]:
-    """Without the hub's progress bars, and its warning for each of six attempts."""
+    """Hides the hub's progress bars, and its warning at each of six attempts."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -160,7 +161,7 @@ def _silent_hub() -> Iterator[None]:
 def to_json(
     cache: ModelCache, model: str, *, tp: int, pp: int, tokens: int | None
 ) -> dict[str, object]:
-    """What is printed, as one object; sizes are those of one rank, in bytes."""
+    """The printed figures as one object. Sizes are in bytes, for one rank."""
     geometry = cache.geometry
     windowed = cache.window_tokens is not None
     axes = {plane.name: plane.axes for plane in geometry.layout.planes}
@@ -202,7 +203,7 @@ def to_json(
 
 
 def _tokens_per_gib(token_bytes: int) -> int | None:
-    """None where a token costs nothing."""
+    """None if a token takes no memory."""
     return _GIB // token_bytes if token_bytes else None
 
 
@@ -219,7 +220,7 @@ def _heading(cache: ModelCache, model: str, *, tp: int, pp: int) -> list[tuple[s
 
 
 def _print_planes(console: Console, cache: ModelCache) -> None:
-    """A table on a terminal, a line for each plane otherwise."""
+    """Prints a table on a terminal, otherwise a line for each plane."""
     planes = [(plane, _axes(plane, cache)) for plane in cache.geometry.planes]
     if not console.is_terminal:
         for plane, axes in planes:
@@ -247,8 +248,9 @@ def _print_planes(console: Console, cache: ModelCache) -> None:
 
 
 def _axes(plane: PlaneGeometry, cache: ModelCache) -> str:
-    """The axes from the page, or the request, on, those of the row with their sizes."""
-    declared = next(own for own in cache.geometry.layout.planes if own.name == plane.name)
+    """The axes behind the layer axis; the axes of a row with their sizes."""
+    planes = cache.geometry.layout.planes
+    declared = next(candidate for candidate in planes if candidate.name == plane.name)
     unit, _, row = declared.split()
     part = f"{plane.name.rpartition('.')[0]}_"
     sizes = [

@@ -1,5 +1,5 @@
-"""What works here: on a device (`kvtide doctor`), in this SGLang (`kvtide doctor --sglang`).
+"""Finds what works here: on a device (`kvtide doctor`) or in SGLang (`kvtide doctor --sglang`).
 
-Each thing is tried by itself, and an error is a finding: it says nothing about the other things. A
-report writes its findings to a page; how a page looks is the command's affair.
+Each check is tried by itself. An error is a finding of its check; the other checks go on. A report
+writes its findings to a page; the command decides how the page looks.
 """

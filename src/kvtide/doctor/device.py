@@ -1,4 +1,4 @@
-"""Whether kvtide works on a device, and how fast: needs, round trips of every layout, speed."""
+"""Tries kvtide on a device: what it needs, round trips of every layout, and the speed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kvtide.sizes import counted, format_size
 
 _ROUNDS = 7
 _SIZE_BYTES = 64 << 20
-# A simulated device's speed means nothing: the way is to be gone once, no more.
+# A simulated device's speed means nothing, so each operation is tried only once.
 _SIMULATED_ROUNDS = 1
 _SIMULATED_SIZE_BYTES = 4 << 20
 
 
 @final
 class DeviceReport:
-    """See Report. `schedule` is that of a simulated device, None for a real one."""
+    """See Report. `schedule` is the schedule of a simulated device, None for a real device."""
 
     def __init__(
         self, name: str | None, *, schedule: str | None = None, size_bytes: int | None = None
     ) -> None:
-        """Opens the device `name`, or the accelerator that is here.
+        """Opens the device `name`, or by default the accelerator of this machine.
 
-        `size_bytes` is how much is moved to measure speed, None as much as is sensible. Raises
-        UsageError for a device that torch doesn't have here.
+        `size_bytes` are copied to measure speed; None chooses a sensible size. Raises UsageError
+        for a device that torch doesn't have here.
         """
         self.opened: Opened = open_for_checkup(name or default_device())
         self.here: Here = look_around(self.opened)
@@ -58,7 +58,7 @@ class DeviceReport:
                 self.needs.append(need)
                 page.finding(need)
             if self.opened.device is None:
-                page.heading("Neither copies nor speed were tried: no device to move on")
+                page.heading("Neither copies nor speed were tried: there is no device")
             else:
                 self._try_round_trips(page)
                 self._measure_speed(page)
@@ -109,8 +109,8 @@ class DeviceReport:
 def in_words(geometry: Geometry) -> str:
     """A layout on one line: `gqa bfloat16: k 2x[4,64] v 2x[4,64], 2,048 B a token, pages of 128`.
 
-    Of a plane it says the count of layers and the shape of a row; dtypes stand beside the planes
-    where they differ.
+    It states each plane's number of layers and the shape of its row, and each plane's dtype if
+    they differ.
     """
     dtypes = {plane.dtype for plane in geometry.planes}
     planes = []
@@ -164,7 +164,7 @@ def _closing(opened: Opened) -> Iterator[None]:
     try:
         yield
     finally:
-        # What a broken device says at its end was found before.
+        # The checks have found a broken device already.
         with suppress(Exception):
             if opened.device is not None:
                 opened.device.close()
@@ -172,7 +172,7 @@ def _closing(opened: Opened) -> Iterator[None]:
 
 @contextmanager
 def _said_already() -> Iterator[None]:
-    """Without the warning that host memory isn't pinned: the report says so."""
+    """Hides the warning that host memory isn't pinned: the report says so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield

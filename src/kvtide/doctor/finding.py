@@ -1,4 +1,4 @@
-"""Finding: one thing that was tried, and what came of it."""
+"""Finding: the result of one check."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvtide.errors import first_line
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`reason` is one line that says what is wrong; None where nothing is.
+    """The result of a check. `reason` is one line that says what is wrong; None if nothing is.
 
-    `consequence` is what follows from that for someone who uses kvtide here.
+    `consequence` says what that means for someone who uses kvtide here.
     """
 
     name: str
@@ -24,11 +24,11 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether it is as it should be."""
+        """Whether nothing is wrong."""
         return self.reason is None
 
     def to_json(self) -> dict[str, object]:
-        """All of it."""
+        """The finding as one object."""
         return {
             "name": self.name,
             "ok": self.ok,
@@ -38,7 +38,7 @@ class Finding:
 
 
 def count_failed(findings: Sequence[Finding]) -> int:
-    """How many of them aren't as they should be."""
+    """How many findings have failed."""
     return sum(not finding.ok for finding in findings)
 
 
@@ -49,15 +49,15 @@ def attempt(
     settle: Callable[[], None],
     consequence: str = "",
 ) -> Finding:
-    """Tries `check`, which returns what is wrong or None, or raises.
+    """Runs `check`, which returns what is wrong, or None, or raises an error.
 
-    `settle` waits for the device, so that what goes wrong late in a check isn't taken for the next
-    check's fault. Ctrl-C alone isn't a finding.
+    `settle` waits for the device, so that a late error isn't taken for an error of the next check.
+    Every error except Ctrl-C is a finding.
     """
     try:
         reason = check()
         settle()
-    except Exception as error:  # whatever a device's driver raises
+    except Exception as error:  # a device's driver may raise anything
         reason = first_line(error)
         with suppress(Exception):
             settle()

@@ -1,4 +1,4 @@
-"""What is here: the device, the versions, the memory at both ends."""
+"""Describes this place: the device, the versions, the memory at both ends of a copy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvtide.doctor.finding import Finding
 from kvtide.errors import UsageError, first_line
 from kvtide.measure.machine import machine_name
 
-# Enough that a low limit of locked memory shows, which is often 64 KiB and lately 8 MiB.
+# More than common limits of locked memory, which are 64 KiB or 8 MiB.
 _HOST_SAMPLE_BYTES = 16 << 20
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The device, if kvtide could open it, and where torch has it in any case."""
+    """A device as torch knows it, and as kvtide opened it (`device` is None if that failed)."""
 
     name: str
     torch_device: torch.device
@@ -34,12 +34,12 @@ class Opened:
         return self.torch_device.type == "cpu"
 
     def synchronize(self) -> None:
-        """Waits for all that the device was asked to do; raises what went wrong in it."""
+        """Waits for all work of the device; raises the device's errors."""
         if not self.is_cpu:
             torch.accelerator.synchronize(self.torch_device)
 
     def allocate_host(self, size_bytes: int) -> torch.Tensor:
-        """Host memory as kvtide takes it from this device: uint8 [size_bytes]."""
+        """Host memory as kvtide allocates it for this device: uint8 [size_bytes]."""
         if self.device is not None:
             return self.device.allocate_host(size_bytes)
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=not self.is_cpu)
@@ -48,7 +48,7 @@ class Opened:
 @final
 @dataclass(frozen=True, slots=True)
 class Here:
-    """None stands for what torch doesn't tell."""
+    """Facts about the device; None if torch doesn't tell."""
 
     title: str | None
     index: int | None
@@ -56,13 +56,13 @@ class Here:
     total_bytes: int | None
     pinned: bool
     host_reason: str | None
-    """Why host memory isn't as copies need it, with the remedy; None where it is."""
+    """Why host memory isn't suited for copies, with a remedy; None if it is."""
     torch_version: str = torch.__version__
     kvtide_version: str = __version__
 
 
 def default_device() -> str:
-    """The accelerator that torch knows and finds here, else `cpu`."""
+    """The accelerator that torch finds here, otherwise `cpu`."""
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if here is None else here.type
 
@@ -74,14 +74,14 @@ def open_for_checkup(name: str) -> Opened:
         device = open_device(name)
     except UsageError:
         raise
-    except Exception as error:  # whatever a device's driver raises
+    except Exception as error:  # a device's driver may raise anything
         finding = Finding(what, first_line(error), "nothing can be moved on this device")
         return Opened(name, torch.device(name), None, finding)
     return Opened(name, device.torch_device, device, Finding(what, None))
 
 
 def look_around(opened: Opened) -> Here:
-    """Asks torch, and takes some host memory to see of what kind it is."""
+    """Asks torch, and allocates some host memory to see whether it is pinned."""
     free_bytes, total_bytes = _memory_of(opened.torch_device)
     pinned, host_reason = _look_at_host_memory(opened)
     return Here(
@@ -99,7 +99,7 @@ def _title_of(device: torch.device) -> str | None:
         return machine_name()
     try:
         return str(torch.get_device_module(device).get_device_name(device.index))
-    except Exception:  # not every backend has it, and it is only a name
+    except Exception:  # not every backend has this function, and it is only a name
         return None
 
 
@@ -110,18 +110,18 @@ def _memory_of(device: torch.device) -> tuple[int | None, int | None]:
         return None, None
     try:
         free_bytes, total_bytes = ask(device)
-    except Exception:  # not every backend has it
+    except Exception:  # not every backend has this function
         return None, None
     return int(free_bytes), int(total_bytes)
 
 
 def _look_at_host_memory(opened: Opened) -> tuple[bool, str | None]:
-    """(pinned, why it isn't as copies need it). A device that can't pin says so in a warning."""
+    """(pinned, why it isn't suited for copies). A device that can't pin memory warns."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             pinned = opened.allocate_host(_HOST_SAMPLE_BYTES).is_pinned()
-        except Exception as error:  # whatever a device's driver raises
+        except Exception as error:  # a device's driver may raise anything
             return False, first_line(error)
     complaints = [
         str(warning.message) for warning in said if issubclass(warning.category, RuntimeWarning)
@@ -130,4 +130,4 @@ def _look_at_host_memory(opened: Opened) -> tuple[bool, str | None]:
         return pinned, complaints[0].strip().partition("\n")[0]
     if pinned or opened.is_cpu:
         return pinned, None
-    return False, "allocate_host gave pageable memory, and didn't say why"
+    return False, "allocate_host gave pageable memory without a reason"

@@ -1,4 +1,4 @@
-"""What kvtide needs of a device, each tried by itself, and its result compared with the host's."""
+"""Tries each operation that kvtide needs of a device, and compares its result with the host's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtide.doctor.finding import Finding, attempt
 from kvtide.doctor.here import Here, Opened
 from kvtide.layout.dtypes import dtype_name
 
-# What KV is kept in. A name that this version of torch lacks is a finding like any other.
+# The dtypes of KV. If this version of torch lacks a name, that is a finding, too.
 KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 
 _SIZE_BYTES = 1 << 20
@@ -24,16 +24,16 @@ Check = Callable[[], str | None]
 
 
 def check_needs(opened: Opened, here: Here) -> Iterator[Finding]:
-    """One finding for each need, as it becomes known.
+    """Tries each need; gives the findings one by one.
 
-    Streams, events and copies that run beside others are no need of the CPU.
+    On the CPU kvtide needs no streams, no events and no asynchronous copies.
     """
     probe = _Probe(opened)
     yield opened.finding
     needs: list[tuple[str, Check, str]] = []
     if not opened.is_cpu:
         needs += [
-            ("a stream of its own", probe.stream, f"{_UNUSABLE}: copies need one"),
+            ("a separate stream", probe.stream, f"{_UNUSABLE}: copies need one"),
             ("events", probe.events, f"{_UNUSABLE}: it can't tell when a copy is done"),
         ]
     needs.append(("device memory, zeroed", probe.allocation, "Pool.create doesn't work"))
@@ -44,7 +44,7 @@ def check_needs(opened: Opened, here: Here) -> Iterator[Finding]:
             (f"index_select(out=), {name}", _about(probe.select, dtype), "no offload works"),
             (f"index_copy_, {name}", _about(probe.index_copy, dtype), "no restore works"),
         ]
-    slower = "copies are slower, and hold up the thread that asks for them"
+    slower = "copies are slower, and block the thread that starts them"
     if not opened.is_cpu or here.host_reason is not None:
         needs.append(("pinned host memory", lambda: _pinning(here), slower))
     if not opened.is_cpu:
@@ -61,7 +61,7 @@ def check_needs(opened: Opened, here: Here) -> Iterator[Finding]:
 
 @final
 class _Probe:
-    """Each method tries one need: it returns what is wrong, None if nothing is, or raises."""
+    """Each method tries a need: it returns what is wrong, or None, or raises an error."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
@@ -70,7 +70,7 @@ class _Probe:
         self._bytes = self._bytes.view(torch.uint8)
 
     def stream(self) -> str | None:
-        """Work on a stream of its own has happened once that stream was waited for."""
+        """Work on a separate stream has happened once the host has waited for the stream."""
         source = self._bytes.to(self._where)
         stream = torch.Stream(device=self._where)
         target = torch.zeros_like(source)
@@ -81,7 +81,7 @@ class _Probe:
         return self._compare(target)
 
     def events(self) -> str | None:
-        """One stream waits for an event of the other; the host for one of its own."""
+        """A stream waits for an event of another stream, and the host waits for an event."""
         source = self._bytes.to(self._where)
         first, second = torch.Stream(device=self._where), torch.Stream(device=self._where)
         between, target = torch.zeros_like(source), torch.zeros_like(source)
@@ -94,14 +94,14 @@ class _Probe:
         with second:
             target.copy_(between)
             ended = second.record_event()
-        ended.query()  # may be either by now
+        ended.query()  # may be true or false
         ended.synchronize()
         if not ended.query():
-            return "an event that was waited for still says that it hasn't happened"
+            return "the host waited for an event, but the event says that it hasn't happened"
         return self._compare(target)
 
     def allocation(self) -> str | None:
-        """Device memory as Pool.create takes it."""
+        """Device memory is zeroed, as Pool.create needs it."""
         device = self._opened.device
         if device is None:
             memory = torch.zeros(_SIZE_BYTES, dtype=torch.uint8, device=self._where)
@@ -111,7 +111,7 @@ class _Probe:
         return f"{count} of {_SIZE_BYTES} bytes aren't zero" if count else None
 
     def select(self, dtype: torch.dtype) -> str | None:
-        """Scattered units into device memory in one piece, as an offload gathers them."""
+        """Gathers scattered units into contiguous device memory, as an offload does."""
         units = self._units(dtype)
         index = torch.arange(_UNITS - 1, -1, -3)
         target = torch.zeros_like(units).to(self._where)[: index.numel()]
@@ -120,7 +120,7 @@ class _Probe:
         return _differing(units[index], target)
 
     def index_copy(self, dtype: torch.dtype) -> str | None:
-        """Units in one piece to scattered places, as a restore does; the others stay."""
+        """Scatters contiguous units, as a restore does; other units don't change."""
         units = self._units(dtype)
         index = torch.arange(_UNITS - 1, -1, -3)
         target = torch.zeros_like(units)
@@ -132,7 +132,7 @@ class _Probe:
         return _differing(expected, target)
 
     def copy_in(self) -> str | None:
-        """Host memory, as the arena has it, to the device on a stream of its own."""
+        """Copies host memory, allocated as the arena does, to the device on a separate stream."""
         source = self._opened.allocate_host(_SIZE_BYTES)
         source.copy_(self._bytes)
         target = torch.zeros_like(source, device=self._where)
@@ -141,7 +141,7 @@ class _Probe:
         return self._compare(target)
 
     def copy_out(self) -> str | None:
-        """Device memory to the host, as the arena has it, on a stream of its own."""
+        """Copies device memory to host memory of the arena's kind on a separate stream."""
         source = self._bytes.to(self._where)
         target = self._opened.allocate_host(_SIZE_BYTES)
         self._opened.synchronize()
@@ -149,12 +149,12 @@ class _Probe:
         return self._compare(target)
 
     def bytes_view(self, name: str) -> str | None:
-        """A tensor of that dtype gives and takes any bytes, those of NaNs too."""
+        """A tensor of that dtype keeps any bytes, NaN payloads included."""
         dtype = getattr(torch, name)
         shape = _SIZE_BYTES // dtype.itemsize
         tensor = torch.empty(shape, dtype=dtype, device=self._where)
         tensor.view(torch.uint8).copy_(self._bytes)
-        # The other way round, as Pool.create has it.
+        # And a view of bytes as that dtype, as Pool.create makes it.
         again = tensor.view(torch.uint8).clone().view(dtype)
         self._opened.synchronize()
         return self._compare(again.view(torch.uint8))
@@ -184,13 +184,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pinning(here: Here) -> str | None:
-    """Pinned without a complaint is as it should be."""
+    """What is wrong with host memory, or None."""
     if here.host_reason is None:
         return None
-    kind = "pinned, with a complaint" if here.pinned else "pageable"
-    return f"host memory is {kind}; see there"
+    kind = "pinned, with a warning" if here.pinned else "pageable"
+    return f"host memory is {kind}; see the line `host memory`"
 
 
 def _about(check: Callable[[T], str | None], what: T) -> Check:
-    """`check` of one thing; a lambda in a loop would see the last one."""
+    """Binds `check` to an argument now; a lambda in a loop would use the loop's last value."""
     return lambda: check(what)

@@ -1,7 +1,7 @@
-"""The contract of a doctor's report, and of the page that it is written on.
+"""The contracts of a doctor's report and of the page to which it writes.
 
-A report examines something once, and writes each line to a page as soon as it is known: where a
-driver crashes, the last line says at what. Then it is there as one object, for JSON.
+A report examines something once. It writes each line as soon as it knows it, so that after a crash
+of a driver the last line tells the check. Afterwards it gives all findings as one object for JSON.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ class Page(Protocol):
     """Where lines are written: a terminal, a file, or nowhere."""
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Names, and beside each what it has."""
+        """Writes names with their values."""
 
     def heading(self, text: str) -> None:
-        """What the lines that follow are about."""
+        """Writes the subject of the lines that follow."""
 
     def finding(self, finding: Finding, *, name: str | None = None, good: str = "ok") -> None:
-        """A check under its name, or another `name`: `good`, or what is wrong and what follows."""
+        """Writes a check, by its name or `name`: `good`, or the reason and the consequence."""
 
     def value(self, name: str, text: str, *, is_doubtful: bool = False) -> None:
-        """A name and what was found of it, where that is neither good nor bad."""
+        """Writes a name and a value that is neither good nor bad."""
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column and the last hold words, those between hold figures."""
+        """Writes a table. The first and the last column hold text, the others figures."""
 
     def repeat_failed(self, heading: str, findings: Sequence[Finding]) -> None:
-        """What failed, once more, where a person may have lost sight of it."""
+        """Writes the failed checks again, if a person may have lost sight of them."""
 
     def verdict(self, what: str, findings: Sequence[Finding]) -> None:
-        """The last line: `what` is sound, or how many of the checks failed."""
+        """Writes the last line: `what` is ok, or how many checks failed."""
 
 
 class Report(Protocol):
-    """What a doctor finds."""
+    """The findings of a doctor."""
 
     @property
     def findings(self) -> list[Finding]:
-        """One for each check so far."""
+        """The findings of all checks so far."""
         ...
 
     def examine(self, page: Page) -> None:
-        """Tries everything, once; writes what it finds to `page`."""
+        """Runs all checks once and writes the findings to `page`."""
 
     def to_json(self) -> dict[str, object]:
-        """All of it as one object, after `examine`."""
+        """The report as one object, after `examine`."""
         ...

@@ -1,7 +1,8 @@
-"""Round trips of every declared layout, by the samples and the reference of the conformance kit.
+"""Round trips of every declared layout, with samples and reference of the conformance kit.
 
-Random bytes, offload, other bytes over all of the pool, restore into other slots. Then every byte
-of the pool is compared: those that should have come back, and those that should not have changed.
+A round trip fills a pool with random bytes, offloads some slots, overwrites the whole pool, and
+restores into other slots. Then it compares every byte of the pool: the restored bytes, and all
+bytes that must not change.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ ORDERS = ("contiguous", "pages", "reversed", "scattered")
 @final
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """What came of all round trips with one geometry: the first failure, or none."""
+    """The result of all round trips of a geometry: the first failure, or none."""
 
     geometry: Geometry
     finding: Finding
 
     def to_json(self) -> dict[str, object]:
-        """What moved, and what came of it."""
+        """The geometry and the result, as one object."""
         geometry = self.geometry
         planes = [
             {
@@ -54,7 +55,7 @@ class RoundTrip:
 
 
 def make_round_trips(opened: Opened) -> Iterator[RoundTrip]:
-    """One for each sample, as soon as it is known; none if kvtide can't open the device."""
+    """Tries each sample and gives the results one by one; none if the device isn't open."""
     if opened.device is None:
         return
     for sample in SAMPLES:
@@ -63,7 +64,7 @@ def make_round_trips(opened: Opened) -> Iterator[RoundTrip]:
 
 
 def _go_all_ways(sample: Sample, device: Device, settle: Callable[[], None]) -> str | None:
-    """A pool of each kind, its slots lying otherwise in each; the first that goes wrong, if any."""
+    """A round trip in each kind of pool, each with another order of slots; the first failure."""
     for number, (kind, make) in enumerate(KINDS.items()):
         go_once = partial(_go, make, sample, device, number)
         trip = attempt(ORDERS[number], go_once, settle=settle)
@@ -74,7 +75,7 @@ def _go_all_ways(sample: Sample, device: Device, settle: Callable[[], None]) -> 
 
 
 def _go(make: Make, sample: Sample, device: Device, number: int) -> str | None:
-    """One round trip of more than a chunk; returns where a byte isn't what it should be."""
+    """A round trip of more than one chunk; returns the place of a wrong byte, or None."""
     subject = make(sample, device)
     way = TideWay(subject, block_sizes(subject)["some rows"])
     trip = make_trip(subject, some_tokens(subject), number, ORDERS[number])

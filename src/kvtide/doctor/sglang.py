@@ -1,6 +1,6 @@
-"""Whether kvtide is active in this environment's SGLang, and what comes of its pools.
+"""Tells whether kvtide is active in this environment's SGLang, and exact for each of its pools.
 
-SGLang is imported here and nowhere else in the doctor.
+Only this module of the doctor imports SGLang.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvtide.doctor.sglang_checks import ClassFound, TriedCase
     from kvtide.plugin.sglang.settings import Settings
 
-_GROUPS = (
+_TITLES = (
     (("exact", "wrong", "untried"), "Pools that kvtide moves"),
     (("refused",), "Pools that are left to SGLang"),
-    (("part", "abstract"), "Classes that are no pool by themselves"),
+    (("part", "abstract"), "Classes that aren't pools by themselves"),
     (("unknown",), "Pools that kvtide doesn't know"),
 )
 _CONSEQUENCE = "SGLang runs as if kvtide weren't there"
@@ -36,32 +36,31 @@ class SGLangReport:
     def __init__(self) -> None:
         """Imports SGLang, and reads kvtide's settings.
 
-        Raises UsageError where SGLang isn't installed or can't be imported, and for settings that
-        are invalid.
+        Raises UsageError if SGLang isn't installed or can't be imported, and for invalid settings.
         """
         from kvtide.arena.budget import default_host_bytes
         from kvtide.doctor.sglang_checks import import_sglang
         from kvtide.plugin.sglang.settings import read_settings
 
-        # What SGLang prints on the way isn't part of the report, nor of its JSON.
+        # SGLang prints to standard output, which belongs to the report and its JSON.
         with redirect_stdout(sys.stderr):
             import_sglang()
             self.settings: Settings = read_settings()
             limit_bytes = self.settings.host_memory_bytes
             self.limit_bytes = default_host_bytes(0) if limit_bytes is None else limit_bytes
-            """What the arenas of this host's ranks might take together, were a server to start."""
+            """The limit of the arenas of all ranks of a server on this host."""
             self.versions = _versions()
         self.gone: list[str] = []
-        """Of what kvtide reads of SGLang, all that this SGLang doesn't have."""
+        """Names that kvtide reads of SGLang and that this SGLang doesn't have."""
         self.active: list[Finding] = []
         self.trips: list[TriedCase] = []
         self.classes: list[ClassFound] = []
         self.lost: Finding | None = None
-        """Why no round trips could be tried, if so."""
+        """Why no round trip could be tried, or None."""
 
     @property
     def is_refused(self) -> bool:
-        """Whether kvtide leaves all pools to this SGLang, as `attach` finds that it has moved."""
+        """Whether kvtide refuses this SGLang, which lacks names that kvtide reads."""
         from kvtide.plugin.sglang.homes import SGLANG
 
         return bool(self.gone) and self.versions["sglang"] not in SGLANG.tested
@@ -74,7 +73,7 @@ class SGLangReport:
 
     @property
     def findings(self) -> list[Finding]:
-        """See Report; a case that can't be built here is no check."""
+        """See Report. A case that can't be built here isn't a check."""
         trips = [_trip_finding(trip) for trip in self.trips if trip.by_kvtide is not None]
         classes = [_class_finding(found) for found in self.classes]
         lost = [self.lost] if self.lost else []
@@ -97,7 +96,7 @@ class SGLangReport:
     def _look_for_reads(self, page: Page) -> None:
         from kvtide.plugin.sglang.reads import what_is_gone
 
-        page.heading("Whether this SGLang is one that kvtide can read")
+        page.heading("Whether kvtide can read this SGLang")
         self.gone = what_is_gone()
         page.finding(self._reads_finding(), good="all there")
 
@@ -121,12 +120,12 @@ class SGLangReport:
     def _try_trips(self, page: Page) -> None:
         from kvtide.doctor.sglang_checks import all_cases, make_trips
 
-        page.heading("Round trips of small pools on the CPU, and what SGLang's own copy does")
+        page.heading("Round trips of small pools on the CPU, by kvtide and by SGLang's own copy")
         try:
             cases = all_cases()
         except (ImportError, AttributeError) as error:
-            reason = f"this SGLang lacks what they are made of: {first_line(error)}"
-            self.lost = Finding("round trips", reason, "nothing is known of its pools")
+            reason = f"this SGLang lacks what the cases are made of: {first_line(error)}"
+            self.lost = Finding("round trips", reason, "nothing is known about its pools")
             page.finding(self.lost)
             return
         for trip in make_trips(cases):
@@ -140,13 +139,13 @@ class SGLangReport:
         from kvtide.doctor.sglang_checks import find_classes
 
         self.classes = find_classes(self.trips)
-        for verdicts, title in _GROUPS:
-            group = [found for found in self.classes if found.verdict in verdicts]
-            if not group:
+        for verdicts, title in _TITLES:
+            classes = [found for found in self.classes if found.verdict in verdicts]
+            if not classes:
                 continue
-            page.heading(f"{title}: {len(group)}")
-            failed = [found for found in group if found.verdict in ("unknown", "wrong")]
-            others = [found for found in group if found not in failed]
+            page.heading(f"{title}: {len(classes)}")
+            failed = [found for found in classes if found.verdict in ("unknown", "wrong")]
+            others = [found for found in classes if found not in failed]
             if others:
                 page.facts([(found.name, _said_of(found)) for found in others])
             for found in failed:
@@ -154,9 +153,9 @@ class SGLangReport:
 
     def _reads_finding(self) -> Finding:
         reason = f"gone: {', '.join(self.gone)}" if self.gone else None
-        moved = "what has another name now isn't moved"
+        moved = "pools that use these names aren't moved"
         consequence = "all pools are left to SGLang" if self.is_refused else moved
-        return Finding("what kvtide reads of SGLang", reason, consequence if reason else "")
+        return Finding("names that kvtide reads of SGLang", reason, consequence if reason else "")
 
     def _in_short(self) -> str:
         alone = Counter(trip.sglang_word for trip in self.trips)
@@ -181,7 +180,7 @@ class SGLangReport:
         }
         colocated = {
             True: "1: servers that aren't decode servers save and restore, too",
-            False: "0: servers that aren't decode servers compute retracted requests anew",
+            False: "0: servers that aren't decode servers compute retracted requests again",
         }
         memory = f"{limit} for all ranks on this host"
         if settings.host_memory_bytes is None:
@@ -217,14 +216,14 @@ class SGLangReport:
 
 
 def _trip_finding(trip: TriedCase) -> Finding:
-    assert trip.by_kvtide is not None, "a trip that wasn't made is no finding"
+    assert trip.by_kvtide is not None, "a case that wasn't built has no finding"
     if trip.by_kvtide.verdict == "exact":
         return Finding(trip.name, None)
     return Finding(trip.name, f"{trip.by_kvtide.verdict}: {trip.by_kvtide.detail}")
 
 
 def _class_finding(found: ClassFound) -> Finding:
-    """A class that is wrong has failed as a round trip already."""
+    """Only an unknown class fails here; for a wrong class its round trip has failed."""
     return Finding(found.name, found.reason if found.verdict == "unknown" else None)
 
 

@@ -1,8 +1,8 @@
-"""How fast KV moves, as ratios to plain copies of as many bytes in the same run.
+"""Measures how fast KV moves, as ratios to plain copies of as many bytes.
 
-The yardsticks are single `copy_` calls between host memory and the device, for pinned and for
-pageable memory; on the CPU the only yardstick is `memcpy`. A gather is compared with a copy to the
-host, a scatter with a copy to the device. See `kvtide.measure` for how time is taken.
+The plain copies are single `copy_` calls between host memory and the device, for pinned and for
+pageable memory; on the CPU there is only `memcpy`. A gather is compared with a copy to the host, a
+scatter with a copy to the device. `kvtide.measure.timing` says how time is measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = ("contiguous", "pages", "random")
 MOVES = ("gather", "sealed_gather", "scatter")
 TO_HOST, TO_DEVICE = "to_host", "to_device"
 
-# The pool is four times what moves, beside it a buffer for the yardsticks and staging.
+# The pool is four times as large as the moved bytes; plain copies and staging need more.
 _DEVICE_SHARE = 8
 
 Key = tuple[str, str]
@@ -37,10 +37,11 @@ Key = tuple[str, str]
 @final
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """`gb_s` is the bandwidth of each yardstick, `ratios` that of each case's moves, a yardstick's
-    being 1.
+    """The measured speeds.
 
-    `findings` has one for each operation that was tried; what failed has no figure.
+    `gb_s` has the bandwidth of each plain copy. `ratios` has the bandwidths of each case's moves,
+    relative to the plain copy `yardstick`. `findings` has one entry for each operation; a failed
+    operation has no figure.
     """
 
     size_bytes: int
@@ -51,7 +52,7 @@ class Speed:
     findings: tuple[Finding, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Figures to three digits, and what failed."""
+        """The figures with three digits, and the failed operations."""
         return {
             "size_bytes": self.size_bytes,
             "rounds": self.rounds,
@@ -66,7 +67,7 @@ class Speed:
 
 
 def choose_size(wanted_bytes: int, here: Here) -> int:
-    """`wanted_bytes`, or less where the device has no room for the pool that they lie in."""
+    """`wanted_bytes`, or less if the device has no room for the pool."""
     if here.free_bytes is None:
         return wanted_bytes
     fitting = here.free_bytes // _DEVICE_SHARE // PAGE_BYTES * PAGE_BYTES
@@ -74,13 +75,13 @@ def choose_size(wanted_bytes: int, here: Here) -> int:
 
 
 def measure_speed(opened: Opened, here: Here, size_bytes: int, *, rounds: int) -> Speed:
-    """Tries each operation once, then times those that work; `size_bytes` is whole MiB."""
+    """Tries each operation once, then times those that work. `size_bytes` is whole MiB."""
     yardstick = "memcpy" if opened.is_cpu else "pinned" if here.pinned else "pageable"
     findings: list[Finding] = []
     timings: dict[Key, Timing] = {}
 
     def measure() -> None:
-        assert opened.device is not None, "there is nothing to measure otherwise"
+        assert opened.device is not None, "only an open device is measured"
         with _operations(opened, opened.device, here, size_bytes) as operations:
             usable: dict[Key, Operation] = {}
             for key, call in operations.items():
@@ -113,7 +114,7 @@ def measure_speed(opened: Opened, here: Here, size_bytes: int, *, rounds: int) -
 def _operations(
     opened: Opened, device: Device, here: Here, size_bytes: int
 ) -> Iterator[dict[Key, Operation]]:
-    """What is timed, by kind and name; each moves `size_bytes`."""
+    """The timed operations by kind and name; each moves `size_bytes`."""
     with ExitStack() as stack:
         pool = make_pool(device, size_bytes)
         chunk_tokens = chunk_tokens_for(pool.geometry, min(device.chunk_bytes, size_bytes))
@@ -160,7 +161,7 @@ def _call(operation: Operation) -> None:
 
 
 def _ratios(timings: Mapping[Key, Timing], case: str, yardstick: str) -> dict[str, float]:
-    """Bandwidths of one case's moves, the yardstick's being 1."""
+    """The bandwidths of a case's moves, relative to the plain copy's."""
     ratios: dict[str, float] = {}
     for move in MOVES:
         direction = TO_DEVICE if move == "scatter" else TO_HOST

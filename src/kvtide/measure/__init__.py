@@ -1,1 +1,1 @@
-"""How fast KV moves here, always beside something that is measured in turns with it."""
+"""Measures how fast KV moves on this machine, in turns with a copy to compare it with."""

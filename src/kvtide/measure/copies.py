@@ -1,6 +1,6 @@
-"""How fast KV is gathered and scattered, beside a plain copy of as many bytes.
+"""Measures how fast KV is gathered and scattered, compared with a plain copy of as many bytes.
 
-The yardstick, `memcpy`, is torch's `Tensor.copy_` from one contiguous buffer to another with the
+The plain copy, `memcpy`, is torch's `Tensor.copy_` from one contiguous buffer to another, with the
 same number of threads. A ratio of 0.9 means nine tenths of its bandwidth.
 """
 
@@ -33,16 +33,16 @@ from kvtide.pool import Pool
 from kvtide.transfer import Mover
 
 _ENGINE_CHUNK = 8192
-"""Slots that SGLang's pools index at once: cpu_offloading_chunk_size."""
+"""How many slots SGLang's pools index at once: cpu_offloading_chunk_size."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CopyFigures:
-    """What was measured: each operation moved `size_bytes`.
+    """The measured times; each operation moved `size_bytes`.
 
-    `cases` maps how slots lie to the operations on them: gather, sealed_gather, scatter,
-    engine_gather, engine_scatter.
+    `cases` maps an order of slots to the times of the operations on such slots: gather,
+    sealed_gather, scatter, engine_gather, engine_scatter.
     """
 
     size_bytes: int
@@ -50,9 +50,9 @@ class CopyFigures:
     cases: Mapping[str, Mapping[str, Timing]]
 
     def to_json(self) -> dict[str, object]:
-        """Ratios of bandwidth, all to memcpy.
+        """Ratios of bandwidth to memcpy's; `seal_ratio` is a ratio of times.
 
-        `seal_ratio` is the time of a sealed gather to that of a gather without a seal.
+        `seal_ratio` is the time of a sealed gather divided by that of a gather without a seal.
         """
         entries = [{"name": name, **self._ratios(case)} for name, case in self.cases.items()]
         return {
@@ -70,9 +70,9 @@ class CopyFigures:
 
 
 def measure_copy(size_bytes: int, rounds: int) -> CopyFigures:
-    """Times all operations in turns on the CPU, with as many threads as torch has.
+    """Times all operations in turns on the CPU, with torch's number of threads.
 
-    `size_bytes` is a multiple of a page's 1 MiB. Takes about ten times as much memory.
+    `size_bytes` is a multiple of 1 MiB, the size of a page. Takes about ten times as much memory.
     """
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
@@ -96,8 +96,10 @@ def measure_copy(size_bytes: int, rounds: int) -> CopyFigures:
 
 
 def make_pool(device: Device, moved_bytes: int) -> Pool:
-    """A pool on `device` of four times as much as is moved (whole pages of 1 MiB), filled:
-    untouched memory would all be one page of zeros."""
+    """A pool on `device`, four times as large as `moved_bytes`, which is whole pages of 1 MiB.
+
+    It is filled with random bytes: untouched memory would be a single page of zeros.
+    """
     geometry = GQA.bind(
         dtype="bfloat16",
         layer=LAYERS,
@@ -106,10 +108,10 @@ def make_pool(device: Device, moved_bytes: int) -> Pool:
         head_dim=HEAD_DIM,
         v_head_dim=HEAD_DIM,
     )
-    assert geometry.token_bytes == TOKEN_BYTES, "the sizes above disagree"
+    assert geometry.token_bytes == TOKEN_BYTES, "TOKEN_BYTES must fit the other sizes"
     pool = Pool.create(geometry, device, page_count=POOL_SHARE * moved_bytes // PAGE_BYTES)
     for buffer in pool.buffers:
-        # On the host: not every accelerator has random integers.
+        # The host makes the random integers: not every accelerator can.
         buffer.copy_(
             torch.empty(buffer.numel() // 8, dtype=torch.int64).random_().view(torch.uint8)
         )
@@ -119,12 +121,12 @@ def make_pool(device: Device, moved_bytes: int) -> Pool:
 def make_operations(
     pool: Pool, slots: NDArray[np.int64], blocks: Sequence[Block]
 ) -> dict[str, Operation]:
-    """What is timed for one case, by name; each call moves all `slots` of all layers.
+    """The operations of a case, by name; each moves all `slots` in all layers.
 
-    Each of the `blocks` holds a page, together they hold all slots. The engine's gather is
-    `tensor[index].to("cpu")` for each plane, layer and chunk, into memory that is fresh each time,
-    its scatter `tensor[index] = chunk`. On a CPU `.to("cpu")` gives back what it was given, so the
-    engine is charged with a single copy.
+    Each of the `blocks` holds a page; together they hold all slots. The engine's gather is
+    `tensor[index].to("cpu")` for each plane, layer and chunk, into fresh memory each time. Its
+    scatter is `tensor[index] = chunk`. On a CPU `.to("cpu")` doesn't copy, so the engine's gather
+    is a single copy.
     """
     index = [
         torch.from_numpy(slots[first : first + _ENGINE_CHUNK])
@@ -149,8 +151,10 @@ def make_operations(
 def make_moves(
     pool: Pool, rows: Sequence[NDArray[np.int64]], blocks: Sequence[Block], *, chunk_bytes: int
 ) -> dict[str, Operation]:
-    """What kvtide does in a case: gather, sealed_gather, scatter of these rows, int64 [row] for
-    each group of planes. A block holds a chunk."""
+    """kvtide's operations of a case: gather, sealed_gather and scatter.
+
+    `rows` has the rows of each group of planes, int64 [row]. Each block holds a chunk.
+    """
     mover = Mover(pool)
 
     def gather(*, seal: bool) -> object:

@@ -1,8 +1,8 @@
-"""How fast the rows of each declared layout move, at row sizes that models have.
+"""Measures how fast the rows of each declared layout move, with row sizes of real models.
 
-Slots lie in scattered pages of 64 tokens (128 where so many share a row), as a paged allocator
-leaves them, and blocks are as large as an arena's for such a pool. Each layout is measured beside a
-memcpy of as many bytes, in turns with it: ratios are of bandwidth.
+Slots are in scattered pages of 64 tokens (128 if so many share a row), as a paged allocator leaves
+them. Blocks are as large as an arena makes them for such a pool. Each layout is measured in turns
+with a memcpy of as many bytes; ratios are of bandwidth.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvtide.measure.workload import PAGE_SIZE, POOL_SHARE
 from kvtide.pool import Pool
 from kvtide.transfer import Mover, chunk_bytes_for
 
-# Of an arena large enough to have blocks of the size that it likes best.
+# An arena of this size has blocks of the best size.
 _ARENA_BYTES = 1 << 30
 
-# Axes as in an 8B model for attention with heads, as in DeepSeek-V3 for latents, as in Qwen3-Next
-# for recurrent state, as in SGLang's pools for scales and index keys.
+# Sizes of axes: of an 8B model for attention with heads, of DeepSeek-V3 for latents, of Qwen3-Next
+# for recurrent state, of SGLang's pools for scales and index keys.
 _AXES: Mapping[str, int] = {
     "layer": 4, "head": 8, "head_dim": 128, "v_head_dim": 128,
     "k_scale_dim": 1, "v_scale_dim": 1, "packed_dim": 64, "v_packed_dim": 64,
@@ -42,15 +42,15 @@ _AXES: Mapping[str, int] = {
 }  # fmt: skip
 _LAYERS = 4
 _WIDTH = 64
-"""Sizes of an axis that isn't listed: a layout may bring axes that nobody knew before."""
+"""The sizes of axes that aren't listed: a new layout may have new axes."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class LayoutFigures:
-    """What one layout's moves took; each moved `size_bytes`, and so did its `memcpy`.
+    """The times of one layout's moves and of its `memcpy`; each moved `size_bytes`.
 
-    `row_bytes` are the widths of its narrowest and its widest plane.
+    `row_bytes` has the row sizes of its narrowest and its widest plane.
     """
 
     name: str
@@ -60,7 +60,7 @@ class LayoutFigures:
     moves: Mapping[str, Timing]
 
     def to_json(self) -> dict[str, Any]:
-        """Ratios of bandwidth to memcpy; `seal_ratio` is that of times, sealed to unsealed."""
+        """Ratios of bandwidth to memcpy's; `seal_ratio` is a ratio of times, sealed to unsealed."""
         memcpy = self.memcpy.seconds
         moves = {name: timing.seconds for name, timing in self.moves.items()}
         return {
@@ -74,13 +74,12 @@ class LayoutFigures:
 
 
 def declared_layouts() -> list[Layout]:
-    """Every layout that kvtide declares, once; a test of the kit finds those without a sample."""
+    """Every layout that kvtide declares, once. A test finds layouts without a sample."""
     return list({sample.layout.name: sample.layout for sample in SAMPLES}.values())
 
 
 def bind_for_models(layout: Layout, **sizes: int) -> Geometry:
-    """The layout with axes as models have them, its optional planes included. `sizes` are used in
-    place of the usual ones."""
+    """Binds a layout, optional planes included, to usual sizes; `sizes` replaces some of them."""
     axes = {axis for plane in layout.planes for axis in plane.sized_axes} - {"token"}
     usual: dict[str, Any] = {axis: size_of_axis(axis) for axis in axes}
     shared = [rule.tokens_per_row for plane in layout.planes for rule in plane.rows]
@@ -89,8 +88,7 @@ def bind_for_models(layout: Layout, **sizes: int) -> Geometry:
 
 
 def size_of_axis(axis: str) -> int:
-    """As models have it. The axes of a joined layout are called by their part first: full_layer,
-    draft_head_dim."""
+    """The usual size of an axis, also with a joined layout's prefix: full_layer, draft_head_dim."""
     for name in (axis, axis.partition("_")[2]):
         if name in _AXES:
             return _AXES[name]
@@ -98,8 +96,8 @@ def size_of_axis(axis: str) -> int:
 
 
 def bind_for_size(layout: Layout, size_bytes: int) -> Geometry:
-    """The same. Where a request has a single row in each layer, whatever its length, layers are as
-    many as it takes to move about `size_bytes`."""
+    """Binds a layout to usual sizes. If a request has only one row in each layer, there are as many
+    layers as are needed to move about `size_bytes`."""
     geometry = bind_for_models(layout)
     if geometry.page_bytes:
         return geometry
@@ -108,14 +106,14 @@ def bind_for_size(layout: Layout, size_bytes: int) -> Geometry:
 
 
 def measure_layouts(size_bytes: int, rounds: int) -> Iterator[LayoutFigures]:
-    """Figures of each declared layout, as they become known; about `size_bytes` move."""
+    """Measures each declared layout with about `size_bytes`; gives the figures one by one."""
     with closing(open_device("cpu")) as device:
         for layout in declared_layouts():
             yield _measure(bind_for_size(layout, size_bytes), device, size_bytes, rounds)
 
 
 def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -> LayoutFigures:
-    # Recurrent state alone has no pages: then the row of one request is all that moves.
+    # A layout of recurrent state alone has no pages; then the rows of one request move.
     page_count = max(1, size_bytes // geometry.page_bytes) if geometry.page_bytes else 1
     pool = _make_pool(geometry, device, page_count)
     pages = np.random.default_rng(0).permutation(np.arange(1, pool.page_count))[:page_count]
@@ -147,7 +145,7 @@ def _measure(geometry: Geometry, device: Device, size_bytes: int, rounds: int) -
 
 
 def _make_pool(geometry: Geometry, device: Device, moved_pages: int) -> Pool:
-    """Several times as large as what is moved, filled; its maps lead each slot to its own row."""
+    """A filled pool, POOL_SHARE times as large as the moved pages. Its maps map slot n to row n."""
     page_count = POOL_SHARE * moved_pages + 1
     names = {
         rule.map_name

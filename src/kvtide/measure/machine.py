@@ -1,4 +1,4 @@
-"""What this machine calls itself, to stand beside figures that were measured on it."""
+"""Describes this machine, for figures that were measured on it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _WIDE_FLOAT_FLAGS = ("avx512_bf16", "amx_bf16")
 
 
 def machine_name() -> str:
-    """The processor's name where the system tells it (Linux), else its kind, and its CPUs."""
+    """The processor's name (on Linux; elsewhere its architecture) and the number of CPUs."""
     names = _values("model name")
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a committed result says of its machine, for JSON."""
+    """Facts about this machine for a committed result, as JSON."""
     names, flags = _values("model name"), " ".join(_values("flags")[:1]).split()
     return {
         "processor": names[0] if names else platform.processor() or platform.machine(),
@@ -28,7 +28,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _values(field: str) -> list[str]:
-    """A field of each processor, as Linux lists them; none elsewhere."""
+    """The values of a field for all processors; empty if the system isn't Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,7 +1,8 @@
-"""Time: of the wall and of the processor, of operations that take turns.
+"""Measures wall time and processor time of operations that take turns.
 
-All is measured in one run and in turns, so that a machine that slows down does so for all, and each
-figure is a median over rounds. Compare figures of one run as ratios, never those of two runs.
+Operations take turns in one process, so a machine that slows down slows all of them. Each figure is
+a median over rounds. Compare figures of the same measurement as ratios; never compare figures of
+two measurements.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ Operation = Callable[[], object]
 @final
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What an operation took; `cpu_seconds` is the processor time of all threads together."""
+    """The time that an operation took. `cpu_seconds` is the processor time of all threads."""
 
     seconds: float
     cpu_seconds: float
 
 
 def timed(call: Callable[[], T]) -> tuple[T, Timing]:
-    """The call's result, and what it took."""
+    """The call's result and its time."""
     cpu_start, start = time.process_time(), time.perf_counter()
     result = call()
     end, cpu_end = time.perf_counter(), time.process_time()
@@ -45,17 +46,17 @@ def median_of(timings: Iterable[Timing]) -> Timing:
 
 
 def time_in_turns(operations: Mapping[K, Operation], rounds: int) -> dict[K, Timing]:
-    """Each operation twice in its turn, the second time measured; medians over the rounds.
+    """Runs each operation twice in its turn and measures the second; medians over the rounds.
 
-    What is measured is the steady state: threads are awake, and the operation before has no threads
-    left that spin, as OpenMP's do for milliseconds on a core that the next operation needs.
+    So the steady state is measured. During the first call sleeping threads wake up, and threads of
+    the operation before end their spinning: OpenMP's spin for milliseconds.
     """
     found: dict[K, list[Timing]] = {key: [] for key in operations}
     for _ in range(rounds):
         for key, call in operations.items():
             call()
             result, timing = timed(call)
-            # What the operation allocated is freed outside of what is timed.
+            # Memory of the result is freed here, outside of the measured time.
             del result
             found[key].append(timing)
     return {key: median_of(timings) for key, timings in found.items()}

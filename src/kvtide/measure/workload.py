@@ -1,6 +1,6 @@
-"""What `kvtide bench copy` and the doctor move: rows, pages, and how slots lie in the pool.
+"""The workload of `kvtide bench copy` and of the doctor: sizes of rows and pages, order of slots.
 
-As in a few layers of an 8B model: a row, which is a token's k or v in one layer, is 2 KiB.
+It is like a few layers of an 8B model: a row (the k or v of a token in one layer) is 2 KiB.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PAGE_SIZE = 64
 TOKEN_BYTES = 2 * LAYERS * HEADS * HEAD_DIM * 2
 PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 POOL_SHARE = 4
-"""How many times as large as what moves the pool is, so that random slots are far apart."""
+"""How many times larger the pool is than the moved bytes, so that random slots are far apart."""
 
 
 def check_size(text: str) -> int:
-    """`--size` in bytes, cut to whole pages of 1 MiB; UsageError below one, or for too much."""
+    """`--size` in bytes, in whole pages of 1 MiB. UsageError for less than one or too many."""
     size_bytes = parse_size(text, name="--size") // PAGE_BYTES * PAGE_BYTES
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     largest_bytes = memory_bytes // (2 * POOL_SHARE + 2)
@@ -37,7 +37,7 @@ def check_size(text: str) -> int:
 
 
 def make_slots(token_count: int, slot_count: int) -> dict[str, NDArray[np.int64]]:
-    """The slots of each case, int64 [token_count], always the same ones."""
+    """The slots of each case, int64 [token_count]; the same at each call."""
     random = np.random.default_rng(0)
     pages = random.permutation(slot_count // PAGE_SIZE)[: token_count // PAGE_SIZE]
     return {

@@ -1,1 +1,1 @@
-"""What a model's configuration means: its layout, its bytes a token, who can serve it. Pure."""
+"""Reads a model's configuration: its cache layout, its bytes per token, its attention. Pure."""

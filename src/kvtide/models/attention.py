@@ -1,4 +1,4 @@
-"""What a model's attention asks of an engine beyond attending to all earlier tokens. Pure."""
+"""Tells whether a model's attention does more than attend to all earlier tokens. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from kvtide.models.types import LINEAR, WINDOWED, Config, text_model_of
 
-# These choose their frequencies by the longest position in the step, so by the neighbours.
+# These choose their frequencies by the longest position in the step, so by other requests.
 _PER_STEP_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def special_attention(config: Config) -> str | None:
-    """What is special about it, as half a sentence; None where nothing is.
+    """What is special about a model's attention, as half a sentence; None for plain attention.
 
-    Plain is a decoder whose every layer caches keys and values, and attends to those of all
-    earlier tokens. Raises UsageError for what the table of model types doesn't know.
+    A model's attention is plain if each layer caches keys and values and attends to those of all
+    earlier tokens. Raises UsageError for a model type or a field that kvtide doesn't know.
     """
     if config.get("is_causal") is False:
         return "its attention isn't causal"
@@ -42,8 +42,10 @@ def _has_distance_bias(config: Config) -> bool:
 
 
 def _per_step_rope(rope: Any) -> str | None:
-    """The type of positions that depends on the step; the parameters are given once, or for each
-    type of layer."""
+    """The RoPE type that depends on the other requests, or None.
+
+    A configuration gives the parameters once, or for each type of layer.
+    """
     if not isinstance(rope, Mapping):
         return None
     sets = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]

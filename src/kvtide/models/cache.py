@@ -1,7 +1,7 @@
-"""From a model's Hugging Face configuration to the geometry of its cache.
+"""Computes the geometry of a model's cache from its Hugging Face configuration.
 
-Source of how recurrent state and index keys lie, and of how layers and heads are divided: SGLang
-0.5.23. Draft (MTP) layers are another model's and aren't counted.
+Recurrent state, index keys, and the division of layers and heads over ranks follow SGLang 0.5.23.
+Draft (MTP) layers belong to another model and aren't counted.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
 from kvtide.models.types import FULL, LINEAR, WINDOWED, Config, TextModel, text_model_of
 
 _SCALE_BLOCK = 128
-"""Elements of an fp8 index key, or of a packed fp8 latent, that share a float32 scale."""
+"""How many elements of an fp8 index key, or of a packed fp8 latent, share a float32 scale."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """What one rank keeps of a model's requests.
+    """What one rank caches for a model's requests.
 
-    `layers` are the layers of the rank's pipeline stage, out of `layer_count`. `window_tokens` is
-    how many of a request's last tokens the layers with a window keep; None without such layers.
-    `has_padding` says that the heads don't divide over the ranks, so that some heads are padding.
+    `layers` are the layers of the rank's pipeline stage, out of `layer_count`. Layers with a window
+    keep the last `window_tokens` tokens of a request; None means that there are no such layers.
+    `has_padding` says that the heads don't divide evenly over the ranks, so some are padding.
     """
 
     model_type: str
@@ -44,16 +44,16 @@ class ModelCache:
 
     @property
     def lasting(self) -> Geometry:
-        """The planes that keep a token after it has left the window, and the request's planes."""
+        """The planes without a window, and the planes of the request."""
         return self._part(windowed=False)
 
     def bytes_of(self, token_count: int) -> int:
-        """Bytes of a request after so many tokens: whole pages, and its state."""
+        """Bytes of a request of `token_count` tokens: its whole pages and its state."""
         page_size = self.geometry.page_size
         pages = -(-token_count // page_size)
         size_bytes = pages * self.lasting.page_bytes + self.geometry.request_bytes
         if self.window_tokens is not None:
-            # A page goes when the last of its tokens has left the window.
+            # A page is freed when its last token has left the window.
             left_pages = max(0, token_count - self.window_tokens) // page_size
             size_bytes += (pages - left_pages) * self._part(windowed=True).page_bytes
         return size_bytes
@@ -75,14 +75,14 @@ def cache_of(
     tensor_ranks: int = 1,
     stages: int = 1,
 ) -> ModelCache:
-    """What a rank caches of the model that `config` describes, in the fullest pipeline stage.
+    """What a rank of the largest pipeline stage caches for a model.
 
-    `config` is a config.json as a mapping. `dtype` is that of keys, values and latents. Over
-    `tensor_ranks` heads are divided, and repeated where they are fewer than the ranks; where they
-    don't divide each rank has as many as the fullest, as SGLang does it on a CPU (elsewhere
-    engines refuse). Latents and index keys are on every rank. Layers are divided over `stages` in
-    their order, the last stages taking one more where they don't divide, as SGLang does it. Raises
-    UsageError for a model type or a field that isn't known, and for fewer layers than stages.
+    `config` is a config.json as a mapping; `dtype` is the dtype of keys, values and latents. Heads
+    are divided over `tensor_ranks`, and repeated if they are fewer than the ranks. If they don't
+    divide evenly, each rank has as many as the fullest, as in SGLang on a CPU; other engines refuse
+    that. Every rank has all latents and index keys. Layers are divided over `stages` in order; if
+    they don't divide evenly, the last stages have one layer more, as in SGLang. Raises UsageError
+    for an unknown model type or field, and for fewer layers than stages.
     """
     model = text_model_of(config)
     layers = _fullest_stage(model.layers, stages)
@@ -101,7 +101,7 @@ def cache_of(
 
 
 def _fullest_stage(kinds: Sequence[str], stages: int) -> range:
-    """The layers of the stage that has the most; where several do, the most that keep tokens."""
+    """The layers of the largest stage; among equals, of the stage that keeps the most tokens."""
     if not 1 <= stages <= len(kinds):
         raise UsageError(f"{len(kinds)} layers don't divide over {stages} pipeline stages")
     size, larger = divmod(len(kinds), stages)
@@ -117,7 +117,7 @@ def _fullest_stage(kinds: Sequence[str], stages: int) -> range:
 @final
 @dataclass(frozen=True, slots=True)
 class _Binder:
-    """The layouts of each kind of model, bound to a rank's sizes."""
+    """Binds the layout of each kind of model to a rank's sizes."""
 
     model: TextModel
     layers: range
@@ -125,10 +125,10 @@ class _Binder:
     page_size: int
     ranks: int
     padded: list[bool] = field(default_factory=list)
-    """For each kind of heads that was divided over the ranks, whether some are padding."""
+    """For each division of heads over the ranks, whether some heads are padding."""
 
     def gqa(self) -> Geometry:
-        """Keys and values, with windows in some layers, in all or in none."""
+        """Keys and values; some layers, all layers or none have a window."""
         full, window = self._layers_of(FULL), self._layers_of(WINDOWED)
         if full and window:
             sizes = {**self._heads("full_", full), **self._heads("window_", window)}
@@ -137,11 +137,11 @@ class _Binder:
         return self._bind(layout, self.dtype, self._heads("", len(self.layers)))
 
     def mla(self) -> Geometry:
-        """Latents; and if the configuration has them, index keys and their scales.
+        """Latents, and index keys with scales if the configuration has them.
 
-        An index key is one for all index heads, in fp8 with scales, a page's together. Beside
-        them an fp8 latent is a record of bytes: the latent, its scales, and rope in bfloat16;
-        656 bytes for DeepSeek-V3.2. Source of the record: FlashMLA.
+        All index heads share one index key, in fp8; keys and scales of a page are stored together.
+        In a model with index keys an fp8 latent is a record of bytes: the latent, its scales, and
+        rope in bfloat16 (656 bytes for DeepSeek-V3.2). Source of the record: FlashMLA.
         """
         rank, rope = self.model.number("kv_lora_rank"), self.model.number("qk_rope_head_dim")
         sizes: dict[str, Size] = {"layer": len(self.layers), "latent_dim": rank + rope}
@@ -158,11 +158,11 @@ class _Binder:
         return self._bind(DSA, "uint8", sizes)
 
     def delta(self) -> Geometry:
-        """Keys and values in some layers, in the others a convolution's and a delta net's state.
+        """Keys and values in some layers; the state of a convolution and a delta net in the others.
 
-        Source: SGLang's Mamba2StateShape, as its Qwen3-Next makes it of the `linear_` fields.
-        `conv` keeps the last inputs of query, key and value, one fewer than the kernel is wide,
-        in the model's dtype; `ssm` is a matrix for each value head, float32 unless
+        Source: SGLang's Mamba2StateShape, which its Qwen3-Next makes from the `linear_` fields.
+        `conv` keeps the last inputs of query, key and value in the model's dtype, one fewer than
+        the kernel's width. `ssm` is a matrix for each value head, float32 unless
         `mamba_ssm_dtype` says otherwise.
         """
         full, linear = self._layers_of(FULL), self._layers_of(LINEAR)
@@ -172,7 +172,7 @@ class _Binder:
         all_key_heads = size("linear_num_key_heads")
         all_value_heads = size("linear_num_value_heads")
         key_heads, key_dim = self._divide(all_key_heads, repeats=False), "linear_key_head_dim"
-        # Each key head's value heads stay with it.
+        # A rank has the value heads of its key heads.
         value_heads = -(-key_heads * all_value_heads // all_key_heads)
         value_dim = "linear_value_head_dim"
         state: dict[str, Size] = {
@@ -211,21 +211,20 @@ class _Binder:
         return {f"{prefix}{axis}": size for axis, size in sizes.items()}
 
     def _divide(self, heads: int, *, repeats: bool = True) -> int:
-        """A rank's heads: an equal share, a head that other ranks repeat, or as many as the fullest
-        rank has."""
+        """How many heads a rank has: its share, rounded up. Ranks may repeat a head."""
         self.padded.append(heads % self.ranks > 0 and not (repeats and self.ranks % heads == 0))
         return -(-heads // self.ranks)
 
     def _dtype(self, name: str, default: str) -> str:
         dtype = self.model.field(name) or default
         if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-            raise self.model.error(f"{name} is {dtype!r}, which isn't known")
+            raise self.model.error(f"{name} is {dtype!r}, which is unknown")
         return dtype
 
     def _indexed_layers(self) -> tuple[int, ...]:
-        """The layers that choose tokens by index keys; the others take an earlier layer's choice.
+        """The layers that choose tokens by index keys. Other layers use an earlier layer's choice.
 
-        Source: the configuration of GLM-5 in transformers, whose fields these are.
+        Source: the fields of GLM-5's configuration in transformers.
         """
         field, count = self.model.field, len(self.model.layers)
         kinds = field("indexer_types") or field("index_topk_pattern")
@@ -238,10 +237,10 @@ class _Binder:
         known = {"full": True, "F": True, "shared": False, "S": False}
         named = [str(kind) for kind in kinds] if isinstance(kinds, list | str) else []
         if len(named) != count or not known.keys() >= set(named):
-            raise self.model.error(f"which of {count} layers have an indexer isn't known: {kinds}")
+            raise self.model.error(f"which of {count} layers have an indexer is unknown: {kinds}")
         return tuple(layer for layer in self.layers if known[named[layer]])
 
 
 def _with_scales(width: int) -> int:
-    """Bytes of `width` fp8 elements and their scales."""
+    """Bytes of `width` fp8 elements with their scales."""
     return width + -(-width // _SCALE_BLOCK) * DTYPE_BYTES["float32"]

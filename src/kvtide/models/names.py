@@ -1,4 +1,4 @@
-"""Names of models: those that kvtide brings with it, and how ids on the hub look. Pure."""
+"""Names of models: kvtide's built-in models, and the form of ids on the hub. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvtide.models.types import Config
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""Such as org/name."""
+"""An id on the hub, such as org/name."""
 
 SMOLLM2_NAME = "smollm2"
 TINY_RANDOM = "tiny-random"
@@ -29,5 +29,5 @@ BUILT_IN: Mapping[str, Config] = {
         "hidden_size": 64,
     },
 }
-"""The configurations of the models that need no name of a file, as far as their cache follows from
-them: so nothing need be fetched or built to plan one."""
+"""The configurations of the built-in models, with the fields that decide their cache. So
+`kvtide plan` need not fetch or build them."""

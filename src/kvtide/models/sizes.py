@@ -1,7 +1,7 @@
-"""The sizes that a configuration may leave out: then its type's defaults hold.
+"""Default sizes of each model type, for configurations that leave them out.
 
-Source: the configuration classes of transformers 5.24, which a test compares this table with. A
-dash is a size that the type has no default for, or that follows from others.
+Source: the configuration classes of transformers 5.24; a test compares this table with them. A dash
+means that the type has no default, or that the size follows from other sizes.
 """
 
 from __future__ import annotations
@@ -133,4 +133,4 @@ def _read_table() -> dict[str, dict[str, int]]:
 
 
 DEFAULT_SIZES: Mapping[str, Mapping[str, int]] = _read_table()
-"""By model type and by the field's usual name."""
+"""The sizes by model type and by the field's usual name."""

@@ -1,12 +1,11 @@
-"""Model types: how each attends, layer by layer, as its Hugging Face configuration says.
+"""Model types: how the layers of each attend, read from its Hugging Face configuration.
 
-Only the types listed here are known. A configuration doesn't say by itself what a model caches:
-layers that share their KV, or have rows of another width, show in fields that no other model has.
-So a type that isn't listed is refused by name and never guessed, and so is a field by which a
-listed type says more than its kind does.
+Only the types listed here are known. A configuration alone doesn't say what a model caches: shared
+KV, or rows of another width, show only in fields that no other model has. So an unlisted type is
+refused and never guessed. A field that changes the cache in an unknown manner is refused, too.
 
-Source: the configurations and attention of transformers 5.24, for which layers have a window where
-`layer_types` is left out, and which fields may be missing.
+Source: the configurations and the attention of transformers 5.24. They say which layers have a
+window if `layer_types` is missing, and which fields may be missing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvtide.errors import UsageError
 from kvtide.models.sizes import DEFAULT_SIZES
 
 Config = Mapping[str, Any]
-"""A config.json, read."""
+"""The contents of a config.json."""
 
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """The kinds of layers, as `layer_types` names them."""
@@ -31,12 +30,12 @@ _LARGEST = 1 << 24
 @final
 @dataclass(frozen=True, slots=True)
 class _ModelType:
-    """How a model type attends, and what its configurations may leave out.
+    """How a model type attends, and which fields its configurations may leave out.
 
-    Without `layer_types`, `window` says which layers have one: `none`; `all`, if there is a
-    `sliding_window`; `late`, from layer `max_window_layers` on, if `use_sliding_window`;
-    `declared`: none may have one. With a `period` p each p-th layer attends in full and the
-    others don't; a field may name another p.
+    If `layer_types` is missing, `window` says which layers have a window. `none`: no layer. `all`:
+    all layers, if there is a `sliding_window`. `late`: the layers from `max_window_layers` on, if
+    `use_sliding_window`. `declared`: no layer, and a `sliding_window` is refused. With a `period` p
+    each p-th layer attends in full and the others don't; the field `period_field` may change p.
     """
 
     kind: str = "gqa"
@@ -44,11 +43,11 @@ class _ModelType:
     period: int = 0
     period_field: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """This type's names of fields that have another name elsewhere."""
+    """This type's names for usual fields, by the usual name."""
     encodes: bool = False
-    """Whether it attends to later tokens, unless `is_decoder` says otherwise."""
+    """Whether it attends to later tokens unless `is_decoder` is true."""
     single_head: str = ""
-    """The field that, unless it is false, makes all heads share one head's keys and values."""
+    """The field that, unless it is false, makes all heads share a single key and value head."""
     many_heads: str = ""
     """The field that, if it is true, overrules `single_head`."""
 
@@ -118,7 +117,7 @@ _KNOWN = (
 )
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 
-# Each changes what is cached, in a way that no kind here covers.
+# Each of these fields changes the cache in a manner that no kind here covers.
 _FOREIGN = {
     "is_encoder_decoder": "it attends across to an encoder",
     "add_cross_attention": "it attends across to an encoder",
@@ -135,9 +134,9 @@ _FOREIGN = {
 @final
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What a configuration says of its language model, checked as it is read.
+    """The language model in a configuration; fields are checked when they are read.
 
-    `kind` is `gqa`, `mla` or `delta` (gated delta nets beside GQA), `layers` the kind of each
+    `kind` is `gqa`, `mla` or `delta` (gated delta nets and GQA). `layers` has the kind of each
     layer.
     """
 
@@ -152,12 +151,12 @@ class TextModel:
         return self.text.get(self._name_of(name), DEFAULT_SIZES.get(self.name, {}).get(name))
 
     def _name_of(self, name: str) -> str:
-        """The field's name in this configuration: its type's, or the usual one."""
+        """The field's name in this configuration: its type's name or the usual name."""
         alias = self.model.aliases.get(name, name)
         return name if alias not in self.text and name in self.text else alias
 
     def number(self, name: str, *, least: int = 1) -> int:
-        """A size. Raises UsageError for a field that is missing or holds no size."""
+        """A field that is a size. Raises UsageError if it is missing or invalid."""
         value, name = self.field(name), self._name_of(name)
         if type(value) is int and least <= value <= _LARGEST:
             return value
@@ -171,7 +170,7 @@ class TextModel:
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head's key."""
+        """How many elements the key of a head has."""
         if self.model.kind == "mla" and self.field("qk_nope_head_dim"):
             return self.number("qk_nope_head_dim") + self.number("qk_rope_head_dim")
         if self.model.kind != "mla" and self.field("head_dim") is not None:
@@ -185,15 +184,14 @@ class TextModel:
 
     @property
     def v_head_dim(self) -> int:
-        """Elements of one head's value."""
+        """How many elements the value of a head has."""
         if self.model.kind == "mla" and self.field("v_head_dim"):
             return self.number("v_head_dim")
         return self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        """Heads whose keys and values are cached: one for each attention head unless a field says
-        otherwise."""
+        """How many heads have cached keys and values: as many as attend, unless a field differs."""
         model, text = self.model, self.text
         if (
             model.single_head
@@ -209,8 +207,8 @@ class TextModel:
 def text_model_of(config: Config) -> TextModel:
     """Reads the part of `config` that is the language model.
 
-    Raises UsageError for a model type that isn't known, layers of a type that isn't known for
-    it, or a field that says something no kind here covers.
+    Raises UsageError for an unknown model type, an unknown layer type, or a field that changes the
+    cache in an unknown manner.
     """
     text = _text_of(config)
     name = text.get("model_type")
@@ -218,25 +216,23 @@ def text_model_of(config: Config) -> TextModel:
         fields = ", ".join(("model_type", *_TEXT_PARTS))
         raise UsageError(f"this isn't a model's configuration: none of {fields} names a model type")
     model = _MODEL_TYPES.get(name, _ModelType())
-    # DeepSeek's smaller models have no latents, and may give their sizes all the same.
+    # DeepSeek's smaller models have no latents, but may state their sizes.
     has_latents = model.kind == "mla" and text.get("use_mla") is not False
     kind = "gqa" if model.kind == "mla" and not has_latents else model.kind
     bare = TextModel(name, kind, (), text, model)
     for foreign, reason in _FOREIGN.items():
         if text.get(foreign):
             value = repr(text[foreign])[:60]
-            raise bare.error(f"{reason} ({foreign} is {value}), which isn't known")
+            raise bare.error(f"{reason} ({foreign} is {value}), which isn't supported")
     if name not in _MODEL_TYPES:
         raise bare.error(
-            f"it isn't known, and what it caches isn't guessed from its fields{_summary(text)}; "
+            f"it is unknown, and its cache isn't guessed from its fields{_summary(text)}; "
             f"known are {_KNOWN}"
         )
     if model.kind != "mla" and text.get("kv_lora_rank") is not None:
-        raise bare.error(f"kv_lora_rank is {text['kv_lora_rank']!r}; it isn't known for latents")
+        raise bare.error(f"kv_lora_rank is {text['kv_lora_rank']!r}, but this type has no latents")
     if model.encodes and not text.get("is_decoder"):
-        raise bare.error(
-            "its attention isn't causal (is_decoder is false), so there is no cache to speak of"
-        )
+        raise bare.error("its attention isn't causal (is_decoder is false), so it has no cache")
     return TextModel(name, kind, _layers(bare), text, model)
 
 
@@ -249,7 +245,7 @@ def _text_of(config: Config) -> Config:
 
 
 def _summary(text: Config) -> str:
-    """What the fields of an unknown type say about its cache, in brackets."""
+    """The fields of an unknown type that concern its cache, in brackets."""
     said = [
         f"{name} is {repr(text[name])[:60]}"
         for name in ("kv_lora_rank", "sliding_window")
@@ -262,7 +258,7 @@ def _summary(text: Config) -> str:
 
 
 def _layers(bare: TextModel) -> tuple[str, ...]:
-    """The kind of each layer: full, windowed or linear. Indexed ones attend in full."""
+    """The kind of each layer: full, windowed or linear. Indexed layers attend in full."""
     count, listed = bare.number("num_hidden_layers"), bare.text.get("layer_types")
     if listed is not None and (not isinstance(listed, list) or len(listed) != count):
         length = len(listed) if isinstance(listed, list) else repr(listed)
@@ -271,19 +267,19 @@ def _layers(bare: TextModel) -> tuple[str, ...]:
     foreign = sorted(set(kinds) - _LAYER_TYPES[bare.kind])
     if foreign:
         raise bare.error(
-            f"layer_types has {', '.join(foreign)}, which isn't known; known for it are "
+            f"layer_types has {', '.join(foreign)}, which is unknown; known for it are "
             f"{', '.join(sorted(_LAYER_TYPES[bare.kind]))}"
         )
     kinds = [FULL if kind in _INDEXED else kind for kind in kinds]
     if WINDOWED in kinds:
         window, limit = bare.number("sliding_window"), bare.field("max_position_embeddings")
-        if isinstance(limit, int) and window >= limit:  # no token ever leaves
+        if isinstance(limit, int) and window >= limit:  # no token leaves the window
             return (FULL,) * count
     return tuple(kinds)
 
 
 def _default_layers(bare: TextModel, count: int) -> list[str]:
-    """What transformers makes of a configuration without `layer_types`."""
+    """The kinds of layers that transformers assumes if `layer_types` is missing."""
     model = bare.model
     if model.period:
         other = LINEAR if model.kind == "delta" else WINDOWED
@@ -297,6 +293,6 @@ def _default_layers(bare: TextModel, count: int) -> list[str]:
     if model.window == "none" or not has_window:
         return [FULL] * count
     if model.window == "declared":
-        raise bare.error("there is a sliding_window, and no layer_types to say in which layers")
+        raise bare.error("there is a sliding_window, but no layer_types say which layers have it")
     first = bare.number("max_window_layers", least=0) if model.window == "late" else 0
     return [WINDOWED if layer >= first else FULL for layer in range(count)]

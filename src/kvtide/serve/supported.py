@@ -1,9 +1,9 @@
-"""Which models the engine serves: decoders whose every layer attends to all earlier tokens.
+"""Which models the engine serves: decoders in which every layer attends to all earlier tokens.
 
-`kvtide.models` says what a configuration means, to this engine and to `kvtide plan` alike: what
-isn't known there isn't served either, and special attention is refused at the start, with the
-reason. What a configuration doesn't show, such as an argument that changes the attention, is found
-by the adapter's trial pass and by `kvtide.serve.owncheck`, also before the first request.
+`kvtide.models` reads the configuration, for this engine and for `kvtide plan`. A model type that is
+unknown there isn't served, and special attention is refused with the reason. Some things don't show
+in a configuration, such as an argument that changes the attention. The adapter's trial pass and
+`kvtide.serve.owncheck` find them, before the first request.
 """
 
 from __future__ import annotations
