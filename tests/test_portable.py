@@ -1,0 +1,368 @@
+"""A snapshot belongs to nobody's device and to nobody's pool: it restores wherever its bytes fit,
+and its form on paper is the one that was committed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.conformance.reference import map_rules
+from kvtide.conformance.samples import sample
+from kvtide.conformance.subjects import KINDS, Subject
+from kvtide.device import AcceleratorDevice, CPUDevice, Device
+from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss
+from kvtide.layout import GQA, Geometry
+from kvtide.layout.gqa import GQA_HND, K_ONLY
+from kvtide.pool import Pool
+from kvtide.seal import Seal
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+from support.pools import (
+    POOL_KINDS,
+    fill,
+    image_of,
+    make_pool,
+    same_image,
+    scramble,
+    small_geometry,
+    with_rows,
+)
+from support.simulated import SCHEDULES, simulated
+
+FORMS = Path(__file__).parent / "forms"
+SOURCE, TARGET = [9, 2, 3, 7, 6, 14, 15, 1], [12, 0, 19, 1, 5, 8, 17, 16]
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CPUDevice]:
+    """Two lanes."""
+    device = CPUDevice(lanes=2)
+    yield device
+    device.close()
+
+
+def arena_for(device: Device, block_bytes: int) -> HostArena:
+    """Of eight blocks."""
+    return HostArena(device, limit_bytes=8 * block_bytes, block_bytes=block_bytes)
+
+
+# ---- across devices -----------------------------------------------------------------------------
+
+LAYER_BYTES = 1 << 20
+
+
+def layers_of_a_mib(device: Device, task_mib: int, seed: int) -> Tide:
+    """Six layers with rows of 128 KiB, so that eight tokens are a MiB in each; blocks of 6 MiB.
+
+    The device takes so many MiB at once.
+    """
+    device.chunk_bytes = task_mib << 20  # type: ignore[misc] # a device's own choice
+    geometry = K_ONLY.bind(dtype="uint8", layer=6, token=4, head=1, head_dim=LAYER_BYTES // 8)
+    pool = Pool.create(geometry, device, page_count=5)
+    scramble(pool, seed)
+    return Tide(pool, arena_for(device, 6 * LAYER_BYTES))
+
+
+def check_there(source: Tide, target: Tide) -> None:
+    """From one to the other; a flipped bit in any layer is damage, and then nothing is written."""
+    saved, before = image_of(source.pool), image_of(target.pool)
+    snapshot = source.offload(SOURCE, key="k")
+    assert [(0, n * LAYER_BYTES, (n + 1) * LAYER_BYTES) for n in range(6)] == [
+        span[:3] for span in snapshot.seal.spans
+    ]
+    memory = snapshot.lease.blocks[0].bytes_view(6 * LAYER_BYTES)
+    for layer in range(6):
+        memory[layer * LAYER_BYTES + 77] ^= 4
+        with pytest.raises(SnapshotDamaged, match=f"chunk 0: 1048576 bytes.* {layer << 20} "):
+            target.restore(snapshot, TARGET, key="k")
+        memory[layer * LAYER_BYTES + 77] ^= 4
+    assert same_image(before, image_of(target.pool))
+    target.restore(snapshot, TARGET, key="k")
+    assert same_image(with_rows(before, TARGET, saved, SOURCE), image_of(target.pool))
+    source.discard(snapshot)
+
+
+@pytest.mark.parametrize("there", [1, 3, 4, 8])
+@pytest.mark.parametrize("here", [1, 3, 4, 8])
+def test_a_snapshot_goes_between_devices_that_take_other_sizes_at_once(
+    here: int, there: int
+) -> None:
+    """Sizes in MiB. What a device takes at once is its own affair."""
+    devices = [CPUDevice(lanes=2), CPUDevice(lanes=2)]
+    source, target = (
+        layers_of_a_mib(device, task_mib, task_mib)
+        for device, task_mib in zip(devices, (here, there), strict=True)
+    )
+    check_there(source, target)
+    for device in devices:
+        device.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("task_mib", [1, 3, 8])
+def test_a_snapshot_goes_from_a_cpu_to_an_accelerator_and_back(
+    schedule: str, task_mib: int
+) -> None:
+    """The simulated one, which does nothing before it is waited for."""
+    with simulated(schedule) as name:
+        cpu, accelerator = CPUDevice(lanes=2), AcceleratorDevice(name)
+        near = layers_of_a_mib(cpu, 4, 1)
+        far = layers_of_a_mib(accelerator, task_mib, 2)
+        check_there(near, far)
+        check_there(far, near)
+        check_there(far, far)
+        cpu.close()
+        accelerator.close()
+
+
+def test_equal_bytes_have_equal_seals_on_every_device() -> None:
+    """Also those of several chunks, the last one short."""
+    seals = []
+    with simulated("lazy") as name:
+        for device in (CPUDevice(lanes=1), CPUDevice(lanes=2), AcceleratorDevice(name)):
+            pool = Pool.create(small_geometry(), device, page_count=5)
+            scramble(pool, 3)
+            tide = Tide(pool, arena_for(device, 4 * 36))
+            snapshot = tide.offload(SOURCE[:7], key="k")
+            seals.append(snapshot.seal.to_json())
+            tide.discard(snapshot)
+            device.close()
+    assert 1 == len({*seals})
+    assert 2 == len(Seal.from_json(seals[0]).spans)
+
+
+# ---- across pools -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", POOL_KINDS)
+@pytest.mark.parametrize("here", POOL_KINDS)
+@pytest.mark.parametrize("page_size", [1, 2, 4, 5, 20])
+def test_a_snapshot_goes_between_pools_that_lie_differently(
+    device: CPUDevice, here: str, there: str, page_size: int
+) -> None:
+    """A tensor a layer, one for all of them, slices at odd addresses; and pages of other sizes."""
+    source = make_pool(here, small_geometry(), device, 5)
+    target = make_pool(there, small_geometry(token=page_size), device, 20 // page_size)
+    fill(source, 1)
+    fill(target, 2)
+    saved, before = image_of(source.pool), image_of(target.pool)
+    arena = arena_for(device, 3 * 36)
+    snapshot = Tide(source.pool, arena).offload(SOURCE)
+    Tide(target.pool, arena).restore(snapshot, TARGET)
+    assert same_image(with_rows(before, TARGET, saved, SOURCE), image_of(target.pool))
+    snapshot.lease.release()
+
+
+def of_heads(layout: Any, heads: int, page_size: int) -> Geometry:
+    """Keys and values of unequal width, in that layout."""
+    geometry: Geometry = layout.bind(
+        dtype="float16", layer=2, token=page_size, head=heads, head_dim=6, v_head_dim=3
+    )
+    return geometry
+
+
+def tensors_of(geometry: Geometry, layout: Any, seed: int) -> dict[str, list[torch.Tensor]]:
+    """As an engine has them: [page, token, head, width], or [page, head, token, width]."""
+    tensors: dict[str, list[torch.Tensor]] = {}
+    sizes, page_size = dict(geometry.sizes), geometry.page_size
+    torch.manual_seed(seed)
+    for name, axis in (("k", "head_dim"), ("v", "v_head_dim")):
+        inner = (page_size, sizes["head"]) if layout is GQA else (sizes["head"], page_size)
+        shape = (20 // page_size, *inner, sizes[axis])
+        tensors[name] = [torch.randint(0, 999, shape).to(torch.float16) for _ in range(2)]
+    return tensors
+
+
+def by_token(tensor: torch.Tensor, layout: Any) -> torch.Tensor:
+    """A copy as [slot, head, width]."""
+    tokens = tensor if layout is GQA else tensor.transpose(1, 2)
+    return tokens.reshape(20, *tokens.shape[2:]).clone()
+
+
+@pytest.mark.parametrize(("here", "there"), [(GQA, GQA_HND), (GQA_HND, GQA), (GQA_HND, GQA_HND)])
+@pytest.mark.parametrize(
+    ("heads", "page_sizes"), [(1, (4, 4)), (1, (4, 2)), (1, (5, 1)), (3, (1, 1))]
+)
+def test_a_snapshot_goes_from_nhd_to_hnd_where_a_tokens_bytes_are_the_same(
+    device: CPUDevice, here: Any, there: Any, heads: int, page_sizes: tuple[int, int]
+) -> None:
+    """With a single head, or with pages of a single token, both orders are one."""
+    tides, tensors = [], []
+    for layout, page_size, seed in ((here, page_sizes[0], 1), (there, page_sizes[1], 2)):
+        geometry = of_heads(layout, heads, page_size)
+        tensors.append(tensors_of(geometry, layout, seed))
+        pool = Pool.adopt(geometry, device, tensors[-1])
+        tides.append(Tide(pool, arena_for(device, 3 * geometry.token_bytes)))
+    saved = {n: [by_token(t, here) for t in found] for n, found in tensors[0].items()}
+    before = {n: [by_token(t, there) for t in found] for n, found in tensors[1].items()}
+    snapshot = tides[0].offload(SOURCE)
+    tides[1].restore(snapshot, TARGET)
+    tides[0].discard(snapshot)
+    for name, found in tensors[1].items():
+        for layer, tensor in enumerate(found):
+            before[name][layer][TARGET] = saved[name][layer][SOURCE]
+            assert torch.equal(before[name][layer], by_token(tensor, there))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "line"),
+    [
+        ((GQA, 2, 4), (GQA_HND, 2, 4), "plane 'k': one row for each page here, token there"),
+        ((GQA_HND, 2, 4), (GQA_HND, 2, 2), "plane 'k': token 2 here, 4 there"),
+        ((GQA, 2, 4), (GQA, 4, 4), "plane 'k': head 4 here, 2 there; plane 'v': head 4 here, 2"),
+    ],
+)
+def test_what_does_not_fit_is_told_line_by_line(
+    device: CPUDevice, here: Any, there: Any, line: str
+) -> None:
+    """The order of heads, the tokens of a row, and the heads of another tensor-parallel size."""
+    source, target = (Pool.create(of_heads(*of), device, page_count=5) for of in (here, there))
+    arena = arena_for(device, 1 << 10)
+    snapshot = Tide(source, arena).offload(range(4))
+    with pytest.raises(SnapshotMiss, match=f"here: the target, there: the snapshot.*{line}"):
+        Tide(target, arena).restore(snapshot, range(4))
+    snapshot.lease.release()
+
+
+# ---- out of the process, and in again -----------------------------------------------------------
+
+
+def test_a_snapshot_leaves_as_json_and_bytes_and_comes_back(device: CPUDevice) -> None:
+    """Into another arena, with larger blocks; and it is checked without a pool."""
+    case = make_pool("created", small_geometry(), device, 5)
+    fill(case, 1)
+    saved = image_of(case.pool)
+    tide = Tide(case.pool, arena_for(device, 3 * 36))
+    snapshot = tide.offload(SOURCE, key="k")
+    snapshot.verify()
+    seal, chunks = snapshot.seal.to_json(), [bytes(chunk) for chunk in snapshot.chunks]
+    tide.discard(snapshot)
+    scramble(case.pool, 2)
+    before = image_of(case.pool)
+    other = Tide(case.pool, arena_for(device, 1 << 10))
+    loaded = Snapshot.load(other.arena, Seal.from_json(seal), chunks)
+    assert len(chunks) * 1024 == loaded.size_bytes == other.arena.used_bytes
+    loaded.verify()
+    other.restore(loaded, TARGET, key="k")
+    assert same_image(with_rows(before, TARGET, saved, SOURCE), image_of(case.pool))
+    other.discard(loaded)
+
+
+def test_chunks_are_read_only_and_gone_with_the_snapshot(device: CPUDevice) -> None:
+    """They are the snapshot's own memory."""
+    case = make_pool("created", small_geometry(), device, 5)
+    tide = Tide(case.pool, arena_for(device, 3 * 36))
+    snapshot = tide.offload(SOURCE)
+    assert [108, 72, 72, 36] != [len(chunk) for chunk in snapshot.chunks]
+    assert 8 * 36 == sum(len(chunk) for chunk in snapshot.chunks)
+    with pytest.raises(TypeError):
+        snapshot.chunks[0][0] = 1
+    tide.discard(snapshot)
+    for read in (lambda: snapshot.chunks, snapshot.verify):
+        with pytest.raises(SnapshotMiss, match="discarded"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "limit_blocks", "error"),
+    [(71, 8, SnapshotMiss), (72, 3, ArenaFull), (72, 4, None)],
+)
+def test_a_snapshot_that_an_arena_cannot_hold_takes_nothing(
+    device: CPUDevice, block_bytes: int, limit_blocks: int, error: Any
+) -> None:
+    """Blocks that are too small for its chunks, or too few."""
+    case = make_pool("created", small_geometry(), device, 5)
+    snapshot = Tide(case.pool, arena_for(device, 2 * 36)).offload(SOURCE)
+    arena = HostArena(device, limit_bytes=limit_blocks * block_bytes, block_bytes=block_bytes)
+    if error is None:
+        Snapshot.load(arena, snapshot.seal, snapshot.chunks).lease.release()
+    else:
+        with pytest.raises(error):
+            Snapshot.load(arena, snapshot.seal, snapshot.chunks)
+    assert 0 == arena.used_bytes
+    snapshot.lease.release()
+
+
+def test_damaged_bytes_are_never_loaded(device: CPUDevice) -> None:
+    """Each byte of each chunk."""
+    case = make_pool("created", small_geometry(), device, 5)
+    fill(case, 4)
+    arena = arena_for(device, 2 * 36)
+    snapshot = Tide(case.pool, arena).offload(SOURCE[:3])
+    chunks = [bytearray(chunk) for chunk in snapshot.chunks]
+    for chunk in chunks:
+        for place in range(len(chunk)):
+            chunk[place] ^= 0x10
+            with pytest.raises(SnapshotDamaged):
+                Snapshot.load(arena, snapshot.seal, [bytes(one_chunk) for one_chunk in chunks])
+            chunk[place] ^= 0x10
+    assert snapshot.size_bytes == arena.used_bytes
+    snapshot.lease.release()
+
+
+# ---- golden -------------------------------------------------------------------------------------
+
+GOLDEN = ("gqa", "dsa-tails", "mla_nz-one-tile", "window_and_full", "recurrent_and_full")
+HELD, HELD_TOO = range(8, 18), range(28, 38)
+
+
+def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> Subject:
+    """A pool of a sample. Its bytes follow from their places, if it is filled; and of the ten
+    tokens at HELD, as at HELD_TOO, the last five are in the window, where there is one."""
+    subject = KINDS[kind](sample(name), device)
+    widths = {plane.name: plane.row_bytes for plane in subject.geometry.planes}
+    for number, part in enumerate(subject.parts):
+        count, size = subject.read(*part).shape  # with the gap behind a row
+        places = np.arange(count)[:, None] * widths[part[0]] + np.arange(size)
+        values = (places * 31 + 7 * number) % 251 if is_filled else places * 0
+        subject.write(*part, values.astype(np.uint8))
+    for map_name in map_rules(subject.geometry):
+        ids = np.full(subject.pool.slot_count, -1, np.int64)
+        ids[HELD[5:]] = ids[HELD_TOO[5:]] = [3, 1, 8, 2, 10]
+        subject.set_maps({map_name: ids})
+    return subject
+
+
+def golden_form(subject: Subject, device: Device, slots: range, request: int) -> dict[str, Any]:
+    """The whole form of a snapshot, as it is committed."""
+    tide = Tide(subject.pool, arena_for(device, 640))
+    own = request if subject.request_count else None
+    snapshot = tide.offload(slots, key="golden", request=own)
+    form = {
+        "seal": json.loads(snapshot.seal.to_json()),
+        "chunks": [chunk.hex() for chunk in snapshot.chunks],
+    }
+    tide.discard(snapshot)
+    return form
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_form_is_the_one_that_was_committed(device: CPUDevice, name: str, kind: str) -> None:
+    """Snapshots of this form are on somebody's disk. Never change a file: a form that must be
+    another has a new version, and files of its own beside which these are still read."""
+    committed = json.loads((FORMS / f"{name}.json").read_text("ascii"))
+    subject = golden_subject(name, kind, device, is_filled=True)
+    assert committed == golden_form(subject, device, HELD, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_committed_form_is_still_read(device: CPUDevice, name: str, kind: str) -> None:
+    """It restores into an empty pool, and what is there then has that form again."""
+    committed = json.loads((FORMS / f"{name}.json").read_text("ascii"))
+    subject = golden_subject(name, kind, device, is_filled=False)
+    tide = Tide(subject.pool, arena_for(device, 640))
+    chunks = [bytes.fromhex(chunk) for chunk in committed["chunks"]]
+    snapshot = Snapshot.load(tide.arena, Seal.from_json(json.dumps(committed["seal"])), chunks)
+    own = 2 if subject.request_count else None
+    tide.restore(snapshot, HELD_TOO, key="golden", request=own)
+    tide.discard(snapshot)
+    assert committed == golden_form(subject, device, HELD_TOO, 2)
