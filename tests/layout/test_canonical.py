@@ -408,6 +408,8 @@ def test_a_rule_of_more_than_strings_and_integers_has_no_form() -> None:
     rule = Shifted(4, width=[])  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=r"width must be a string or an integer, not \[\]"):
         rule.to_dict()
+    with pytest.raises(LayoutError, match="count must be a string or an integer, not True"):
+        Rule.from_dict({"rule": "test_canonical.shifted", "count": True})
 
 
 # ---- differences ----------------------------------------------------------------------------
@@ -456,6 +458,7 @@ def test_another_version_and_another_order_are_differences_too() -> None:
     more = form | {"comment": "it fits"}
     assert ["the forms differ in something that has no name here"] == differences(form, more)
     assert differences(form, DEEP)
+    assert ["rank 0 here, [[[[[[[...]]]]]]] there"] == differences(form, form | {"rank": DEEP})
     assert 1 == FORM_VERSION
 
 

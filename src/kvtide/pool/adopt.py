@@ -26,13 +26,12 @@ def as_rows(
     shape, row = tuple(tensor.shape), plane.row_shape
     if len(shape) == len(row) + 1 and shape[1:] == row:
         return tensor
-    axis = _token_axis(shape, row, page_size) if plane.tokens_per_row == 1 else None
-    if axis is None:
+    if plane.tokens_per_row != 1 or not _are_pages(shape, row, page_size):
         raise LayoutError(
             f"{where}: shape {list(shape)} is neither [row, {row}] nor [page, {page_size}, {row}]"
         )
     try:
-        return tensor.movedim(axis, 1).view(-1, *row)
+        return tensor.view(-1, *row)
     except RuntimeError as error:
         raise LayoutError(
             f"{where}: pages of strides {tensor.stride()} leave gaps of other sizes than its "
@@ -40,18 +39,17 @@ def as_rows(
         ) from error
 
 
-def _token_axis(shape: tuple[int, ...], row: tuple[int, ...], page_size: int) -> int | None:
-    """Which axis of a tensor of pages is the token's; None if the tensor isn't one of such pages.
+def _are_pages(shape: tuple[int, ...], row: tuple[int, ...], page_size: int) -> bool:
+    """Whether a shape is that of pages in which each token has its bytes in one place.
 
-    It comes after the page's, or after axes of the row that have one element: heads first, of
-    which there is one, has the same bytes a token as tokens first. So has any order of axes where
-    a page has one token.
+    The token's axis comes after the page's, or after axes of the row that have one element: heads
+    first, of which there is one, is the same as tokens first. So is any order where a page has
+    one token.
     """
-    for axis in range(len(row) + 1):
-        is_token_row = page_size == 1 or all(size == 1 for size in row[:axis])
-        if is_token_row and shape[1:] == (*row[:axis], page_size, *row[axis:]):
-            return axis + 1
-    return None
+    ones = 0
+    while ones < len(row) and (page_size == 1 or row[ones] == 1):
+        ones += 1
+    return shape[1:] in [(*row[:axis], page_size, *row[axis:]) for axis in range(ones + 1)]
 
 
 def byte_rows(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:
