@@ -1,7 +1,7 @@
-"""Compressed caches: one row for every so many tokens, and the ring of those not yet compressed.
+"""Compressed caches: `ratio` tokens share a row; tokens that aren't compressed yet wait in a ring.
 
 Source: DeepSeek-V4's C4 and C128 regions (ratios 4 and 128) and QSA's compressed index keys as
-SGLang 0.5.23 keeps them: row `slot // ratio`, pending tokens in a ring of the request's own.
+SGLang 0.5.23 keeps them: row `slot // ratio`, and a ring for each request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvtide.layout.spec import Layout
 
 
 def compressed(name: str, ratio: int) -> Layout:
-    """The latent of `ratio` tokens in a row, with a request's pending ones beside it."""
+    """One latent for `ratio` tokens, and a ring of the request's pending tokens."""
     return Layout(
         name,
         Plane("kv", "layer page token 1 latent_dim", rows=(EveryNth(ratio),)),

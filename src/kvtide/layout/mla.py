@@ -1,8 +1,8 @@
 """Multi-head latent attention: one latent and one rotary key a token, for all heads.
 
-Sources: DeepSeek-V2 (arXiv 2405.04434) for the parts; SGLang's MLATokenToKVPool keeps them in one
-row, its NPU pool in two planes, in Ascend's ND order or in NZ tiles of 16 columns; index keys are
-those of DeepSeek-V3.2's sparse attention, in some layers only.
+Sources: DeepSeek-V2 (arXiv 2405.04434) for the parts. SGLang's MLATokenToKVPool keeps both in one
+row; its NPU pool keeps them in two planes, in Ascend's ND order or in NZ tiles of 16 columns.
+DeepSeek-V3.2's sparse attention adds index keys, in some layers only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MLA_SPLIT = Layout(
     Plane("index_k", "index_layer page token 1 index_head_dim", optional=True),
     Plane("index_scale", "index_layer page token index_scale_dim", dtype="float32", optional=True),
 )
-"""The NPU's: two planes, and where the model has them index keys and their scales."""
+"""The NPU's order: two planes, and index keys with their scales where the model has them."""
 
 MLA_PACKED = Layout(
     "mla_packed",
@@ -28,7 +28,7 @@ MLA_PACKED = Layout(
     Plane("index_k", "index_layer page token 1 index_head_dim", optional=True),
     Plane("index_scale", "index_layer page token index_scale_dim", dtype="float32", optional=True),
 )
-"""fp8 records: latent, scales and rope of a token packed into bytes, and no second plane."""
+"""fp8 records: a token's latent, scales and rope in one row of bytes."""
 
 MLA_NZ = Layout(
     "mla_nz",
@@ -45,4 +45,4 @@ DSA = Layout(
     Plane("tail_k", "tail_layer request tail_token index_head_dim", optional=True),
     Plane("tail_score", "tail_layer request tail_token", dtype="float32", optional=True),
 )
-"""Sparse attention on CUDA: a page's index keys and scales lie together; tails are a request's."""
+"""Sparse attention on CUDA: a page's index keys and scales share a row; a request owns its tail."""

@@ -1,4 +1,4 @@
-"""Plane: one named array of a token's, or a request's, state; PlaneGeometry: a plane with sizes."""
+"""Plane declares one named array of a token's or a request's state; PlaneGeometry has its sizes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from kvtide.layout.rule import Counts, Rule, Unit
 from kvtide.layout.rules import EveryNth, EveryToken, OfRequest
 
 Size = int | Sequence[int]
-"""Of an axis: how long it is, or for an axis of layers also which ones they are."""
+"""The length of an axis, or for an axis of layers the numbers of the layers."""
 Axis = tuple[str, int | tuple[int, ...]]
-"""An axis by name, and its size: its numbers only where these aren't 0 to n - 1."""
+"""The name of an axis, and its length; the layers' numbers where these aren't 0 to n - 1."""
 Sizes = Mapping[str, int | tuple[int, ...]]
-"""Of axes by their names."""
+"""The sizes of axes by name."""
 UNITS = ("page", "request")
 MOST_AXES = MOST_RULES = 16
-"""How many axes and rules of a plane are read from a form."""
+"""The most axes, and the most rules, of a plane that is read from a form."""
 LONGEST_NAME = 1000
-"""How long the name of an axis may be there."""
+"""The most characters in the name of an axis that is read from a form."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One named array of a token's, or a request's, state.
+    """One named array of a token's or a request's state.
 
-    `axes` names its axes, outermost first; a number is an axis of that size. Axes before `page`
-    (or `request`) say how often the pool repeats, as with layers; those after are the row:
+    `axes` names its axes, outermost first; a number is an axis of that size. The axes before `page`
+    (or `request`) say how often the array is repeated, for layers; the axes after it are the row:
 
     - `page token …`: one token is one row.
     - `page … token …` or `page …`: the row is the page. It moves whole.
-    - `request …`: one row a request; an `OfRequest` in `rows` says by which of its numbers.
+    - `request …`: one row a request; an `OfRequest` in `rows` says which of its rows.
 
-    `rows` are the rules by which token slots name rows, one after another. `dtype` is given
-    where it isn't that of the bind. An `optional` plane is left out of a geometry whose bind
-    gives no size to an axis that only it has.
+    `rows` are the rules that lead from token slots to rows, one after another. `dtype` is given
+    where the plane has another one than the rest. An `optional` plane is left out of a geometry
+    if `bind` gives no size to an axis that only this plane has.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Plane:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """All axes, the numbers among them too."""
+        """The names of all axes; an axis without a name has its size there."""
         return tuple(self.axes.split())
 
     @property
@@ -63,7 +63,7 @@ class Plane:
         )
 
     def split(self) -> tuple[Unit, tuple[str, ...], tuple[str, ...]]:
-        """(`token`, `page` or `request`: what a row is; the axes before it; the axes of a row).
+        """What a row belongs to (`token`, `page`, `request`), the axes before it, a row's axes.
 
         Raises LayoutError for axes that make no rows.
         """
@@ -178,13 +178,13 @@ class PlaneGeometry:
     row: tuple[Axis, ...]
     """The axes of a row; `token` is one of them only where a row holds the tokens of a page."""
     unit: Unit = "token"
-    """What a row is."""
+    """What a row belongs to."""
     rules: tuple[Rule, ...] = ()
-    """From token slots to rows; that of a page, or of a request, is the last."""
+    """The rules that lead from token slots to rows; the rule of the page is the last."""
 
     @property
     def layer_count(self) -> int:
-        """How often the pool has the plane."""
+        """How many layers have the plane."""
         return prod(_length(size) for _, size in self.layers)
 
     @property
@@ -254,7 +254,7 @@ class PlaneGeometry:
 
     @property
     def declared(self) -> Plane:
-        """A declaration of which this comes, with these sizes."""
+        """A plane that has this geometry when it is bound to these sizes."""
         lead = {"token": ["page", "token"], "page": ["page"], "request": ["request"]}[self.unit]
         axes = [*(name for name, _ in self.layers), *lead, *(name for name, _ in self.row)]
         rules = self.rules[:-1] if self.unit == "page" else self.rules
@@ -262,7 +262,7 @@ class PlaneGeometry:
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page, where a row is one; otherwise 1."""
+        """Tokens in a page where a row is a page; otherwise 1."""
         return self.rules[-1].tokens_per_row if self.unit == "page" and self.rules else 1
 
 

@@ -1,6 +1,6 @@
-"""Recurrent state: what a layer without attention keeps of a request, whatever its length.
+"""Recurrent state: a layer without attention keeps as much of a long request as of a short one.
 
-Source: SGLang's MambaPool (conv and temporal, a slot a request); Qwen3-Next and other hybrids
+Source: SGLang's MambaPool (conv and temporal, one slot a request). Qwen3-Next and other hybrids
 have it beside full attention.
 """
 

@@ -1,9 +1,9 @@
-"""Rule: what every row rule answers. Row rules say how a request's token slots name rows. Pure.
+"""Rule: what every row rule answers. Rules lead from a request's token slots to rows. Pure.
 
-A rule takes some ids, in the order of the request's tokens, and gives other ids. A chain of rules
-begins with the token slots and ends with the rows of a buffer. Beside each id goes the number of
-the token that it stands for (the first one, where a row holds several): that is what tells
-whether a row at the target is the one that was saved.
+A rule takes ids in the order of the request's tokens and gives other ids. A chain of rules begins
+with token slots and ends with rows of a buffer. Each id carries the number of its token (of its
+first token, where a row holds several). By this number a restore finds the row at the target that
+stands for the same token as the saved row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvtide.layout.canonical import checked_object
 
 Ids = NDArray[np.int64]
 Maps = Mapping[str, Callable[[Ids], Ids]]
-"""What an engine knows by name: functions from ids to ids."""
+"""An engine's maps by name: functions from ids to as many ids."""
 Unit = Literal["token", "page", "request"]
-"""What a row is: one token's, that of several consecutive tokens, or a request's own."""
+"""What a row belongs to: a token, a page or another run of consecutive tokens, or a request."""
 RequestRows = int | Mapping[str, int] | None
-"""A request's own row, or where its layout has rows of several kinds, each by its kind."""
+"""The number of a request's row; where a request has rows of several kinds, the number by kind."""
 
 
 @final
@@ -41,9 +41,10 @@ class Counts:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a buffer, int64 [row], and for each the number of its first token, int64 [row].
+    """Rows of a buffer, int64 [row], and for each row the number of its first token, int64 [row].
 
-    `lasts` are those of their last tokens, int64 [row], or None where a row stands for one alone.
+    `lasts` are the numbers of the rows' last tokens, int64 [row], or None where each row stands
+    for one token.
     """
 
     ids: Ids
@@ -51,31 +52,33 @@ class Rows:
     lasts: Ids | None = None
 
     def only(self, kept: NDArray[np.bool_], ids: Ids) -> Rows:
-        """Those that are `kept` (bool [row]), under other `ids`."""
+        """The rows that are `kept` (bool [row]), with other `ids`, int64 [kept row]."""
         lasts = None if self.lasts is None else self.lasts[kept]
         return Rows(ids, self.tokens[kept], lasts)
 
     def of_tokens(self, tokens: Ids) -> Ids | None:
         """The rows that stand for these tokens (ascending), or None if one of them has no row."""
-        at = np.searchsorted(self.tokens, tokens)
-        if at.size and (at[-1] >= self.tokens.size or (self.tokens[at] != tokens).any()):
+        places = np.searchsorted(self.tokens, tokens)
+        if places.size and places[-1] >= self.tokens.size:
             return None
-        return self.ids[at]
+        return None if (self.tokens[places] != tokens).any() else self.ids[places]
 
 
 class Rule(ABC):
-    """How ids name ids: one kind of rule. A rule of your own inherits this and answers for itself.
+    """One step from token slots to rows: it takes ids and gives ids.
 
-    Rules are frozen dataclasses: planes whose rules are equal take the same rows of a request. To
-    define a rule is to make its `form_name` known to `from_dict`.
+    To add a rule, inherit this class as a frozen dataclass and implement what is abstract here.
+    The fields are strings and integers. Rules that are equal lead to the same rows. A class is
+    known to `from_dict` by its `form_name` as soon as it is defined.
     """
 
     __slots__ = ()
     form_name: ClassVar[str]
-    """The rule's name in forms. It never changes, and no other rule has it."""
+    """The rule's name in forms. It never changes, and no other rule has the same name."""
     local: ClassVar[Mapping[str, int]] = {}
-    """Fields that don't say which tokens a row stands for, such as the width of an engine's table.
-    They are no content, and have these values in a rule that is read from content alone."""
+    """Fields that hold for one pool alone, such as the width of an engine's table. They don't say
+    which tokens a row stands for, so `content` leaves them out, and `from_dict` fills in these
+    values where they are missing."""
 
     def __init_subclass__(cls) -> None:
         """Raises LayoutError for a class without a form name, or with that of another rule."""
@@ -102,36 +105,36 @@ class Rule(ABC):
     @property
     @abstractmethod
     def tokens_per_row(self) -> int:
-        """How many consecutive ids share a row; 0 for a row of the request's own."""
+        """How many consecutive ids share a row; 0 where the row belongs to the request."""
 
     @property
     def unit(self) -> Unit:
-        """What a row is, as `Plane.split` has it."""
+        """What a row belongs to, in the words of `Plane.split`."""
         tokens = self.tokens_per_row
         return "request" if tokens == 0 else "token" if tokens == 1 else "page"
 
     @property
     def is_dense(self) -> bool:
-        """Whether the ids name all rows in order, so that rows tell how many ids there are."""
+        """Whether ids 0, 1, 2 … name all rows in order: then rows tell how many ids there are."""
         return False
 
     @property
     def is_identity(self) -> bool:
-        """Whether each id names the row of its own number, so that the rule says nothing."""
+        """Whether each id names the row of the same number, so that the rule changes nothing."""
         return False
 
     @property
     def kind(self) -> str | None:
-        """What the request's own row is called where the caller names it; None for no such row."""
+        """The kind of the request's row that the caller must name; None if the rule needs none."""
         return None
 
     @property
     def map_name(self) -> str | None:
-        """The map of the engine's that the rule goes through; None for no map."""
+        """The name of the engine's map that the rule needs; None if it needs none."""
         return None
 
     def with_map_under(self, prefix: str) -> Rule:
-        """The rule with its map under the name `prefix.map_name`, if it goes through one."""
+        """The same rule with its map, if it needs one, under the name `prefix.map_name`."""
         assert self.map_name is None, f"{self}: say what it is with its map under {prefix!r}"
         return self
 

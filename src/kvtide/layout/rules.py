@@ -1,9 +1,6 @@
-"""Row rules of all engines: every token, every n-th, through a map, by turns, the request's own.
+"""The row rules that all engines share: from a request's token slots to the rows of a buffer.
 
-A rule takes some ids, in the order of the request's tokens, and gives other ids. A chain of rules
-begins with the token slots and ends with the rows of a buffer. Beside each id goes the number of
-the token that it stands for (the first one, where a row holds several): that is what tells
-whether a row at the target is the one that was saved.
+What a rule is, and what it must answer, is in kvtide.layout.rule.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from kvtide.layout.rule import Counts, Ids, Maps, Rows, Rule, require_integer, r
 @final
 @dataclass(frozen=True, slots=True)
 class EveryToken(Rule):
-    """The rule of attention without a window: token slot s owns row s of each layer."""
+    """Attention without a window: token slot s owns row s of each layer."""
 
     form_name: ClassVar[str] = "every_token"
 
@@ -53,7 +50,7 @@ class EveryToken(Rule):
 @final
 @dataclass(frozen=True, slots=True)
 class EveryNth(Rule):
-    """`count` consecutive slots share a row, as in caches that compress, and in pages.
+    """`count` consecutive slots share a row: a page, or a row of a compressed cache.
 
     A row moves whole, so what lies where in it must be the same at the source and at the target:
     the slots of a row begin at its first one and follow each other.
@@ -73,10 +70,10 @@ class EveryNth(Rule):
         follows[1:] = (ids[1:] == ids[:-1] + 1) & (ids[1:] % count != 0)
         wrong = ~follows & (ids % count != 0)
         if wrong.any():
-            at = int(wrong.argmax())
+            first = int(wrong.argmax())
             raise SlotError(
-                f"slot {ids[at]} at position {at} stands in the middle of a row of {count}, and "
-                "the ones before it aren't there; begin such a row at its first slot"
+                f"slot {ids[first]} at position {first} stands in the middle of a row of {count}, "
+                "and the slots before it aren't there; begin such a row at its first slot"
             )
         ends = np.ones(ids.size, bool)
         ends[:-1] = ~follows[1:]
@@ -106,9 +103,9 @@ class EveryNth(Rule):
 @final
 @dataclass(frozen=True, slots=True)
 class Mapped(Rule):
-    """Through a map of the engine's, as for a sliding window: token slot s owns row map[s].
+    """An engine's map leads from slots to rows, as for a sliding window: slot s owns row map[s].
 
-    Ids that map to `hole` or less own nothing: they have left the window.
+    Ids that map to `hole` or less own nothing: these tokens have left the window.
     """
 
     form_name: ClassVar[str] = "mapped"
@@ -151,11 +148,11 @@ class Mapped(Rule):
 @final
 @dataclass(frozen=True, slots=True)
 class Striped(Rule):
-    """Ranks that share a context take turns, `run` consecutive slots each: this one has its turns.
+    """Ranks share a context: each in turn keeps `run` consecutive slots, and `rank` is this one.
 
-    A token's slot must have the token's number modulo the turns of all ranks. So each rank keeps
-    the same tokens wherever the request lies, and a restore never needs another rank's bytes. It
-    is the engine's allocator that sees to it, so it is checked here.
+    The engine's allocator gives token n a slot that equals n modulo `world * run`. Each rank then
+    keeps the same tokens wherever the request lies, and a restore never needs another rank's
+    bytes. The rule checks this, since it depends on the allocator.
     """
 
     form_name: ClassVar[str] = "striped"
@@ -199,10 +196,10 @@ class Striped(Rule):
 @final
 @dataclass(frozen=True, slots=True)
 class OfRequest(Rule):
-    """The request's own row, whatever its tokens: recurrent state. The caller names the row.
+    """One row for the whole request, as for recurrent state. The caller names the row.
 
-    A request may have rows of several kinds, in planes that number them differently; `kind` says
-    which of them this is.
+    A request may have rows of several kinds, each numbered on its own; `kind` says which of them
+    the rule needs.
     """
 
     form_name: ClassVar[str] = "of_request"
@@ -230,12 +227,12 @@ class OfRequest(Rule):
 
 
 def request_kinds(rules: Iterable[Rule]) -> frozenset[str]:
-    """Which rows of its own a request has by these rules."""
+    """The kinds of rows that a request has by these rules."""
     return frozenset(rule.kind for rule in rules if rule.kind is not None)
 
 
 def apply_rules(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -> Rows:
-    """The rows that `slots` (checked, int64 [token]) name by `rules`, applied one after another.
+    """The rows to which `rules`, one after another, lead from `slots` (checked, int64 [token]).
 
     Raises SlotError for a row that isn't in 0 … `row_count` - 1, or that two tokens name.
     """
@@ -246,10 +243,9 @@ def apply_rules(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -
         rows = rule.apply(rows, maps)
     outside = (rows.ids < 0) | (rows.ids >= row_count)
     if outside.any():
-        at = int(outside.argmax())
-        raise SlotError(
-            f"token {rows.tokens[at]} names row {rows.ids[at]}, which isn't in 0 … {row_count - 1}"
-        )
+        first = int(outside.argmax())
+        token, row = rows.tokens[first], rows.ids[first]
+        raise SlotError(f"token {token} names row {row}, which isn't in 0 … {row_count - 1}")
     ordered = np.sort(rows.ids)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if repeated.size:

@@ -1,4 +1,4 @@
-"""Layout and Geometry: the planes that a token or a request owns, declared, and with sizes."""
+"""Layout declares the planes that a token or a request owns; Geometry has their sizes."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class Layout:
         object.__setattr__(self, "planes", planes)
 
     def through(self, name: str, *rules: Rule) -> Layout:
-        """This layout under another name, its rows named by these rules in addition.
+        """This layout under another name, with these rules after the rules of each plane.
 
-        They come after the planes' own: `WINDOW.through("window_dcp", Striped(1, 4))`.
+        For example `WINDOW.through("window_dcp", Striped(1, 4))`.
         """
         return Layout(name, *(replace(plane, rows=(*plane.rows, *rules)) for plane in self.planes))
 
     @classmethod
     def joined(cls, name: str, **parts: Layout) -> Layout:
-        """Layouts whose slots are the same tokens' as one, which moves all or nothing.
+        """Several layouts as one: their slots belong to the same tokens, and they move together.
 
-        Planes get their part's name before their own, `full.k`, and so do the axes, but for
-        `page`, `token`, `request` and numbers: `full_layer`, `draft_head_dim`.
+        The name of a plane begins with its part's name, as in `full.k`. So does the name of an
+        axis, as in `full_layer` or `draft_head_dim`, except `page`, `token` and `request`.
         """
         planes = [
             replace(
@@ -87,13 +87,13 @@ class Layout:
         rank: int = 0,
         **sizes: Size,
     ) -> Geometry:
-        """This layout with every axis given its size; `token` is the page size in tokens.
+        """This layout with a size for each axis; `token` is the page size in tokens.
 
-        `dtype` is that of all planes that declare none, or of each by name. An axis of layers
-        may be given as the layers' numbers, where a plane lives in some of them only.
-        `first_layer` and `rank` say which pipeline stage and which tensor-parallel rank the
-        pool belongs to. They change no size, but KV of one is never KV of another. Raises
-        LayoutError for an axis without a size, a size without an axis, or one below 1.
+        `dtype` is the dtype of all planes that declare none, or of each plane by name. The size of
+        an axis of layers may be the layers' numbers, where only some layers have a plane.
+        `first_layer` and `rank` say which pipeline stage and which tensor-parallel rank the pool
+        belongs to. They change no size, but the KV of different ranks or stages is never the same.
+        Raises LayoutError for an axis without a size, a size without an axis, or a size below 1.
         """
         planes = self._planes_with(frozenset(sizes))
         exact = self._checked({"token": token, **sizes})
@@ -185,7 +185,7 @@ class Geometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token owns, over all planes and layers; shared rows count in part."""
+        """Bytes that a token owns in all planes and layers; of a shared row it owns a part."""
         return -(-self.page_bytes // self.page_size)
 
     @property
@@ -199,7 +199,7 @@ class Geometry:
 
     @property
     def request_bytes(self) -> int:
-        """Bytes that a request owns beside its tokens', over all planes and layers."""
+        """Bytes that a request owns in all planes and layers, without the bytes of its tokens."""
         return sum(plane.size_bytes for plane in self.planes if not plane.tokens_per_row)
 
     @cached_property
@@ -216,8 +216,8 @@ class Geometry:
     def to_dict(self) -> dict[str, Any]:
         """What a token and a request own, in JSON's types: the form in kvtide.layout.canonical.
 
-        The layout's name is left out, and what is one pool's alone, such as the page size where
-        no row is a page: a snapshot may move between pools that differ in nothing else.
+        It leaves out the layout's name and what holds for one pool alone, such as the page size
+        where no row is a page. A snapshot may move between pools that differ in nothing else.
         """
         return {
             "version": FORM_VERSION,
