@@ -218,9 +218,9 @@ class DeviceTests(ABC):
 
         def step(number: int) -> Step[bytes]:
             def issue(staging: torch.Tensor | None) -> None:
-                own = device.allocate(_SIZE) if staging is None else staging[:_SIZE]
-                own.fill_(number)
-                hosts[number].copy_(own, non_blocking=True)
+                memory = device.allocate(_SIZE) if staging is None else staging[:_SIZE]
+                memory.fill_(number)
+                hosts[number].copy_(memory, non_blocking=True)
 
             return Step(lambda: hosts[number].numpy().tobytes(), issue)
 

@@ -82,11 +82,12 @@ class LayoutTests(ABC):
 
     def test_geometries_are_told_apart(self, sample: Sample) -> None:
         """By every size, dtype, stage and rank; equal ones are equal."""
-        own = sample.geometry
-        assert own.fingerprint == sample.geometry.fingerprint
+        geometry = sample.geometry
+        assert geometry.fingerprint == sample.geometry.fingerprint
         others = [*changed(sample), replace(sample, first_layer=sample.first_layer + 1).geometry]
         for other in others:
-            assert own.fingerprint != other.fingerprint, f"{own.sizes} is taken for {other.sizes}"
+            note = f"{geometry.sizes} is taken for {other.sizes}"
+            assert geometry.fingerprint != other.fingerprint, note
 
     # ---- pools of every kind -----------------------------------------------------------
 
@@ -113,7 +114,7 @@ class LayoutTests(ABC):
         checks.check_snapshot_owns(subject)
 
     def test_refusals_change_nothing(self, sample: Sample, kind: str, device: Device) -> None:
-        """Slots that can't be meant, and snapshots that aren't for that target."""
+        """Invalid slots, and snapshots that don't fit the target."""
         subject = self.make_subject(sample, kind, device)
         checks.check_failed_restores(subject)
         checks.check_refused_slots(subject)
@@ -125,7 +126,7 @@ class LayoutTests(ABC):
     # ---- between pools ----------------------------------------------------------------
 
     def test_snapshot_of_any_pool_fits_any(self, sample: Sample, device: Device) -> None:
-        """Of every kind, and of other pages where no row is a page."""
+        """Pools of every kind, and of other page sizes where no row is a page."""
         kinds = [*KINDS]
         for number, kind in enumerate(kinds):
             source = self.make_subject(sample, kind, device)
@@ -138,10 +139,10 @@ class LayoutTests(ABC):
             ways.go(way, trip, source, target=target, note=f"{kind} to another")
 
     def test_stages_may_have_uneven_layers(self, sample: Sample, device: Device) -> None:
-        """A stage's layers count from its own first; what is of one stage isn't another's."""
+        """A stage counts its layers from its first; a snapshot of a stage fits no other stage."""
         first = replace(sample, first_layer=0)
         second = longer(replace(sample, first_layer=3))
-        subjects = [self.make_subject(one, "created", device) for one in (first, second)]
+        subjects = [self.make_subject(stage, "created", device) for stage in (first, second)]
         for subject in subjects:
             checks.check_planes(subject)
             checks.check_snapshot_owns(subject)
@@ -150,13 +151,13 @@ class LayoutTests(ABC):
         checks.check_miss(subjects[0], like)
 
     def test_optional_parts_may_be_absent(self, sample: Sample, device: Device) -> None:
-        """A pool without one moves what it has; its snapshot is none of a pool with it."""
-        own = self.make_subject(sample, "created", device)
+        """A pool without an optional plane moves the others; its snapshot fits no pool with it."""
+        whole = self.make_subject(sample, "created", device)
         for other in lessened(sample):
             subject = self.make_subject(other, "created", device)
             checks.check_snapshot_owns(subject)
-            checks.check_miss(subject, own)
-            checks.check_miss(own, subject)
+            checks.check_miss(subject, whole)
+            checks.check_miss(whole, subject)
 
 
 def changed(sample: Sample) -> Iterator[Geometry]:
@@ -181,14 +182,14 @@ def longer(sample: Sample) -> Sample:
 
 
 def lessened(sample: Sample) -> Iterator[Sample]:
-    """The sample without each of its optional planes that has a size of its own."""
+    """The sample without one optional plane, for each that has an axis of its own."""
     present = [plane for plane in sample.layout.planes if plane.name in sample.planes]
     for plane in present:
         others = [other for other in present if other is not plane]
-        own = plane.sized_axes - {axis for other in others for axis in other.sized_axes}
-        if plane.optional and own:
+        alone = plane.sized_axes - {axis for other in others for axis in other.sized_axes}
+        if plane.optional and alone:
             yield replace(
                 sample,
-                sizes={axis: size for axis, size in sample.sizes.items() if axis not in own},
+                sizes={axis: size for axis, size in sample.sizes.items() if axis not in alone},
                 planes={name: it for name, it in sample.planes.items() if name != plane.name},
             )

@@ -29,7 +29,7 @@ Bytes = NDArray[np.uint8]
 Image = dict[tuple[str, int], Bytes]
 """All bytes of a pool, by plane and layer (counted from the stage's first): uint8 [row, byte].
 
-A row's own bytes come first, then those between it and the next one, which nobody may touch.
+The bytes of a row come first, then the gap before the next row, which nobody may touch.
 """
 Maps = Mapping[str, NDArray[np.int64]]
 TokenIds = dict[int, int]
@@ -39,7 +39,7 @@ TokenIds = dict[int, int]
 @final
 @dataclass(frozen=True)
 class Place:
-    """What a request holds: its token slots in order, its own row, the maps as they then are."""
+    """What a request holds: its token slots in order, its own row, and the maps at that time."""
 
     slots: Sequence[int]
     request: int | None
@@ -47,7 +47,7 @@ class Place:
 
 
 def rows_of_plane(plane: PlaneGeometry, place: Place) -> dict[int, int]:
-    """The row of each token that has one of its own, or begins one: {token: row}."""
+    """{token: row}, for the tokens that have a row or are the first of several that share it."""
     ids = {token: int(slot) for token, slot in enumerate(place.slots)}
     for rule in plane.rules:
         ids = ids_by(rule, ids, place)
@@ -62,10 +62,10 @@ def rows_of_plane(plane: PlaneGeometry, place: Place) -> dict[int, int]:
 
 @singledispatch
 def ids_by(rule: Rule, ids: TokenIds, place: Place) -> TokenIds:
-    """The ids to which a rule leads from some, those that several tokens share for each of them.
+    """The ids to which `rule` leads from `ids`, {token: id}. Several tokens may share an id.
 
-    A rule that isn't one of kvtide.layout's brings what is expected of it, found without its
-    `apply`: a function with the decorator `@ids_by.register`, beside the test.
+    A rule that isn't one of kvtide.layout's brings what is expected of it: a function with the
+    decorator `@ids_by.register`, beside its test, that doesn't use the rule's `apply`.
     """
     raise NotImplementedError(
         f"the kit's reference doesn't know {rule!r}: say what is expected of it, in a function of "
@@ -108,10 +108,10 @@ def _(_rule: OfRequest, _ids: TokenIds, place: Place) -> TokenIds:
 
 @singledispatch
 def ids_together(rule: Rule) -> int:
-    """How many consecutive ids must stay side by side, from a multiple of that many on.
+    """How many consecutive ids, from a multiple of that many on, must stay side by side.
 
-    It says which requests the kit tries, not what is expected of them. A rule of your own that
-    asks for more than its `tokens_per_row` says so by `@ids_together.register`.
+    It decides which requests the kit tries, not what is expected of them. A rule that needs more
+    than its `tokens_per_row` says so in a function with the decorator `@ids_together.register`.
     """
     return max(1, rule.tokens_per_row)
 
@@ -131,14 +131,14 @@ def restored(
         for layer in range(plane.layer_count):
             part = plane.name, layer
             for token, row in source_rows.items():
-                own = saved[part][row, : plane.row_bytes]
-                expected[part][target_rows[token], : plane.row_bytes] = own
+                row_bytes = saved[part][row, : plane.row_bytes]
+                expected[part][target_rows[token], : plane.row_bytes] = row_bytes
     return expected
 
 
 def snapshot_bytes(geometry: Geometry, image: Image, place: Place) -> bytes:
-    """A snapshot's bytes where each group of planes of equal rules is one chunk, or each row is
-    more than one: group by group, plane by plane, layer by layer, the rows in order."""
+    """A snapshot's bytes, where each group of planes is one chunk, or each row several chunks:
+    group by group, plane by plane, layer by layer, the rows in order."""
     found = b""
     for rules in dict.fromkeys(plane.rules for plane in geometry.planes):
         for plane in geometry.planes:
@@ -216,5 +216,5 @@ def mapped_count(geometry: Geometry, name: str, row_counts: Mapping[str, int]) -
 
 
 def is_of_request(plane: PlaneGeometry) -> bool:
-    """Whether the plane has a row for each request."""
+    """Whether a row of the plane belongs to a request."""
     return any(rule.unit == "request" for rule in plane.rules)

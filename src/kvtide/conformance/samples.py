@@ -265,4 +265,4 @@ SAMPLES: tuple[Sample, ...] = (*_GROUPED, *_QUANTIZED, *_LATENT, *_LIMITED)
 
 def sample(name: str) -> Sample:
     """The sample of that name."""
-    return next(one for one in SAMPLES if one.name == name)
+    return next(sample for sample in SAMPLES if sample.name == name)

@@ -1,6 +1,6 @@
-"""Subject: a pool under test, and the way to its bytes that bypasses it.
+"""Subject: a pool under test, and functions that read and write its bytes without it.
 
-`KINDS` makes one of a sample in each way that engines lay out a pool.
+`KINDS` has functions that make a subject of a sample: one for each form that engines give a pool.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Storage:
 
     def rows(self, name: str) -> int:
         """How many rows the plane has."""
-        plane = next(one for one in self.geometry.planes if one.name == name)
+        plane = next(plane for plane in self.geometry.planes if plane.name == name)
         known = Counts(self.sample.request_count, self.sample.mapped_rows)
         return plane.row_count(self.slot_count, known)
 
@@ -226,7 +226,7 @@ def _typed(
 
 def _lead(sample: Sample, storage: _Storage, name: str) -> tuple[int, ...]:
     """[page, token] where tokens are rows and there are whole pages of them, else [row]."""
-    plane = next(one for one in storage.geometry.planes if one.name == name)
+    plane = next(plane for plane in storage.geometry.planes if plane.name == name)
     count = storage.rows(name)
     if plane.tokens_per_row == 1 and count % sample.page_size == 0:
         return (count // sample.page_size, sample.page_size)

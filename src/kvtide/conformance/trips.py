@@ -57,8 +57,8 @@ def make_trip(
     maps = _maps(source, target, places, random)
     requests: list[int | None] = [None, None]
     if source.request_count:
-        own = int(random.integers(source.request_count))
-        requests = [own, (own + 1) % target.request_count]
+        row = int(random.integers(source.request_count))
+        requests = [row, (row + 1) % target.request_count]
     return Trip(
         Place(places[0].tolist(), requests[0], maps[0]),
         Place(places[1].tolist(), requests[1], maps[1]),
@@ -133,8 +133,8 @@ def _maps(
             ids = np.full(subject.pool.slot_count, rule.hole, np.int64)
             # Group 0 is padding, as an engine has it: holes may be 0.
             rows = 1 + random.permutation(rooms[side] - 1)
-            for at, group in enumerate(tokens):
+            for row, group in zip(rows, tokens, strict=False):
                 numbers = np.arange(group * unit, min((group + 1) * unit, places[side].size))
-                ids[places[side][numbers]] = rows[at] * unit + numbers % unit
+                ids[places[side][numbers]] = row * unit + numbers % unit
             found[side][name] = ids
     return found

@@ -28,7 +28,7 @@ class TideWay:
 
     def __init__(self, subject: Subject, block_bytes: int, target: Subject | None = None) -> None:
         self.block_bytes = block_bytes
-        self._tides = [make_tide(one, block_bytes) for one in (subject, target or subject)]
+        self._tides = [make_tide(end, block_bytes) for end in (subject, target or subject)]
 
     def save(self, slots: Any, request: int | None) -> Snapshot:
         """Takes what the slots own."""
@@ -58,7 +58,7 @@ def block_sizes(subject: Subject) -> dict[str, int]:
     rows = _group_bytes(subject)
     sizes = {"some rows": CHUNK_ROWS * max(rows), "all rows": 1 << 16}
     smallest = min(plane.row_bytes for plane in subject.geometry.planes)
-    if not any(one.is_padded for one in subject.pool.buffer_rows):
+    if not any(rows.is_padded for rows in subject.pool.buffer_rows):
         sizes["less than a row"] = max(1, smallest - 1)
     return sizes
 

@@ -73,7 +73,7 @@ def byte_rows(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:
 def refuse_shared_memory(buffers: Sequence[torch.Tensor], name: str) -> None:
     """LayoutError if two buffers overlap: a restore of one would write to the other.
 
-    Rows of one may lie in the gaps of another: then both have one stride.
+    The rows of a buffer may lie in the gaps of another, if both have the same stride.
     """
     spans = sorted(
         (buffer.data_ptr(), buffer.data_ptr() + _span_bytes(buffer), number)
@@ -81,7 +81,7 @@ def refuse_shared_memory(buffers: Sequence[torch.Tensor], name: str) -> None:
     )
     open_spans: list[tuple[int, int, int]] = []
     for start, stop, number in spans:
-        open_spans = [one for one in open_spans if one[1] > start]
+        open_spans = [span for span in open_spans if span[1] > start]
         for _, _, earlier in open_spans:
             if not _interleaved(buffers[earlier], buffers[number]):
                 raise LayoutError(f"pool {name!r}: two of its tensors share memory at {start:#x}")

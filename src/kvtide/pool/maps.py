@@ -1,4 +1,4 @@
-"""What an engine knows of a request beside its slots: maps from ids to ids, rows of its own."""
+"""What an engine knows of a request beside its slots: maps from ids to ids, and its own rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Map = Callable[[Ids], Ids]
 
 @final
 class EngineMap:
-    """A map of the engine's by its name: integers [slot], or a function from ids to as many ids.
+    """An engine's map: integers [slot], or a function from ids to as many ids.
 
-    It is read anew at each call, which blocks where it lies on a device.
+    Each call reads it anew. The call blocks where the map lies on a device.
     """
 
     def __init__(self, name: str, held: Any) -> None:
-        """Raises LayoutError for what can't be such a map."""
+        """Raises LayoutError for anything that is no such map."""
         if not callable(held) and not _are_integers(held):
             raise LayoutError(
                 f"map {name!r} is {shown(held)}; it must be integers [slot], or a function from "
@@ -34,7 +34,7 @@ class EngineMap:
         self._held = held
 
     def __call__(self, ids: Ids) -> Ids:
-        """The ids (int64 [id]) that these lead to; SlotError if the map hasn't one for each."""
+        """The ids to which `ids` (int64 [id]) lead; SlotError unless there is one for each."""
         try:
             found = integers_of(self._read(ids), f"map {self.name!r}: row", "slot")
         except KvtideError:
@@ -61,11 +61,11 @@ class EngineMap:
         return np.asarray(held)[ids]
 
 
-def own_rows(request: RequestRows, kinds: Collection[str]) -> dict[str, Map]:
-    """A request's rows as maps, each by its kind. A row that isn't given is for its rule to miss.
+def request_maps(request: RequestRows, kinds: Collection[str]) -> dict[str, Map]:
+    """A request's rows as maps by kind. If one is missing, the rule that needs it says so.
 
-    Raises SlotError for what is no row, or a row of a kind that the layout, which has rows of
-    these `kinds`, hasn't: nothing would be saved of it.
+    Raises SlotError for what is no row, and for a row of a kind that isn't among `kinds`, the
+    kinds of the layout: nothing of such a row would be saved.
     """
     if request is None:
         return {}
@@ -78,10 +78,10 @@ def own_rows(request: RequestRows, kinds: Collection[str]) -> dict[str, Map]:
     rows = {
         kind: checked_integer(row, f"request: its row of {kind!r}") for kind, row in given.items()
     }
-    return {kind: _one_row(row) for kind, row in rows.items()}
+    return {kind: _map_to(row) for kind, row in rows.items()}
 
 
-def _one_row(row: int) -> Map:
+def _map_to(row: int) -> Map:
     """The map of all ids to a request's row."""
     return lambda _: np.array([row], np.int64)
 

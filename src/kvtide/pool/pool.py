@@ -23,7 +23,7 @@ from kvtide.layout import (
     request_kinds,
 )
 from kvtide.pool.adopt import as_rows, byte_rows, refuse_shared_memory
-from kvtide.pool.maps import EngineMap, Map, own_rows
+from kvtide.pool.maps import EngineMap, Map, request_maps
 
 
 @final
@@ -113,7 +113,7 @@ class Pool:
         kinds: one integer for each of `request_kinds`. Raises SlotError for what can't be meant.
         Blocks where a map lies on a device.
         """
-        maps: dict[str, Map] = {**self._maps, **own_rows(request, self.request_kinds)}
+        maps: dict[str, Map] = {**self._maps, **request_maps(request, self.request_kinds)}
         return [apply_rules(rules, slots, maps, count) for rules, count in self._groups]
 
     @classmethod

@@ -16,8 +16,8 @@ from kvtide.integers import LARGEST, checked_integer, integer_of, shown
 class PageAllocator:
     """Hands out the pages 0 to `page_count` - 1, each to one holder at a time.
 
-    Free and held pages are together all pages, always: a page is held exactly when it isn't among
-    the free ones. Not thread-safe: one thread schedules.
+    A page is either free or held: free and held pages are always all pages. Not thread-safe, since
+    one thread schedules.
     """
 
     def __init__(self, page_count: int) -> None:
@@ -39,7 +39,7 @@ class PageAllocator:
     def acquire(self, count: int) -> list[int] | None:
         """`count` distinct pages, or None and nothing taken when fewer are free.
 
-        Zero is a valid count. Raises SlotError for what is no count, as a negative one.
+        Zero is a valid count. Raises SlotError for anything else that isn't a positive integer.
         """
         pages: list[int] = []
         try:
@@ -81,11 +81,11 @@ class PageAllocator:
             ) from error
         held: list[int] = []
         seen: set[int] = set()
-        for one in given:
-            page = integer_of(one)  # 1.0 is found in a set that has 1, and would be handed out
+        for value in given:
+            page = integer_of(value)  # 1.0 is found in a set that has 1, and would be handed out
             if page is None or page in seen or not self._is_held(page):
                 what = "comes twice" if page in seen else "isn't held"
-                raise SlotError(f"page allocator: page {shown(one)} of {self.page_count} {what}")
+                raise SlotError(f"page allocator: page {shown(value)} of {self.page_count} {what}")
             seen.add(page)
             held.append(page)
         return held
