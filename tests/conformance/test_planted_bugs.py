@@ -25,7 +25,7 @@ from kvtide.device import accelerator as accelerator_module
 from kvtide.form import Section, chunk_sizes, sections_of
 from kvtide.layout import BufferRows, EveryNth, Geometry, Layout, Mapped, Plane, Rows, Striped
 from kvtide.pool import Pool
-from kvtide.pool import pool as pool_module
+from kvtide.pool import memory as memory_module
 from kvtide.seal import Seal, Span
 from kvtide.snapshot import Snapshot
 from kvtide.transfer import mover as mover_module
@@ -250,7 +250,7 @@ def layers_the_other_way_round(patch: pytest.MonkeyPatch) -> None:
     """A created pool's layers lie last to first."""
     rows = BufferRows
     patch.setattr(
-        pool_module,
+        memory_module,
         "BufferRows",
         lambda size, starts, *rest: rows(size, starts[::-1].copy(), *rest),
     )
@@ -261,9 +261,9 @@ def stale_index_map(patch: pytest.MonkeyPatch) -> None:
     init = Pool.__init__
 
     def keep(self: Pool, *arguments: Any) -> None:
-        maps = {name: held.clone() for name, held in arguments[6].items()}
-        given: tuple[Any, ...] = (*arguments[:6], maps)
-        init(self, *given)
+        geometry, device, memory, slot_count, maps, *padding_slots = arguments
+        maps = {name: held.clone() for name, held in maps.items()}
+        init(self, geometry, device, memory, slot_count, maps, *padding_slots)
 
     patch.setattr(Pool, "__init__", keep)
 

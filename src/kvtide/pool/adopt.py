@@ -1,18 +1,71 @@
-"""An engine's tensors as rows of bytes: views, never copies."""
+"""An engine's tensors as a pool's memory: views, never copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from kvtide.device import Device
 from kvtide.errors import LayoutError
 from kvtide.integers import shown
-from kvtide.layout import PlaneGeometry
+from kvtide.layout import BufferRows, Geometry, PlaneGeometry
+from kvtide.pool.memory import PlaneMemory
 
 
-def as_rows(
+def adopted(
+    plane: PlaneGeometry,
+    number: int,
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    page_size: int,
+    device: Device,
+) -> PlaneMemory:
+    """The tensors, one a layer, as memory of the geometry's plane of that number.
+
+    Raises LayoutError, naming the layer, for tensors that don't fit the plane or the device.
+    """
+    where = f"plane {plane.name!r}"
+    try:
+        given = list(tensors)
+    except TypeError as error:
+        raise LayoutError(f"{where}: {shown(tensors)} isn't a tensor for each layer") from error
+    if len(given) != plane.layer_count:
+        raise LayoutError(f"{where}: {len(given)} tensors for {plane.layer_count} layers")
+    places = [f"{where}, layer {layer}" for layer in range(len(given))]
+    layers = [
+        _row_tensor(tensor, plane, page_size, device, place)
+        for tensor, place in zip(given, places, strict=True)
+    ]
+    buffers = [
+        _byte_buffer(layer, plane.row_bytes, place)
+        for layer, place in zip(layers, places, strict=True)
+    ]
+    start = np.zeros(1, np.int64)
+    rows = [BufferRows(plane.row_bytes, start, number, buffer.dim() == 2) for buffer in buffers]
+    return PlaneMemory(tuple(layers), tuple(buffers), tuple(rows))
+
+
+def agreed_slot_count(
+    geometry: Geometry, memory: Mapping[str, PlaneMemory], given: int | None
+) -> int:
+    """The number of slots on which all planes and the caller agree; LayoutError if they don't."""
+    name, found = geometry.layout.name, dict[str, int]()
+    for plane in geometry.planes:
+        counts = {layer.shape[0] for layer in memory[plane.name].layers}
+        if len(counts) > 1 or not min(counts):
+            raise LayoutError(f"pool {name!r}: plane {plane.name!r} has rows {sorted(counts)}")
+        if plane.is_dense:
+            found[plane.name] = min(counts) * plane.tokens_per_row
+    slots = {*found.values(), *([] if given is None else [given])}
+    if len(slots) != 1:
+        raise LayoutError(
+            f"pool {name!r}: slot counts differ: {found}, slot_count given as {given}"
+        )
+    return slots.pop()
+
+
+def _row_tensor(
     tensor: torch.Tensor, plane: PlaneGeometry, page_size: int, device: Device, where: str
 ) -> torch.Tensor:
     """`tensor` as [row, *row_shape], a view; LayoutError where it can't be that."""
@@ -52,7 +105,7 @@ def _are_pages(shape: tuple[int, ...], row: tuple[int, ...], page_size: int) -> 
     return shape[1:] in [(*row[:axis], page_size, *row[axis:]) for axis in range(ones + 1)]
 
 
-def byte_rows(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:
+def _byte_buffer(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:
     """[row, *row_shape] as bytes, a view: uint8 [all bytes], or with gaps [row, row_bytes].
 
     Raises LayoutError for gaps within a row, or rows that overlap.

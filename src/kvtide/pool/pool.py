@@ -5,73 +5,72 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
 
 from kvtide.device import Device
 from kvtide.errors import LayoutError
 from kvtide.integers import checked_integer, integer_of, shown
 from kvtide.layout import (
-    BufferRows,
     Counts,
     Geometry,
     Ids,
-    PlaneGeometry,
     RequestRows,
     Rows,
+    Rule,
     apply_rules,
     request_kinds,
 )
-from kvtide.pool.adopt import as_rows, byte_rows, refuse_shared_memory
+from kvtide.pool.adopt import adopted, agreed_slot_count, refuse_shared_memory
 from kvtide.pool.maps import EngineMap, Map, request_maps
+from kvtide.pool.memory import PlaneMemory, allocated
 
 
 @final
 class Pool:
-    """The planes of `geometry`, in `create`d or `adopt`ed tensors.
+    """The planes of `geometry` in memory: `create` allocates it, `adopt` takes an engine's tensors.
 
-    Who holds which page isn't the pool's affair: kvtide's own engine asks a PageAllocator,
-    an adopted pool belongs to an engine that keeps its own books. The same holds for maps: they
-    are the engine's, and are read at each call that needs them.
+    A pool doesn't know who holds which page: kvtide's engine asks a PageAllocator, and another
+    engine keeps its own books. The maps belong to the engine, too; a call that needs a map reads
+    it.
     """
 
     def __init__(
         self,
         geometry: Geometry,
         device: Device,
+        memory: Mapping[str, PlaneMemory],
         slot_count: int,
-        planes: Mapping[str, Sequence[torch.Tensor]],
-        buffers: Sequence[torch.Tensor],
-        buffer_rows: Sequence[BufferRows],
-        maps: Mapping[str, Any],
+        maps: Mapping[str, Any] | None = None,
         padding_slots: int = 0,
     ) -> None:
-        """For `create` and `adopt`, which see to it that the arguments fit together."""
+        """Called by `create` and `adopt`, which check that `memory`, by plane, fits."""
         self.geometry = geometry
         self.device = device
         self.slot_count = slot_count
         self.padding_slots = padding_slots
-        """The first slots, as many, are nobody's: moving one is an error."""
-        self.buffers = tuple(buffers)
-        self.buffer_rows = tuple(buffer_rows)
-        self._planes = {name: tuple(layers) for name, layers in planes.items()}
-        self.request_kinds = request_kinds(rule for one in geometry.planes for rule in one.rules)
-        """Which rows of its own a request has here: the kinds that `rows_of` asks for."""
-        self._maps = {name: EngineMap(name, held) for name, held in maps.items()}
+        """How many slots at the beginning belong to no request; to move one is an error."""
+        self._memory = [memory[plane.name] for plane in geometry.planes]
+        self.buffers = tuple(buffer for plane in self._memory for buffer in plane.buffers)
+        """All buffers of bytes, plane after plane."""
+        self.buffer_rows = tuple(rows for plane in self._memory for rows in plane.buffer_rows)
+        """How each buffer divides into rows."""
+        self.request_kinds = request_kinds(rule for p in geometry.planes for rule in p.rules)
+        """The kinds of rows that a request has here; `rows_of` needs one row of each kind."""
+        self._maps = {name: EngineMap(name, held) for name, held in (maps or {}).items()}
         shared = sorted(self.request_kinds & self._maps.keys())
         if shared:
             raise LayoutError(
                 f"pool {geometry.layout.name!r}: {shared} are maps and requests' rows"
             )
-        counts = [self._planes[plane.name][0].shape[0] for plane in geometry.planes]
-        groups = geometry.groups
-        self._groups = [
-            (
-                geometry.planes[groups.index(group)].rules,
-                min(count for count, number in zip(counts, groups, strict=True) if number == group),
-            )
-            for group in sorted(set(groups))
-        ]
+        self._groups = self._rules_and_rows()
+
+    def _rules_and_rows(self) -> list[tuple[tuple[Rule, ...], int]]:
+        """The rules of each group of planes, and how many rows all planes of the group have."""
+        counts: dict[tuple[Rule, ...], int] = {}
+        for plane, memory in zip(self.geometry.planes, self._memory, strict=True):
+            fewest = counts.get(plane.rules, memory.row_count)
+            counts[plane.rules] = min(fewest, memory.row_count)
+        return list(counts.items())
 
     @property
     def page_size(self) -> int:
@@ -86,32 +85,34 @@ class Pool:
     @property
     def size_bytes(self) -> int:
         """Bytes of all planes."""
+        pairs = zip(self.geometry.planes, self._memory, strict=True)
         return sum(
-            plane.row_bytes * tensor.shape[0]
-            for plane in self.geometry.planes
-            for tensor in self._planes[plane.name]
+            plane.row_bytes * sum(layer.shape[0] for layer in memory.layers)
+            for plane, memory in pairs
         )
 
     def plane(self, name: str, layer: int) -> torch.Tensor:
-        """The rows of one layer, counted from the stage's first: [row, *row_shape].
+        """The rows of a layer, whose number counts from the stage's first: [row, *row_shape].
 
         A view, not a copy: writing to it writes to the pool. Raises LayoutError for a plane
-        or a layer that isn't there; a negative one isn't.
+        or a layer that isn't there; a negative layer isn't there.
         """
-        layers, number = self._planes.get(name, ()), integer_of(layer)
+        names = [plane.name for plane in self.geometry.planes]
+        layers = self._memory[names.index(name)].layers if name in names else ()
+        number = integer_of(layer)
         if number is None or not 0 <= number < len(layers):
-            counts = {plane: len(them) for plane, them in self._planes.items()}
+            counts = {plane.name: plane.layer_count for plane in self.geometry.planes}
             raise LayoutError(
                 f"pool has no plane {name!r}, layer {shown(layer)}; its layers are {counts}"
             )
         return layers[number]
 
     def rows_of(self, slots: Ids, request: RequestRows = None) -> list[Rows]:
-        """What a request with these slots (checked, int64 [token]) owns, for each group of planes.
+        """The rows of a request with these slots (checked, int64 [token]), by group of planes.
 
-        `request` is its own row, where the layout has planes of requests, or its rows by their
-        kinds: one integer for each of `request_kinds`. Raises SlotError for what can't be meant.
-        Blocks where a map lies on a device.
+        The groups are numbered as in `Geometry.groups`. `request` is the number of the request's
+        own row, or one for each of `request_kinds` where there are several. Raises SlotError for
+        an invalid slot or row. Blocks where a map lies on a device.
         """
         maps: dict[str, Map] = {**self._maps, **request_maps(request, self.request_kinds)}
         return [apply_rules(rules, slots, maps, count) for rules, count in self._groups]
@@ -127,31 +128,26 @@ class Pool:
         maps: Mapping[str, Any] | None = None,
         mapped_rows: Mapping[str, int] | None = None,
     ) -> Pool:
-        """A pool of its own, zeroed, one buffer a plane. Raises LayoutError below one page.
+        """A pool in new memory, zeroed, one buffer a plane. Raises LayoutError below one page.
 
         `request_count` is how many requests have rows in planes of requests. `maps` are the
-        maps of the layout's rules, one id a slot, and `mapped_rows` how many ids each leads to.
+        maps that the layout's rules need, and `mapped_rows` says how many ids each leads to.
         """
-        name, sizes = geometry.layout.name, dict(mapped_rows or {})
-        page_count = _count(page_count, f"pool {name!r}: page_count", 1)
-        request_count = _count(request_count, f"pool {name!r}: request_count", 0)
-        sizes = {
-            key: _count(size, f"pool {name!r}: mapped_rows of {key!r}", 0)
-            for key, size in sizes.items()
+        what = f"pool {geometry.layout.name!r}"
+        page_count = _count(page_count, f"{what}: page_count", 1)
+        known = Counts(
+            _count(request_count, f"{what}: request_count", 0),
+            {
+                name: _count(rows, f"{what}: mapped_rows of {name!r}", 0)
+                for name, rows in (mapped_rows or {}).items()
+            },
+        )
+        slot_count = page_count * geometry.page_size
+        memory = {
+            plane.name: allocated(plane, number, plane.row_count(slot_count, known), device)
+            for number, plane in enumerate(geometry.planes)
         }
-        slot_count, known = page_count * geometry.page_size, Counts(request_count, sizes)
-        planes: dict[str, list[torch.Tensor]] = {}
-        buffers: list[torch.Tensor] = []
-        rows: list[BufferRows] = []
-        for number, plane in enumerate(geometry.planes):
-            count = plane.row_count(slot_count, known)
-            buffer = device.allocate(plane.layer_count * count * plane.row_bytes)
-            typed = buffer.view(getattr(torch, plane.dtype))
-            planes[plane.name] = list(typed.view(plane.layer_count, count, *plane.row_shape))
-            buffers.append(buffer)
-            starts = np.arange(plane.layer_count, dtype=np.int64) * count
-            rows.append(BufferRows(plane.row_bytes, starts, number))
-        return cls(geometry, device, slot_count, planes, buffers, rows, maps or {})
+        return cls(geometry, device, memory, slot_count, maps)
 
     @classmethod
     def adopt(
@@ -167,82 +163,35 @@ class Pool:
     ) -> Pool:
         """A pool over an engine's tensors, which stay the engine's: nothing is copied.
 
-        `planes` gives each plane one tensor a layer, or one of all layers. A tensor is
-        [row, *row], or [page, token, *row] where a token is a row; gaps between rows are left
-        alone. `maps` are the engine's own, read at each call: one id a slot, or a function from
-        ids to ids (int64). `slot_count` is needed where no
-        plane has a row for each slot. The first `padding_slots` of them are the engine's own, and
-        no token's: moving one is a SlotError. `shares_memory` is an engine's promise that of
-        planes which lie in the same bytes it gives each byte to one at a time. Raises LayoutError,
-        naming the tensor, for missing or extra planes, a wrong layer count, shape, dtype or
-        device, gaps within a row, no rows, or two tensors that share memory without that promise.
+        `planes` gives each plane a tensor a layer, or one tensor of all layers. A layer is
+        [row, *row_shape], or [page, token, *row_shape] where a token is a row; nobody touches gaps
+        between rows. `maps` are the maps that the layout's rules need, read at each call: one id a
+        slot, or a function from ids to ids (int64). `slot_count` is needed where no plane has a
+        row for each slot. The first `padding_slots` slots belong to no request, and moving one is
+        a SlotError. `shares_memory` says that planes may lie in the same bytes, of which the engine
+        gives each byte to one plane at a time.
+
+        Raises LayoutError, naming the tensor, for missing or extra planes, a wrong layer count,
+        shape, dtype or device, gaps within a row, no rows, or memory that two tensors share
+        without that promise.
         """
-        expected = {plane.name: plane for plane in geometry.planes}
-        name = geometry.layout.name
-        if set(planes) != set(expected):
+        name, expected = geometry.layout.name, {plane.name for plane in geometry.planes}
+        if set(planes) != expected:
             raise LayoutError(
                 f"pool {name!r}: planes {sorted(planes)} given, {sorted(expected)} declared"
             )
-        layers = _Layers(geometry, device)
-        for number, plane in enumerate(geometry.planes):
-            layers.add(plane, number, planes[plane.name])
+        memory = {
+            plane.name: adopted(plane, number, planes[plane.name], geometry.page_size, device)
+            for number, plane in enumerate(geometry.planes)
+        }
         if not shares_memory:
-            refuse_shared_memory(layers.buffers, name)
+            buffers = [buffer for plane in memory.values() for buffer in plane.buffers]
+            refuse_shared_memory(buffers, name)
         if slot_count is not None:
             slot_count = _count(slot_count, f"pool {name!r}: slot_count", 1)
-        slots = layers.slot_count(slot_count)
+        slots = agreed_slot_count(geometry, memory, slot_count)
         padding_slots = _count(padding_slots, f"pool {name!r}: padding_slots", 0)
-        found = layers.typed, layers.buffers, layers.rows
-        return cls(geometry, device, slots, *found, maps or {}, padding_slots)
-
-
-@final
-class _Layers:
-    """What `adopt` has found so far."""
-
-    def __init__(self, geometry: Geometry, device: Device) -> None:
-        self.geometry = geometry
-        self.device = device
-        self.typed: dict[str, list[torch.Tensor]] = {}
-        self.buffers: list[torch.Tensor] = []
-        self.rows: list[BufferRows] = []
-
-    def add(
-        self, plane: PlaneGeometry, number: int, given: torch.Tensor | Sequence[torch.Tensor]
-    ) -> None:
-        """Takes a plane's tensors."""
-        where = f"plane {plane.name!r}"
-        try:
-            tensors = list(given)
-        except TypeError as error:
-            raise LayoutError(f"{where}: {shown(given)} isn't a tensor for each layer") from error
-        if len(tensors) != plane.layer_count:
-            raise LayoutError(f"{where}: {len(tensors)} tensors for {plane.layer_count} layers")
-        self.typed[plane.name] = []
-        for layer, tensor in enumerate(tensors):
-            place = f"{where}, layer {layer}"
-            typed = as_rows(tensor, plane, self.geometry.page_size, self.device, place)
-            buffer = byte_rows(typed, plane.row_bytes, place)
-            self.typed[plane.name].append(typed)
-            self.buffers.append(buffer)
-            start = np.zeros(1, np.int64)
-            self.rows.append(BufferRows(plane.row_bytes, start, number, buffer.dim() == 2))
-
-    def slot_count(self, given: int | None) -> int:
-        """The slots that all planes agree on."""
-        name, found = self.geometry.layout.name, dict[str, int]()
-        for plane in self.geometry.planes:
-            counts = {tensor.shape[0] for tensor in self.typed[plane.name]}
-            if len(counts) > 1 or not min(counts):
-                raise LayoutError(f"pool {name!r}: plane {plane.name!r} has rows {sorted(counts)}")
-            if plane.is_dense:
-                found[plane.name] = min(counts) * plane.tokens_per_row
-        slots = {*found.values(), *([] if given is None else [given])}
-        if len(slots) != 1:
-            raise LayoutError(
-                f"pool {name!r}: slot counts differ: {found}, slot_count given as {given}"
-            )
-        return slots.pop()
+        return cls(geometry, device, memory, slots, maps, padding_slots)
 
 
 def _count(value: object, what: str, least: int) -> int:
