@@ -46,9 +46,9 @@ def test_reference_imports_declarations_alone() -> None:
     """What is compared with kvtide's plans is not made by them."""
     tree = ast.parse((PACKAGE / "reference.py").read_text(encoding="utf-8"))
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    own = {node.module for node in froms if (node.module or "").startswith("kvtide")}
+    modules = {node.module for node in froms if (node.module or "").startswith("kvtide")}
     names = {alias.name for node in froms if node.module == "kvtide.layout" for alias in node.names}
-    assert {"kvtide.layout"} == own
+    assert {"kvtide.layout"} == modules
     assert names.isdisjoint({"apply_rules", "Rows", "BufferRows"})
 
 
@@ -108,9 +108,9 @@ def test_a_rule_of_another_s_that_moves_other_rows_is_found(
 ) -> None:
     """What is expected doesn't come from the rule's own `apply`."""
     monkeypatch.setattr(EveryOther, "apply", lambda self, rows, maps: rows)
-    (one,) = TestARuleOfAnothers().samples()
+    (other,) = TestARuleOfAnothers().samples()
     with pytest.raises(AssertionError, match="byte"):
-        checks.check_round_trips(KINDS["created"](one, device))
+        checks.check_round_trips(KINDS["created"](other, device))
 
 
 def test_a_rule_of_which_nothing_is_expected_is_no_match() -> None:
@@ -133,10 +133,10 @@ def test_difference_is_named_by_plane_layer_row_and_byte() -> None:
     ) == first_difference(expected, found)
 
 
-@pytest.mark.parametrize("one", SAMPLES, ids=lambda one: one.name)
-def test_trips_go_elsewhere_in_every_order(device: CPUDevice, one: object) -> None:
+@pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
+def test_trips_go_elsewhere_in_every_order(device: CPUDevice, tried: object) -> None:
     """Distinct slots of the pool, and never all of them the same ones."""
-    subject = KINDS["created"](one, device)  # type: ignore[arg-type] # a sample
+    subject = KINDS["created"](tried, device)  # type: ignore[arg-type] # a sample
     count = ways.some_tokens(subject)
     for order in ORDERS:
         seen = set()

@@ -64,19 +64,19 @@ def test_k01_parts_of_unequal_width_in_buffers_of_their_own_come_back(
     round_trip(subject_of("mla_split", device, kind), 11)
 
 
-@pytest.mark.parametrize("one", SAMPLES, ids=lambda one: one.name)
-def test_k02_every_pool_has_snapshots_of_one_form(device: CPUDevice, one: Sample) -> None:
+@pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
+def test_k02_every_pool_has_snapshots_of_one_form(device: CPUDevice, tried: Sample) -> None:
     """Created or adopted: the same chunks, and the same bytes in them."""
     seals = []
     for kind in KINDS:
-        subject = KINDS[kind](one, device)
+        subject = KINDS[kind](tried, device)
         trip = make_trip(subject, ways.some_tokens(subject), 1)
         subject.set_maps(trip.source.maps)
         subject.fill(1)
-        own = {part: subject.read(*part) for part in subject.parts}
+        image = {part: subject.read(*part) for part in subject.parts}
         for plane in subject.geometry.planes:
             for layer in range(plane.layer_count):
-                data = own[plane.name, layer]
+                data = image[plane.name, layer]
                 data[:, : plane.row_bytes] = np.arange(plane.row_bytes, dtype=np.uint8)
                 subject.write(plane.name, layer, data)
         way = ways.TideWay(subject, ways.block_sizes(subject)["some rows"])
@@ -93,7 +93,7 @@ def pool_classes() -> list[type]:
         for member in vars(import_module(f"kvtide.npu.{module.name}")).values():
             if inspect.isclass(member) and hasattr(member, "get_cpu_copy"):
                 found.append(member)
-    return sorted(set(found), key=lambda one: one.__name__)
+    return sorted(set(found), key=lambda kind: kind.__name__)
 
 
 @pytest.mark.parametrize("name", ["get_cpu_copy", "load_cpu_copy"])
@@ -102,10 +102,10 @@ def test_k03_k04_every_pool_takes_all_arguments_of_its_base(name: str) -> None:
     classes = pool_classes()
     assert len(classes) >= 3
     base = {"mamba_indices", "req_pool_index"}
-    for one in classes:
-        given = inspect.signature(getattr(one, name)).parameters
+    for kind in classes:
+        given = inspect.signature(getattr(kind, name)).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values())
-        assert takes_any or base <= given.keys(), one
+        assert takes_any or base <= given.keys(), kind
 
 
 def test_k05_wrappers_forward_every_argument(device: CPUDevice) -> None:
@@ -175,10 +175,10 @@ def test_k11_registration_takes_one_tensor_or_any_number_of_unequal_ones(
 # ---- part of the state left behind ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("one", SAMPLES, ids=lambda one: one.name)
-def test_k12_k21_every_byte_that_a_token_owns_returns(device: CPUDevice, one: Sample) -> None:
+@pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
+def test_k12_k21_every_byte_that_a_token_owns_returns(device: CPUDevice, tried: Sample) -> None:
     """Index keys, scales, tails: all planes of the pool are poisoned in between."""
-    subject = KINDS["created"](one, device)
+    subject = KINDS["created"](tried, device)
     round_trip(subject, ways.some_tokens(subject))
 
 
@@ -194,9 +194,9 @@ def test_k13_recurrent_state_comes_back_into_another_row(device: CPUDevice, name
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
 def test_k15_k95_no_number_of_planes_is_assumed(device: CPUDevice, count: int) -> None:
     """Packed values, scales, biases: as many members as are declared."""
-    planes = [Plane(f"p{at}", f"layer page token w{at}") for at in range(count)]
-    sizes = {f"w{at}": 3 + 2 * at for at in range(count)}
-    shapes = {f"p{at}": ("uint8", 2, (3 + 2 * at,)) for at in range(count)}
+    planes = [Plane(f"p{number}", f"layer page token w{number}") for number in range(count)]
+    sizes = {f"w{number}": 3 + 2 * number for number in range(count)}
+    shapes = {f"p{number}": ("uint8", 2, (3 + 2 * number,)) for number in range(count)}
     many = Sample("many", Layout("many", *planes), "uint8", {"layer": 2, **sizes}, shapes)
     for kind in KINDS:
         round_trip(KINDS[kind](many, device), 9)
@@ -213,12 +213,12 @@ def test_k16_pools_that_share_slots_move_together(device: CPUDevice, name: str) 
 def test_k18_what_is_kept_beside_a_slot_moves_with_it(device: CPUDevice) -> None:
     """A side array by slots is a plane."""
     layout = Layout("beside", *GQA.planes, Plane("seen", "page token", dtype="int32"))
-    one = Sample(
+    tried = Sample(
         "beside", layout, "bfloat16", {"layer": 2, "head": 1, "head_dim": 3, "v_head_dim": 5},
         {"k": ("bfloat16", 2, (1, 3)), "v": ("bfloat16", 2, (1, 5)), "seen": ("int32", 1, ())},
     )  # fmt: skip
     for kind in KINDS:
-        round_trip(KINDS[kind](one, device), 6)
+        round_trip(KINDS[kind](tried, device), 6)
 
 
 def test_k20_checkpoints_of_a_state_come_back_with_it_or_are_missed_by_name(
@@ -279,9 +279,9 @@ def test_k25_slots_are_not_freed_before_they_were_read(monkeypatch: pytest.Monke
     queued: list[int] = []
     release = PageAllocator.release
 
-    def note_and_release(self: PageAllocator, them: Any) -> None:
+    def note_and_release(self: PageAllocator, pages: Any) -> None:
         queued.append(device.queued_count)
-        release(self, them)
+        release(self, pages)
 
     monkeypatch.setattr(PageAllocator, "release", note_and_release)
     tide.discard(tide.retract(pages, 8))
@@ -332,10 +332,10 @@ def test_k29_save_without_room_is_no_save(device: CPUDevice) -> None:
     assert (0, 0, 2) == (tide.stats.offloads, tide.arena.used_bytes, tide._books.held_count)
 
 
-@pytest.mark.parametrize("one", SAMPLES, ids=lambda one: one.name)
-def test_k33_snapshot_owns_its_memory(device: CPUDevice, one: Sample) -> None:
+@pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
+def test_k33_snapshot_owns_its_memory(device: CPUDevice, tried: Sample) -> None:
     """It is no view of slots that are another's by now."""
-    checks.check_snapshot_owns(KINDS["created"](one, device))
+    checks.check_snapshot_owns(KINDS["created"](tried, device))
 
 
 def test_k34_what_is_being_written_is_read_whole_or_not_at_all(
@@ -460,7 +460,7 @@ def test_k45_ids_handed_out_are_unique_in_range_and_nobody_elses() -> None:
         else:
             taken = pages.acquire(rng.randint(0, 5))
             live += [taken] if taken is not None else []
-        held = [page for one in live for page in one]
+        held = [page for pages in live for page in pages]
         assert len(held) == len({*held}) == pages.held_count
         assert all(0 <= page < 17 for page in held)
         assert 17 == pages.free_count + pages.held_count
@@ -521,10 +521,10 @@ def test_k51_token_without_kv_is_neither_saved_nor_written(device: CPUDevice) ->
     assert same_image(expected, image_of(tide.pool))
 
 
-@pytest.mark.parametrize("one", SAMPLES, ids=lambda one: one.name)
-def test_k52_no_tokens_is_a_valid_request(device: CPUDevice, one: Sample) -> None:
+@pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
+def test_k52_no_tokens_is_a_valid_request(device: CPUDevice, tried: Sample) -> None:
     """It moves nothing but what the request itself owns."""
-    round_trip(KINDS["created"](one, device), 0)
+    round_trip(KINDS["created"](tried, device), 0)
 
 
 # ---- dtypes ---------------------------------------------------------------------------------

@@ -62,9 +62,9 @@ def failed_tests(kit: Kit, device: Device) -> set[str]:
         if not name.startswith("test_"):
             continue
         wanted = inspect.signature(test).parameters
-        for one in kit.samples():
+        for case in kit.samples():
             for kind in KINDS if "kind" in wanted else [""]:
-                given = {"sample": one, "kind": kind, "device": device}
+                given = {"sample": case, "kind": kind, "device": device}
                 try:
                     test(**{key: given[key] for key in wanted})
                 except Exception:
@@ -133,8 +133,8 @@ def first_rank_for_all(patch: pytest.MonkeyPatch) -> None:
     """Every rank moves what rank 0 owns."""
 
     def apply(self: Striped, rows: Rows, maps: Any) -> Rows:
-        own = rows.ids % self.world == 0
-        return Rows(rows.ids[own] // self.world, rows.tokens[own])
+        kept = rows.ids % self.world == 0
+        return Rows(rows.ids[kept] // self.world, rows.tokens[kept])
 
     patch.setattr(Striped, "apply", apply)
 
@@ -190,7 +190,7 @@ def request_planes_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         mover_module,
         "sections_of",
-        lambda geometry, size: [one for one in sections_of(geometry, size) if one.group == 0],
+        lambda geometry, size: [part for part in sections_of(geometry, size) if part.group == 0],
     )
 
 
@@ -390,7 +390,7 @@ def staging_shared(patch: pytest.MonkeyPatch) -> None:
 
     def prepare_one(self: Any, staging_bytes: int) -> None:
         prepare(self, staging_bytes)
-        shared[:] = [one for one in shared if one.numel() >= staging_bytes] or [self._staging]
+        shared[:] = [kept for kept in shared if kept.numel() >= staging_bytes] or [self._staging]
         self._staging = shared[0]
 
     patch.setattr(accelerator_module.CopyStream, "prepare", prepare_one)
@@ -419,7 +419,9 @@ DEVICE_PLANTED: list[tuple[Plant, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("plant", "test", "schedule"), DEVICE_PLANTED, ids=[one[0].__name__ for one in DEVICE_PLANTED]
+    ("plant", "test", "schedule"),
+    DEVICE_PLANTED,
+    ids=[planted[0].__name__ for planted in DEVICE_PLANTED],
 )
 @pytest.mark.parametrize("is_planted", [True, False])
 def test_planted_bug_of_a_device_is_found(

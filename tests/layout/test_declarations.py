@@ -139,7 +139,7 @@ def test_no_two_samples_have_one_fingerprint() -> None:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_page_size_counts_only_where_a_row_is_a_page(sample: Sample) -> None:
     """Elsewhere it says how slots are handed out, not which bytes a token owns."""
-    own = sample.geometry
+    geometry = sample.geometry
     other = sample.bind(page_size=2 * sample.page_size)
-    of_pages = any(plane.unit == "page" for plane in (*own.planes, *other.planes))
-    assert of_pages == (own.fingerprint != other.fingerprint)
+    of_pages = any(plane.unit == "page" for plane in (*geometry.planes, *other.planes))
+    assert of_pages == (geometry.fingerprint != other.fingerprint)

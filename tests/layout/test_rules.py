@@ -48,7 +48,7 @@ def apply(
 
 def by_list(values: Sequence[int]) -> Any:
     """A map as the rules are given it."""
-    return lambda wanted: ids([values[one] for one in wanted])
+    return lambda wanted: ids([values[number] for number in wanted])
 
 
 distinct = st.lists(st.integers(0, 60), unique=True, max_size=25)
@@ -69,7 +69,7 @@ def aligned_runs(draw: st.DrawFn, count: int) -> list[int]:
 @given(distinct)
 def test_every_token_names_its_own_row(slots: list[int]) -> None:
     """And stands for itself."""
-    assert [(slot, at) for at, slot in enumerate(slots)] == apply([EveryToken()], slots)
+    assert [(slot, token) for token, slot in enumerate(slots)] == apply([EveryToken()], slots)
 
 
 @given(st.data(), st.integers(1, 8))
@@ -110,7 +110,7 @@ def test_mapped_rows_leave_out_the_holes(slots: list[int], hole: int, random: An
     """And those that stay keep the numbers of their tokens."""
     rows = random.sample(range(hole + 1, hole + 80), 61)
     held = [row if random.random() < 0.6 else random.randint(-5, hole) for row in rows]
-    expected = [(held[slot], at) for at, slot in enumerate(slots) if held[slot] > hole]
+    expected = [(held[slot], token) for token, slot in enumerate(slots) if held[slot] > hole]
     assert expected == apply([Mapped("window", hole)], slots, {"window": by_list(held)})
 
 
@@ -286,7 +286,7 @@ def test_rows_are_found_by_token(held: list[int], wanted: list[int]) -> None:
 def test_tokens_come_back_from_their_ranges(tokens: list[int]) -> None:
     """A seal keeps them as few ranges, and loses none."""
     ranges = ranges_of(ids(tokens))
-    assert tokens == [token for one in ranges for token in one]
+    assert tokens == [token for span in ranges for token in span]
     seal = Seal("{}", "", 0, (ranges,), (), 1, ())
     assert tokens == seal.tokens_of(0).tolist()
 

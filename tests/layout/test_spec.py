@@ -154,12 +154,12 @@ def test_what_is_no_number_binds_nothing(name: str, value: Any) -> None:
         GQA.bind(dtype="bfloat16", **{**sizes, name: value})
 
 
-@pytest.mark.parametrize("one", ONES, ids=name_of)
-def test_numbers_of_any_maker_bind_the_same(one: Any) -> None:
+@pytest.mark.parametrize("unit", ONES, ids=name_of)
+def test_numbers_of_any_maker_bind_the_same(unit: Any) -> None:
     """The fingerprint is the same, or a snapshot of one process would miss in another."""
     names = ("token", "layer", "head", "head_dim", "v_head_dim", "first_layer", "rank")
     expected = GQA.bind(dtype="bfloat16", **dict.fromkeys(names, 1))
-    assert expected == GQA.bind(dtype="bfloat16", **dict.fromkeys(names, one))
+    assert expected == GQA.bind(dtype="bfloat16", **dict.fromkeys(names, unit))
     assert (
-        expected.fingerprint == GQA.bind(dtype="bfloat16", **dict.fromkeys(names, one)).fingerprint
+        expected.fingerprint == GQA.bind(dtype="bfloat16", **dict.fromkeys(names, unit)).fingerprint
     )

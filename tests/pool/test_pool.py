@@ -290,7 +290,7 @@ def test_a_request_has_a_row_of_each_kind() -> None:
         pool.rows_of(np.array([3, 1]), {"state": 2})
 
 
-# ---- what can't be meant ------------------------------------------------------------------------
+# ---- what is invalid ----------------------------------------------------------------------------
 
 
 def owning_pool() -> Pool:

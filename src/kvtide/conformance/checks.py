@@ -111,7 +111,7 @@ def check_planes(subject: Subject) -> None:
 
 
 def check_snapshot_bytes(subject: Subject) -> None:
-    """A snapshot's bytes are those of the format, so that any source fits any target."""
+    """A snapshot has the bytes that the format says, so that any source fits any target."""
     sizes = block_sizes(subject)
     del sizes["some rows"]
     for size, block_bytes in sizes.items():
@@ -129,8 +129,9 @@ def check_snapshot_bytes(subject: Subject) -> None:
             )
         )
         way.drop(snapshot)
-        at = next((i for i, pair in enumerate(zip(expected, found)) if len({*pair}) > 1), None)  # noqa: B905
-        assert expected == found, f"chunks of {size}: the snapshot differs from byte {at} on"
+        pairs = enumerate(zip(expected, found, strict=False))
+        place = next((byte for byte, pair in pairs if len({*pair}) > 1), None)
+        assert expected == found, f"chunks of {size}: the snapshot differs from byte {place} on"
 
 
 def check_refused_slots(subject: Subject) -> None:

@@ -5,10 +5,12 @@
      "planes": [{"name": "k", "dtype": "bfloat16", "group": 0, "unit": "token",
                  "layers": [["layer", 4]], "row": [["head", 8], ["head_dim", 128]]}]}
 
-It says what a token owns and in which order the bytes are, and nothing of how a pool holds them.
-`unit` is what a row is. `layers` are the axes that repeat the plane, `row` those of a row, both
-outermost first; an axis has a length, or the numbers of its layers where these aren't 0 to n - 1.
-A plane's `group` is that of its row rules; planes of one group take the same rows of a request.
+It says what a token owns and in which order the bytes lie, and nothing of how a pool holds them.
+`unit` says what a row belongs to: a token, a page or a request. `layers` are the axes that repeat
+the plane, and `row` are the axes of a row, both outermost first. An axis has a name (if none, then
+its size as text) and a length; if its layers aren't 0 to n - 1, their numbers stand in place of the
+length. `group` is the place of the plane's row rules in `groups`: the planes of a group take the
+same rows of a request.
 
 Axes keep their names, so that a conversion between two forms of the same content (another order
 of heads, another number of tensor-parallel ranks) can be derived from the two.

@@ -99,10 +99,10 @@ def _are_pages(shape: tuple[int, ...], row: tuple[int, ...], page_size: int) -> 
     first, of which there is one, is the same as tokens first. So is any order where a page has
     one token.
     """
-    ones = 0
-    while ones < len(row) and (page_size == 1 or row[ones] == 1):
-        ones += 1
-    return shape[1:] in [(*row[:axis], page_size, *row[axis:]) for axis in range(ones + 1)]
+    outer = 0
+    while outer < len(row) and (page_size == 1 or row[outer] == 1):
+        outer += 1
+    return shape[1:] in [(*row[:axis], page_size, *row[axis:]) for axis in range(outer + 1)]
 
 
 def _byte_buffer(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:
