@@ -144,7 +144,7 @@ def test_lengths_that_contradict_each_other_are_refused(changes: dict[str, Any],
     assert 64 == allocator.available_size()
 
 
-def test_sizes_that_cannot_be_meant_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     """Parts of pages, requests of no tokens, pages unlike the pool's."""
     with pytest.raises(SlotError, match="whole pages"):
         make().alloc(6)

@@ -79,7 +79,7 @@ def test_a_copy_of_an_equal_pool_is_taken(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind: str) -> None:
-    """Another length, slots that can't be meant, and a copy that was released."""
+    """Another length, invalid slots, and a copy that was released."""
     pool, _ = saved(kind)
     copy = pool.get_cpu_copy([8, 9, 10])
     refuses(pool, copy, [12, 13], SnapshotMiss, "token count")
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind: str) -> Non
 
 
 @pytest.mark.parametrize("slots", [[-1], [68], [4, 4], [[4]]])
-def test_slots_that_cannot_be_meant_are_not_copied(slots: Any) -> None:
+def test_invalid_slots_are_not_copied(slots: Any) -> None:
     """And take no host memory."""
     pool, _ = saved("mha")
     with pytest.raises(SlotError):
@@ -162,7 +162,7 @@ def test_damage_is_found_before_a_byte_is_read_or_written(kind: str) -> None:
     device.close()
 
 
-# ---- what can't be meant ---------------------------------------------------------------------
+# ---- what is invalid ------------------------------------------------------------------------
 
 
 def test_rows_that_a_pool_has_not_are_said_to_be_left_out_once(

@@ -86,7 +86,7 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
         with patch.dict(os.environ, {"SGLANG_PLUGINS": "this, that"}):
             yield "left out", run("--json")
         with patch.dict(os.environ, {"KVTIDE_SGLANG": "yes"}):
-            yield "a setting that can't be meant", run("--json")
+            yield "an invalid setting", run("--json")
     unbuilt = [replace(sglang_checks.all_cases()[0], build=broken_build)]
     with patch.object(sglang_checks, "all_cases", lambda: unbuilt):
         yield "unbuilt", run("--json")

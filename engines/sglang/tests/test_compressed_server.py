@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from colocated_case import Served, make_model, requests, run_colocated
+from ordinary_case import Served, make_model, requests, run_ordinary
 
 ASKED = requests(6, 40)
 SERVERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -30,7 +30,7 @@ def served(name: str, tmp_path_factory: pytest.TempPathFactory) -> Served:
     server = {**SERVERS[name][0], "disable_radix_cache": True, "max_total_tokens": 280}
     steps = {"alone": ("alone", ASKED), "together": ("generate", ASKED), "rest": ("rest", 0.5)}
     memory = {"KVTIDE_HOST_MEMORY": "64MiB"}
-    return run_colocated(folder / "model", folder, steps, server, ["sparse"], **memory)
+    return run_ordinary(folder / "model", folder, steps, server, ["sparse"], **memory)
 
 
 def test_answers_are_those_of_a_server_that_retracts_nothing(served: Served) -> None:

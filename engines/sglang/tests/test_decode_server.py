@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from colocated_case import make_model
 from engine_case import DECODE_SERVER, EngineRun, run_engine
+from ordinary_case import make_model
 
 THREE = ("plain", "skip", "damage", "full", "abort")
 NEW_TOKENS = 24

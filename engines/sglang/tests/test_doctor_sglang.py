@@ -134,9 +134,9 @@ def test_a_plugin_that_sglang_was_told_to_leave_out_is_found(runs: Runs) -> None
     assert found["hooks"][0]["reason"].startswith("SGLANG_PLUGINS=this,that leaves it out")
 
 
-def test_a_setting_that_cannot_be_meant_is_one_line(runs: Runs) -> None:
+def test_an_invalid_setting_is_one_line(runs: Runs) -> None:
     """The message that the server would end with."""
-    code, out, err = runs["a setting that can't be meant"]
+    code, out, err = runs["an invalid setting"]
     assert (2, "", 1) == (code, out, len(err.splitlines()))
     assert "KVTIDE_SGLANG: 'yes' is none of 0, 1, strict" in err
 

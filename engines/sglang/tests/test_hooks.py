@@ -243,7 +243,7 @@ def test_every_function_is_where_it_is_hooked(registry: list[str], is_colocated:
     assert is_colocated == any("get_new_batch_prefill" in target for target in registry)
 
 
-def test_settings_that_cannot_be_meant_end_the_process(
+def test_invalid_settings_end_the_process(
     registry: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang would log an exception, and serve without."""

@@ -158,7 +158,7 @@ def test_a_backup_of_another_request_or_length_is_a_miss(place: Place, keeper: K
     assert Counter(missing=2) == keeper.counters.failed_restores
 
 
-def test_slots_that_cannot_be_meant_are_an_error(place: Place, keeper: Keeper) -> None:
+def test_invalid_slots_are_an_error(place: Place, keeper: Keeper) -> None:
     """A row of the table that was never filled in."""
     with pytest.raises(SlotError, match="slot -1"):
         keeper.save(Req("a", 20, row=5))
@@ -193,7 +193,7 @@ def test_a_recurrent_state_that_nothing_holds_is_not_dropped(place: Place, keepe
 
 
 @pytest.mark.parametrize("mamba", [0, -1, 99, 1.5, "1"])
-def test_a_row_of_state_that_cannot_be_meant_is_refused(mamba: Any) -> None:
+def test_an_invalid_row_of_state_is_refused(mamba: Any) -> None:
     """Row 0 is padding, and row -1 would be the last."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state, page 1").build()
     request_pool = ReqToTokenPool()

@@ -38,7 +38,7 @@ class NPUPagedTokenToKVPoolAllocator:
         kvcache: Any,
         need_sort: bool,
     ) -> None:
-        """Raises LayoutError for pages of another size than those of the pool, `kvcache`."""
+        """Raises LayoutError where the pool, `kvcache`, has pages of another size."""
         self.size = checked_integer(size, "allocator: size", error=LayoutError)
         self.page_size = checked_integer(
             page_size, "allocator: page_size", least=1, error=LayoutError

@@ -264,8 +264,8 @@ class NPUTokenToKVPool:
 
         The result is `copy[layer][chunk] -> [k, v]`, or `[latent, rope]` and where the layer has
         them `index_k` and `index_scale`. It holds host memory until it is released or dropped.
-        Blocks until the bytes are there; the slots may then be reused. Raises SlotError for slots
-        that can't be meant, in NZ order also for pages that aren't begun at their first slot,
+        Blocks until the bytes are there; the slots may then be reused. Raises SlotError for
+        invalid slots, in NZ order also for pages that aren't begun at their first slot,
         and ArenaFull when the host limit leaves no room: nothing was taken then. These pools
         have no recurrent state and no rows of requests, so the last two arguments name nothing:
         the log says so once.

@@ -10,7 +10,7 @@ from typing import final
 @final
 @dataclass(slots=True)
 class Counters:
-    """What happened so far on this rank. Seconds are those that the scheduler was held up."""
+    """What happened so far on this rank. Seconds are how long the scheduler was held up."""
 
     saves: int = 0
     restores: int = 0

@@ -21,7 +21,7 @@ from kvtide.pool import Pool
 class Part:
     """Tensors of one kind, one a layer: [row, …], gaps between rows allowed, none within one.
 
-    `rules` lead from a request's token slots to rows, as those of a Plane do.
+    `rules` lead from a request's token slots to rows, as a Plane's do.
     """
 
     name: str
@@ -35,8 +35,8 @@ class Description:
     """A pool's parts. `slot_count` is one more than the highest slot that the engine hands out, and
     `padding_slots` is the lowest; None where page 0 is padding.
 
-    `maps` are those of the rules, as `Pool.adopt` takes them. `first_layer` is that of the
-    pipeline stage, `rank` the rank among those that divide this request's KV. `shares_memory` says
+    `maps` are what the rules look up, as `Pool.adopt` takes them. `first_layer` is the first of the
+    pipeline stage, `rank` the rank among the ranks that divide a request's KV. `shares_memory` says
     that parts lie in the same bytes, which the engine gives to one of them at a time.
     """
 
@@ -59,7 +59,7 @@ class Description:
 
     @property
     def request_kinds(self) -> frozenset[str]:
-        """Which rows of its own a request has, those too of which this rank has no bytes."""
+        """The kinds of rows that a request has of its own, with or without bytes on this rank."""
         return request_kinds(rule for part in self.parts for rule in part.rules)
 
     def adopt(self, device: Device) -> Pool:

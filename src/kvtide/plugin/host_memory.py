@@ -56,12 +56,12 @@ class HostMemory:
         return HostArena(pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
 
     def measure(self, untouched_bytes: int) -> tuple[int, int]:
-        """The bytes that the pools of a host's ranks have yet to take, and those free there.
+        """The bytes that the pools of a host's ranks have yet to take, and the bytes free there.
 
-        `untouched_bytes` are those of this rank's pool. The answer is the same for each of a host's
-        ranks, whoever of them has written to its pool already. No rank says what is free before all
-        have said what their pools have yet to take, and none goes on, and takes memory, before all
-        have said that. Ranks of the host that don't take part count as this one does.
+        `untouched_bytes` is what this rank's pool has yet to take. All ranks of a host
+        hear the same, whoever of them has written to its pool already. No rank says what is free
+        before all have said what their pools have yet to take, and none goes on, and takes memory,
+        before all have said that. Ranks of the host that don't take part count as this one does.
         """
         here = _host_id()
         untouched = [

@@ -33,7 +33,7 @@ class SourceClass:
 
     @property
     def methods(self) -> list[str]:
-        """The names of those that it defines itself, properties too."""
+        """The names of the methods that it defines itself, properties too."""
         return [method.name for method in self.node.body if isinstance(method, _FUNCTIONS)]
 
     @cached_property
@@ -132,7 +132,7 @@ class Source:
 
 
 def gone(source: Source, tables: Iterable[Table]) -> list[str]:
-    """Of what the tables say that kvtide reads, all that the source doesn't define, in order.
+    """All that the tables list and the source doesn't define, in order.
 
     Where there are several classes of a name, one of them must have it all.
     """
@@ -199,7 +199,7 @@ def _is(node: ast.expr, name: str) -> bool:
 
 
 def _literals(node: ast.expr) -> list[str]:
-    """The strings of a literal: one, or those of a tuple or list."""
+    """The strings of a literal: a string, a tuple or a list."""
     parts = node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
     values = [part.value for part in parts if isinstance(part, ast.Constant)]
     return [value for value in values if isinstance(value, str)]

@@ -1,8 +1,8 @@
 """kvtide's counters among SGLang's own, in the scheduler's Prometheus metrics.
 
 They carry SGLang's labels, are exported by its endpoint, and exist with --enable-metrics only, on
-the ranks that report (one of those that schedule in step; all of them with
---enable-metrics-for-all-schedulers).
+the ranks that report: one of the ranks that schedule in step, or all of them with
+--enable-metrics-for-all-schedulers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvtide.plugin.metrics import Metrics
 
 
 def metrics_of(context: Any) -> Metrics | None:
-    """Metrics beside those of SGLang's scheduler, or None where it exports none.
+    """Metrics beside the scheduler's own, or None where SGLang exports none.
 
     `context` is its SchedulerMetricsCollectorContext. Its collector may stand for another library
     than prometheus_client, which is imported here because SGLang must have set it up before.

@@ -49,7 +49,7 @@ def register_hooks(settings: Settings | None = None) -> None:
     """Registers all hooks with SGLang, which applies them when its plugins are loaded.
 
     `settings` are the environment's if not given. Ends the process with a message where they
-    can't be meant, and under `strict` where this SGLang lacks a function: an exception would
+    are invalid, and under `strict` where this SGLang lacks a function: an exception would
     only be logged, and the server would come up without what was asked for.
     """
     try:
@@ -117,7 +117,7 @@ def hooks_not_in_place(settings: Settings) -> list[str]:
 
 
 def _chain_of(function: Any) -> Iterator[Any]:
-    """The function that is called, and those that it is around, down to SGLang's own."""
+    """The function that is called, what it wraps, and so on down to SGLang's own."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
@@ -271,9 +271,9 @@ def restore_kv_cache(
 
 
 def resume_retracted_reqs(original: Hook, queue: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """The requests that are resumed, without those whose KV couldn't be restored.
+    """The requests that are resumed, but for requests whose KV couldn't be restored.
 
-    SGLang would put these on its waiting queue and run them. They get the end that it gives to
+    SGLang would put the others on its waiting queue and run them. They end as SGLang ends
     requests whose transferred KV fails its checksum.
     """
     resumed: list[Any] = original(queue, *args, **kwargs)

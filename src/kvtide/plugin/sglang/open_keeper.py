@@ -35,11 +35,11 @@ def open_keeper(
 ) -> Keeper:
     """A keeper of the subject's pool and the draft model's, which share its slots.
 
-    `ranks` are asked for what they leave of the host's memory, and then for the least of what
-    those that schedule in step have for their arenas, whether this one refuses or not. A draft
-    pool that is refused is left out: the keeper's `draft_refusal` says why. `is_ahead`: see
-    SGLangRequests. Raises Refused, LayoutError where the pool's tensors can't be copied exactly,
-    RankFailed where another rank refused; nothing is held then.
+    All `ranks` say what they leave of the host's memory, and then agree on the least that a rank
+    has for its arena, whether this rank refuses or not. A draft pool that is refused is left out:
+    the keeper's `draft_refusal` says why. `is_ahead`: see SGLangRequests. Raises Refused,
+    LayoutError where the pool's tensors can't be copied exactly, RankFailed where another rank
+    refused; nothing is held then.
     """
     if not isinstance(getattr(subject.request_pool, "req_to_token", None), torch.Tensor):
         name = type(subject.request_pool).__name__
@@ -62,7 +62,7 @@ def open_keeper(
 def _adopt(
     subject: Subject, draft_pools: Sequence[Any], device: Device
 ) -> tuple[Description, Pool, str]:
-    """The pool with those of the draft, or without them and the reason."""
+    """The target's pool and the draft's as one, or the target's alone and why."""
     refusal = ""
     if draft_pools:
         try:

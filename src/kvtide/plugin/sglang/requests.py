@@ -28,9 +28,9 @@ STATE = "mamba"
 
 @final
 class SGLangRequests(Requests):
-    """Those of one scheduler, whose `request_pool` (SGLang's req_to_token_pool) has their slots.
+    """A scheduler's requests, whose slots are in `request_pool`, SGLang's req_to_token_pool.
 
-    `kinds` are those of the rows that the described pool has on this rank. `is_ahead` says whether
+    `kinds` are the kinds of rows that the described pool has on this rank. `is_ahead` says whether
     a request is part of a step whose result is on its way: see `unseen_results`.
     """
 
@@ -53,9 +53,9 @@ class SGLangRequests(Requests):
         return rid
 
     def slots_of(self, request: Any) -> torch.Tensor:
-        """The slots of the request's tokens that have KV, or of those in its window, [token].
+        """The slots of the request's tokens that have KV, or only of its window's tokens, [token].
 
-        Those are its first `seqlen - 1` tokens: the last one has no KV yet.
+        Its first `seqlen - 1` tokens have KV: the last token has none yet.
         """
         table: torch.Tensor = self._request_pool.req_to_token
         token_count = request.seqlen - 1

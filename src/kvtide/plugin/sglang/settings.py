@@ -5,8 +5,8 @@
     KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
     KVTIDE_CONFIG            the path of a file with the others in it; the environment wins
 
-A value that can't be meant is an error which names it: a server that came up without what was
-asked for would be found out under load.
+An invalid value is an error that names it: a server that came up without what was asked for would
+be found out under load.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Settings:
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process's environment, or of `environment`.
 
-    Raises UsageError, which names the variable or the file, for what can't be meant.
+    Raises UsageError, which names the variable or the file, for an invalid value.
     """
     given = os.environ if environment is None else environment
     texts = {name: given[name].strip() for name in (MODE, COLOCATED, HOST_MEMORY) if name in given}

@@ -1,4 +1,4 @@
-"""Results that SGLang hasn't looked at yet: with overlapped scheduling, those of the last step.
+"""Results that SGLang hasn't looked at yet: with overlapped scheduling, the last step's.
 
 SGLang retracts requests while their last step's token is still on its way, throws that token away,
 and computes it again later. The KV of a token may be computed twice. A recurrent state may not: it

@@ -1,1 +1,1 @@
-"""Ordinary servers: those without disaggregation save and restore retracted requests as well."""
+"""Ordinary servers, without disaggregation: retracted requests are saved and restored as well."""

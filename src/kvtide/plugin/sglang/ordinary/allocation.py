@@ -1,8 +1,8 @@
 """Slots for a request that comes back: a row, its tokens' slots, and a recurrent state if any.
 
-Where the attention keeps compressed keys of a request, it has slots for those as well.
+Where the attention keeps compressed keys of a request, they get slots as well.
 
-Layers with a sliding window have slots for a request's last tokens only. Those are as many as
+Layers with a sliding window have slots for a request's last tokens only: as many as
 SGLang itself leaves a running request, so that a request has after its return what it had before.
 """
 
@@ -28,7 +28,7 @@ READS: Table = {
     ),
     "BasePrefixCache": ("supports_prefix_sharing", "evict_for_alloc"),
 }
-"""What `colocated_limits` looks for when the server starts."""
+"""What `coverage` looks for when the server starts."""
 
 
 def window_tokens(window: int | None, page_size: int, *, is_shared: bool) -> int | None:
@@ -51,7 +51,7 @@ def take_slots(scheduler: Any, req: Any) -> bool:
     """Gives the request a row and slots for all of its tokens that have KV; False if none are.
 
     Compressed keys get theirs as in a forward pass that ends with these tokens: the next step then
-    finds them there, and makes only those that are new.
+    finds them there, and makes only new ones.
     """
     from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
 

@@ -56,10 +56,10 @@ ALLOCATORS = frozenset(
         "SWATokenToKVPoolAllocator",
     }
 )
-"""Those that give a request all that its tokens own in ways that `colocated_slots` knows."""
+"""Allocators that give a request all that its tokens own in ways that `allocation` knows."""
 
 TABLES = frozenset({"ReqToTokenPool", "HybridReqToTokenPool"})
-"""Of requests' slots, and of their recurrent states."""
+"""Tables of requests' slots, and of their recurrent states."""
 
 TREES = frozenset({"RadixCache", "UnifiedRadixCache"})
 """Prefix caches that take a request which owns its whole row."""

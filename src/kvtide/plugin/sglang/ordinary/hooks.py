@@ -65,7 +65,7 @@ def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
     with shelf.aside() as anybody:
         if anybody:
             return original(scheduler, running_batch)
-    # As SGLang would have done first, so that compiled grammars don't wait for those on the shelf.
+    # As SGLang would have done first: compiled grammars don't wait for requests on the shelf.
     if scheduler.grammar_manager.has_waiting_grammars():
         for req in scheduler.grammar_manager.get_ready_grammar_requests():
             scheduler._add_request_to_queue(req)

@@ -1,7 +1,7 @@
 """A retracted request's way back into the running batch, in SGLang's terms.
 
 All that SGLang does for a request between its waiting queue and its next decode step, but for the
-forward pass: admission, slots (`colocated_slots`), the prefix cache, a batch with its sampling
+forward pass: admission, slots (`allocation`), the prefix cache, a batch with its sampling
 state. A request that comes back owns its whole row of slots; the prefix cache then shares what it
 has of it already.
 
@@ -50,7 +50,7 @@ READS: Table = {
     "PrefillAdder": ("add_one_req", "can_run_list"),
     "SchedulerWeightUpdaterManager": ("scheduler",),
 }
-"""What a request's return depends on, in `colocated` too; looked for when the server starts."""
+"""What a request's return depends on, in `shelf` too; looked for when the server starts."""
 
 
 def bind_to_root(scheduler: Any, req: Any) -> None:
@@ -66,7 +66,7 @@ def bind_to_root(scheduler: Any, req: Any) -> None:
 
 
 def has_adapter(scheduler: Any, req: Any, running: Any) -> bool:
-    """Whether the request's LoRA adapter has a place beside those of the running batch.
+    """Whether the request's LoRA adapter has a place beside the adapters of the running batch.
 
     By SGLang's own rule, for which no adapter is one, too; it loads them before each step. It may
     also drain an adapter, by letting in no new requests of it: one that comes back isn't new, and

@@ -77,9 +77,9 @@ class Shelf:
         self._late.discard(req)
 
     def resume(self, running: Any) -> Any:
-        """Brings back who fits, oldest first: the running batch with them.
+        """Brings back the requests that fit, oldest first, and gives the running batch with them.
 
-        Nobody while a chunked prefill is under way, which has a claim on memory that SGLang's
+        None while a chunked prefill is under way, which has a claim on memory that SGLang's
         estimate doesn't know of. Requests whose LoRA adapter doesn't fit are skipped.
         """
         self.sweep()
@@ -119,10 +119,10 @@ class Shelf:
 
     @contextmanager
     def aside(self) -> Iterator[bool]:
-        """Takes out of the waiting queue, for a while, who must not be let in now.
+        """Takes requests out of the waiting queue, for a while, that must not be let in now.
 
-        Those with a backup, who would be computed again, and while there are any all others that
-        don't outrank them. Gives whether SGLang has anybody left to look at.
+        Requests with a backup, since SGLang would compute them again; and while there are any, all
+        others that don't outrank them. Gives whether SGLang has any request left to look at.
         """
         scheduler, everybody = self._scheduler, list(self._scheduler.waiting_queue)
         held = self._in_order()

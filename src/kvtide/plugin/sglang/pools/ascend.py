@@ -41,7 +41,7 @@ def describe_mha(subject: Subject) -> Description:
 
 
 def describe_k_only(subject: Subject) -> Description:
-    """Keys alone: those by which sparse layers choose tokens."""
+    """Keys alone, by which sparse layers choose tokens."""
     refuse_shares(subject)
     return described(subject, Part("k", _by_slot(Reader(subject.pool, READS)["k_buffer"])))
 

@@ -27,7 +27,7 @@ READS: Table = {
 """The first two are read by name, whatever the request pool's class."""
 
 REQUEST_POOLS = ("ReqToTokenPool", "HybridReqToTokenPool")
-"""Those of ordinary servers, where `colocated_slots` gives a request that comes back its slots."""
+"""Request pools of ordinary servers, where `ordinary.allocation` gives a request its slots."""
 
 LEVELS = {"k1": 1, "k2": 4}
 """Tables by what SGLang calls them, and how many times as many tokens an entry is of as in k1."""

@@ -217,7 +217,7 @@ def _unified(reads: Reader) -> Iterator[Part]:
 
 
 def _states(reads: Reader, c4_rules: tuple[Rule, ...]) -> Iterator[Part]:
-    """The compressors' states, a ring in a row. Those of ratio 4 go by `c4_rules`."""
+    """The compressors' states, a ring in a row. States of ratio 4 go by `c4_rules`."""
     kinds = {
         "state": reads["compress_state_pools"],
         "index_state": reads["indexer_compress_state_pools"],

@@ -21,7 +21,7 @@ from kvtide.plugin.sglang.pools.subject import Subject
 
 
 def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Description:
-    """The target's parts and those of each draft pool, `draft.k`, `draft1.k`, as one description.
+    """The parts of the target and of each draft pool, `draft.k`, `draft1.k`, as one description.
 
     They move together or not at all. A draft pool is one of KV, or one of state in the rows that
     the target's state has. What it shares with the target moves once. Raises Refused where either

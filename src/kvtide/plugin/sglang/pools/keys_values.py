@@ -32,7 +32,7 @@ READS: Table = {
 }
 
 _PAGED_LAYOUTS = ("hnd", "vectorized_5d")
-"""Those whose rows are pages: [page, head, token, head_dim], and ROCm's two of five axes."""
+"""Layouts whose rows are pages: [page, head, token, head_dim], and ROCm's of five axes."""
 
 
 def describe_mha(subject: Subject) -> Description:
@@ -65,13 +65,13 @@ def describe_mha(subject: Subject) -> Description:
 
 
 def describe_keys(subject: Subject) -> Description:
-    """Keys alone, [slot, head, head_dim]: those of an indexer that needs no values."""
+    """Keys alone, [slot, head, head_dim], for an indexer that needs no values."""
     refuse_shares(subject)
     return described(subject, Part("k", Reader(subject.pool, READS)["k_buffer"]))
 
 
 def describe_minimax(subject: Subject) -> Description:
-    """Keys and values of all layers, and those of the indexer of some: pools that share slots."""
+    """Keys and values of all layers, and an indexer's of some layers: pools that share slots."""
     refuse_shares(subject)
     reads = Reader(subject.pool, READS)
     held = {

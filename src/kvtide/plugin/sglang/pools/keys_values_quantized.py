@@ -52,7 +52,7 @@ def describe_fp4(subject: Subject) -> Description:
 def describe_mxfp8(subject: Subject) -> Description:
     """Keys and values of every token; their scales, too, unless a kernel wants them by the page.
 
-    Those are [page, head, token % 32, token // 32, block].
+    Scales by the page are [page, head, token % 32, token // 32, block].
     """
     reads = Reader(subject.pool, READS)
     if not reads["mxfp8_sf_interleaved"]:

@@ -16,7 +16,7 @@ from kvtide.plugin.sglang.pools.subject import NeverMoved
 from kvtide.plugin.source import Source
 
 ROOTS = ("KVCache", "MambaPool", "CompressStatePool")
-"""Those and all that derive from them are pools, and so is what has a copy method of its own."""
+"""Pools are these, all that derive from them, and what has a copy method of its own."""
 
 COPY_METHODS = ("get_cpu_copy", "get_cpu_slots")
 """The second one is that of state whose rows go with a MambaPool's."""

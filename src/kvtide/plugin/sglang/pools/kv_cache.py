@@ -63,7 +63,7 @@ def pages(subject: Subject, name: str, tensors: Sequence[torch.Tensor], tokens: 
 def share_of_context(subject: Subject) -> tuple[int, int]:
     """(rank, world) of the ranks that divide each context (DCP); (0, 1) where this one has all.
 
-    SGLang widens its allocator's pages by `world`, but not those of a pool that has a share. A
+    SGLang widens its allocator's pages by `world`, but not the pages of a pool that has a share. A
     draft model's pool has everything, and the allocator's page size.
     """
     rank, world = _context_ranks()
@@ -94,7 +94,7 @@ def refuse_shares(subject: Subject) -> None:
 
 
 def _context_ranks() -> tuple[int, int]:
-    """This process's rank among those that decode a context together, and their number."""
+    """This process's rank among the ranks that decode a context together, and their number."""
     from sglang.srt.runtime_context import get_parallel
 
     shared = Reader(get_parallel(), READS)

@@ -27,7 +27,7 @@ class PageTable:
     """A map for a Mapped rule: from virtual slots to rows of one kind, `what`.
 
     `allocator` is SGLang's MultiEndedAllocator, which holds the table, [page]. Where slots may
-    have no row, as those that have left a window, their row is -1; elsewhere that is a SlotError.
+    have no row, as slots that have left a window, their row is -1; elsewhere that is a SlotError.
     """
 
     allocator: Any

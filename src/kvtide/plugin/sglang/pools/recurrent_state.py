@@ -63,7 +63,7 @@ STATE_POOLS = ("MambaPool", "UnifiedMambaPool", "UnifiedDraftMambaPool")
 
 
 def describe_hybrid(subject: Subject) -> Description:
-    """Keys and values of the layers that attend, and the state of those that recur."""
+    """Keys and values of the layers that attend, and the state of the layers that recur."""
     reads = Reader(subject.pool, READS)
     full = subject.part(reads["full_kv_pool"])
     joined = replace(
@@ -78,7 +78,7 @@ def describe_hybrid(subject: Subject) -> Description:
 def describe_qsa(subject: Subject) -> Description:
     """As `describe_hybrid`, and the keys by which a query chooses what it attends to.
 
-    `ratio` slots share one such key. Those of a group that isn't whole yet wait in a ring of the
+    `ratio` slots share one such key. Keys of a group that isn't whole yet wait in a ring of the
     request's own, [request, ratio, head, head_dim], with their positions, [request, ratio, 3].
     """
     reads, hybrid = Reader(subject.pool, READS), describe_hybrid(subject)
@@ -198,7 +198,7 @@ def _sibling_part(sibling: Any, whose: str, rules: tuple[Rule, ...]) -> Part:
         return Part("short_conv", _layers(Reader(sibling, READS)["conv_state"]), rules)
     if name == "NGramPool":
         return Part("ngram", [Reader(sibling, READS)["context"]], rules)
-    raise Refused(f"{whose}: kvtide doesn't know {name}, whose rows go with those of its state")
+    raise Refused(f"{whose}: kvtide doesn't know {name}, whose rows go with its state's")
 
 
 def _layers(state: torch.Tensor) -> list[torch.Tensor]:

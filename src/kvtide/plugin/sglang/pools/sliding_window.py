@@ -26,11 +26,11 @@ READS: Table = {
 
 
 def describe_swa(subject: Subject) -> Description:
-    """Layers that attend to everything, by slot; those with a window by SGLang's map of slots.
+    """Layers that attend to everything, by slot; layers with a window, by SGLang's map of slots.
 
     Slots that map to 0 have left the window. Where a model has windows alone, the map changes
-    nothing, and SGLang gives a slot to others as soon as it has left: only those of the last tokens
-    are the request's.
+    nothing, and SGLang gives a slot to others as soon as it has left: only the last tokens'
+    slots are the request's.
     """
     reads, name = Reader(subject.pool, READS), type(subject.pool).__name__
     if reads["swa_req_ring_size"] is not None or reads["request_window"] is not None:

@@ -46,7 +46,7 @@ def describe_rows(subject: Subject) -> Description:
 
 
 def describe_unified_hybrid(subject: Subject) -> Description:
-    """Keys and values, or latents, of the layers that attend; the state of those that recur."""
+    """Keys and values, or latents, of layers that attend; the state of layers that recur."""
     reads = Reader(subject.pool, READS)
     full = subject.part(reads["full_kv_pool"])
     owner = Reader(_allocator(subject), READS)["full_attn_allocator"]
@@ -79,7 +79,7 @@ def describe_unified_swa(subject: Subject) -> Description:
 
 
 def describe_draft(subject: Subject) -> Description:
-    """A draft model's keys and values, in the same rows as those of the layers that it lies with.
+    """A draft model's keys and values, in the same rows as the target's layers beside them.
 
     SGLang itself has no copy of them.
     """
@@ -110,7 +110,7 @@ def describe_draft_swa(subject: Subject) -> Description:
 
 
 def _by_table(rows: Description, owner: Any, name: str) -> Description:
-    """The rows of a description as those of virtual slots, by the table of MultiEndedAllocator."""
+    """The description by virtual slots, which MultiEndedAllocator's table leads to its rows."""
     table = PageTable(owner, name)
     reads = Reader(owner, READS)
     # Ranks that share a context count slots together: each has `world` times as many as rows.

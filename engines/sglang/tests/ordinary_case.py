@@ -1,4 +1,4 @@
-"""What the engines of test_colocated_server are asked, and how they are set up."""
+"""What the engines of test_ordinary_server are asked, and how they are set up."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Served:
     answers: Mapping[str, Any]
 
 
-def run_colocated(
+def run_ordinary(
     model: Path,
     folder: Path,
     steps: Mapping[str, tuple[str, Any]],

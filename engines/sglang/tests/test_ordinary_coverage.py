@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from colocated_fakes import Req, Scheduler, shelved
+from ordinary_fakes import Req, Scheduler, shelved
 
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.ordinary.coverage import refuse_server, why_not

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from colocated_case import (
+from ordinary_case import (
     ADAPTERS,
     MODELS,
     Served,
@@ -20,7 +20,7 @@ from colocated_case import (
     make_adapter,
     make_model,
     requests,
-    run_colocated,
+    run_ordinary,
 )
 
 GREEDY = requests(6, 40)
@@ -92,7 +92,7 @@ def served(
     steps = {**STEPS, **(FURTHER_STEPS if request.param in WHOLE else {})}
     if request.param == "adapters":
         server, steps = with_adapters(models, 3), {**_adapted(STEPS), **BARE_STEPS}
-    return run_colocated(models / model, tmp_path_factory.mktemp("served"), steps, server)
+    return run_ordinary(models / model, tmp_path_factory.mktemp("served"), steps, server)
 
 
 def with_adapters(models: Path, most: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_penalties_go_on_where_they_were(served: Served) -> None:
     """Frequency, presence and repetition of all tokens since the request's beginning count.
 
     With overlapped scheduling SGLang counts by what else happens to run, so that two of its
-    answers needn't be equal; see test_colocated_shelf for what kvtide counts then.
+    answers needn't be equal; see test_ordinary_shelf for what kvtide counts then.
     """
     assert sum(_retractions(served.answers["penalised"])) >= 4
     assert _tokens(served.answers["penalised alone"]) == _tokens(served.answers["penalised"])
@@ -252,7 +252,7 @@ def test_without_restores_the_answers_differ(name: str, models: Path, tmp_path: 
     """The control: what the tests above look at does depend on restored KV, or state."""
     model, server = SERVERS[name]
     steps = {step: STEPS[step] for step in ("greedy alone", "greedy")}
-    outcome = run_colocated(models / model, tmp_path, steps, server, KVTIDE_WATCH_SKIP="1")
+    outcome = run_ordinary(models / model, tmp_path, steps, server, KVTIDE_WATCH_SKIP="1")
     assert _tokens(outcome.answers["greedy alone"]) != _tokens(outcome.answers["greedy"])
     # Whoever came back with poison may have been saved with it, and come back "exact" later.
     restores = outcome.run.events_of("restore")
@@ -284,7 +284,7 @@ def crowded(
     if is_adapted:
         del steps["greedy"]
         steps["ranked"] = ("generate", RISING)
-    return run_colocated(
+    return run_ordinary(
         models / ("llama" if is_adapted else request.param),
         tmp_path_factory.mktemp("crowded"),
         _adapted(steps) if is_adapted else steps,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from colocated_fakes import Batch, Req, Scheduler, shelved
+from ordinary_fakes import Batch, Req, Scheduler, shelved
 from sglang.srt.lora.lora_drainer import LoRADrainer
 from sglang.srt.lora.lora_manager import LoRAManager
 

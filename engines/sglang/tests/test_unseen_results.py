@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import requests_of
-from colocated_fakes import Batch, Req, Scheduler
+from ordinary_fakes import Batch, Req, Scheduler
 from sglang.srt import runtime_context
 
 from kvtide.plugin.sglang import attachment, hooks
