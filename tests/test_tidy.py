@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 LONGEST_FUNCTION = 70
 LONGEST_MODULE = 400
 
-# The way of a request's KV, downwards: a part imports only what stands before it.
+# The way of a request's KV, downwards, and then what stands on it: a part imports only parts that
+# stand in an earlier line.
 ORDER = (
     ("errors",),
     ("integers", "atomic"),
@@ -33,6 +34,7 @@ ORDER = (
     ("arena",),
     ("ticket",),
     ("snapshot",),
+    ("ticket",),
     ("tier",),
     ("tide",),
     ("models", "conformance"),
@@ -120,6 +122,46 @@ def check_order(source: Source) -> list[str]:
         elif steps[0] == "kvtide" and steps[1] not in RANK and steps[1] != "__version__":
             problems.append(f"{source.path}:{line}: {name}: import it from where it is defined")
     return problems
+
+
+def module_of(source: Source) -> str:
+    """The full name of the file's module; a package's for its `__init__.py`."""
+    steps = source.path.removesuffix(".py").removesuffix("__init__").rstrip("/").split("/")
+    return ".".join(["kvtide", *filter(None, steps)])
+
+
+def circles(sources: list[Source]) -> list[tuple[str, ...]]:
+    """Modules that import each other, by whatever way round: each circle's names, in order.
+
+    Lazy imports within functions count, and imports for types only: a reader goes round either.
+    An import of a name from a package is one of the package; of a module, one of the module.
+    """
+    names = {module_of(source) for source in sources}
+    targets: dict[str, set[str]] = {name: set() for name in names}
+    for source in sources:
+        for _, name in imports(source):
+            target = name if name in names else name.rpartition(".")[0]
+            if target in names and target != module_of(source):
+                targets[module_of(source)].add(target)
+    reached = {name: _reachable(name, targets) for name in names}
+    found = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in names
+        if name in reached[name]
+    }
+    return sorted(found)
+
+
+def _reachable(name: str, targets: dict[str, set[str]]) -> set[str]:
+    """All that importing the module leads to; the module itself if it comes round."""
+    found: set[str] = set()
+    waiting = [*targets[name]]
+    while waiting:
+        target = waiting.pop()
+        if target not in found:
+            found.add(target)
+            waiting += targets[target]
+    return found
 
 
 def check_dependencies(source: Source) -> list[str]:
@@ -257,6 +299,56 @@ def test_package_is_tidy(check: Check) -> None:
     assert [] == [problem for source in read_package() for problem in check(source)]
 
 
+def test_no_modules_import_each_other() -> None:
+    """Anywhere in the tree, within a folder too."""
+    assert [] == circles(read_package())
+
+
+CIRCLES = {
+    "two modules": {"pool/a": "import kvtide.pool.b", "pool/b": "from kvtide.pool.a import x"},
+    "by names of modules": {
+        "pool/a": "from kvtide.pool import b", "pool/b": "from kvtide.pool import a",
+    },
+    "a lazy import": {
+        "pool/a": "import kvtide.pool.b", "pool/b": "def f():\n    import kvtide.pool.a",
+    },
+    "an import for types": {
+        "pool/a": "import kvtide.pool.b", "pool/b": "if TYPE_CHECKING:\n    import kvtide.pool.a",
+    },
+    "three modules": {
+        "pool/a": "import kvtide.pool.b",
+        "pool/b": "import kvtide.pool.c",
+        "pool/c": "import kvtide.pool.a",
+    },
+    "a module and its package": {
+        "pool/__init__": "from kvtide.pool.a import x", "pool/a": "from kvtide.pool import x",
+    },
+}  # fmt: skip
+
+
+def sources_of(texts: dict[str, str]) -> list[Source]:
+    """Files of a package, by their paths without the ending."""
+    return [Source(f"{path}.py", text) for path, text in texts.items()]
+
+
+@pytest.mark.parametrize("name", CIRCLES)
+def test_a_circle_is_found(name: str) -> None:
+    """By whatever kind of import, and once."""
+    (circle,) = circles(sources_of(CIRCLES[name]))
+    assert len(CIRCLES[name]) == len(circle)
+
+
+def test_modules_in_a_row_are_no_circle() -> None:
+    """Nor is a package that imports from its modules, which import each other one way."""
+    row = {
+        "pool/__init__": "from kvtide.pool.a import x",
+        "pool/a": "from kvtide.pool import b\nfrom kvtide.pool.c import y",
+        "pool/b": "from kvtide.pool.c import y",
+        "pool/c": "import torch",
+    }
+    assert [] == circles(sources_of(row))
+
+
 def test_tests_have_short_functions() -> None:
     """A test is read more often than anything else."""
     texts = [Source(p.name, p.read_text(encoding="utf-8")) for p in (ROOT / "tests").rglob("*.py")]
@@ -272,6 +364,8 @@ BAD = [
     ("order", "__init__.py", "from kvtide.serve.engine import Engine"),
     ("order", "pool/__init__.py", "from kvtide.npu import NPUMHATokenToKVPool"),
     ("order", "npu/base.py", "from kvtide.serve.engine import Engine"),
+    ("order", "doctor/report.py", "from kvtide.cli.display import printable"),
+    ("order", "snapshot.py", "if TYPE_CHECKING:\n    from kvtide.ticket import Ticket"),
     ("order", "pool/pool.py", "from kvtide import Tide"),
     ("order", "helpers.py", ""),
     ("dependencies", "snapshot.py", "import rich"),
