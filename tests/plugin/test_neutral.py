@@ -26,6 +26,7 @@ WANTED = {
     "books": ("Counters",),
     "ranks": ("Ranks",),
     "host_memory": ("HostMemory",),
+    "environment": ("CONFIG", "HOST_MEMORY", "choice", "host_memory_bytes", "read_values"),
     "metrics": ("Metrics",),
     "status": ("coverage", "without_draft", "without_room"),
     "reader": ("Reader", "Table"),

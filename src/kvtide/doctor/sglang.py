@@ -170,6 +170,7 @@ class SGLangReport:
         return f"{trips}: kvtide {exact} exact; SGLang's own copy {counts}{skipped}"
 
     def _facts(self) -> list[tuple[str, str]]:
+        from kvtide.plugin.environment import HOST_MEMORY
         from kvtide.plugin.sglang import settings as names
 
         settings, limit = self.settings, format_size(self.limit_bytes)
@@ -189,7 +190,7 @@ class SGLangReport:
             ("versions", ", ".join(f"{name} {text}" for name, text in self.versions.items())),
             (names.MODE, modes[settings.mode]),
             (names.COLOCATED, colocated[settings.is_colocated]),
-            (names.HOST_MEMORY, memory),
+            (HOST_MEMORY, memory),
         ]
 
     def to_json(self) -> dict[str, object]:

@@ -1,0 +1,95 @@
+"""What an operator sets: variables of the environment, or of a TOML file under the same names.
+
+    KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
+    KVTIDE_CONFIG            the path of a file with the others in it; the environment wins
+
+An engine's plugin has more of them. An invalid value is an error that names it: a server that came
+up without what was asked for would be found out under load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvtide.errors import UsageError, shortened
+from kvtide.sizes import parse_size
+
+HOST_MEMORY = "KVTIDE_HOST_MEMORY"
+CONFIG = "KVTIDE_CONFIG"
+
+_LARGEST_CONFIG_BYTES = 1 << 16
+
+Value = TypeVar("Value")
+
+
+def read_values(
+    names: Sequence[str], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The values of these variables that are set, in this process's environment or `environment`.
+
+    Raises UsageError, which names the file, where that can't be read, or has another name in it.
+    """
+    given = os.environ if environment is None else environment
+    path = given.get(CONFIG, "").strip()
+    values = _read_config(path, names) if path else {}
+    texts = {name: given[name].strip() for name in names if name in given}
+    return {**values, **{name: text for name, text in texts.items() if text}}
+
+
+def choice(
+    values: Mapping[str, str], name: str, accepted: Mapping[str, Value], default: str
+) -> Value:
+    """What the variable's text stands for. Raises UsageError for a text that isn't accepted."""
+    text = values.get(name, default)
+    if text not in accepted:
+        raise UsageError(f"{name}: {shortened(text)!r} is none of {', '.join(accepted)}")
+    return accepted[text]
+
+
+def host_memory_bytes(values: Mapping[str, str]) -> int | None:
+    """The limit of all arenas of this host's ranks; None where it isn't set. Raises UsageError."""
+    text = values.get(HOST_MEMORY)
+    return None if text is None else parse_size(text, name=HOST_MEMORY)
+
+
+def _read_config(path: str, names: Sequence[str]) -> dict[str, str]:
+    """The file's values as the environment would have them."""
+    values: dict[str, str] = {}
+    for name, value in _parse(path).items():
+        if name not in names:
+            raise UsageError(
+                f"{CONFIG}: {path}: {shortened(name)!r} isn't known; accepted: {', '.join(names)}"
+            )
+        if not isinstance(value, str | int):
+            raise UsageError(f"{CONFIG}: {path}: {name} is a {type(value).__name__}, not a string")
+        values[name] = str(int(value)) if isinstance(value, int) else value.strip()
+    return values
+
+
+def _parse(path: str) -> dict[str, Any]:
+    toml = _toml()
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(_LARGEST_CONFIG_BYTES + 1)
+        if len(content) > _LARGEST_CONFIG_BYTES:
+            raise UsageError(f"{CONFIG}: {path} has more than {_LARGEST_CONFIG_BYTES} bytes")
+        parsed: dict[str, Any] = toml.loads(content.decode())
+    except OSError as error:
+        raise UsageError(f"{CONFIG}: {path} can't be read: {error.strerror}") from error
+    except ValueError as error:  # not TOML, not UTF-8, or no path at all
+        raise UsageError(f"{CONFIG}: {path} isn't a TOML file: {error}") from error
+    return parsed
+
+
+def _toml() -> Any:
+    """Python's parser, which 3.10 doesn't have yet, or the package that became it."""
+    for name in ("tomllib", "tomli"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise UsageError(f"{CONFIG} needs Python 3.11, or the package tomli; or set the variables")
