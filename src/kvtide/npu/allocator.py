@@ -213,7 +213,7 @@ class NPUPagedTokenToKVPoolAllocator:
 
 
 def _lengths(given: Any) -> list[int]:
-    """Of requests, in tokens."""
+    """Lengths of requests, in tokens."""
     found: list[int] = integers_of(given, "length", "request").tolist()
     return found
 

@@ -229,7 +229,7 @@ class NPUTokenToKVPool:
     # ---- what transfer engines register ------------------------------------------------
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
-        """Of all buffers, one a plane and layer: addresses, lengths, page lengths in bytes."""
+        """Addresses, lengths and page lengths in bytes of all buffers, one a plane and layer."""
         return infos_of([plane for plane in self._planes if not plane.is_empty])
 
     def get_state_buf_infos(self) -> BufferInfos:

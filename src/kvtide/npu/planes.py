@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 KEPT_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 BufferInfos = tuple[list[int], list[int], list[int]]
-"""Of each buffer: its address, its length and the length of a page, in bytes."""
+"""Each buffer's address, its length and the length of its pages, in bytes."""
 
 
 class Layer(Protocol):
@@ -91,7 +91,7 @@ class PlaneBuffer:
 
 
 def infos_of(planes: Sequence[PlaneBuffer]) -> BufferInfos:
-    """Of the planes' buffers, one a layer."""
+    """The planes' buffers, one a layer."""
     buffers = [layer for plane in planes for layer in plane.tensor]
     return (
         [buffer.data_ptr() for buffer in buffers],

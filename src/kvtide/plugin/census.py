@@ -58,7 +58,7 @@ def census(source: Source, package: EnginePackage, kinds: PoolKinds) -> list[Poo
 
 
 def _pools(source: Source, kinds: PoolKinds) -> list[SourceClass]:
-    """What is a pool by what it derives from, or by the copy that it makes of some of its rows."""
+    """The classes that are pools: by what they derive from, or by a copy method of their own."""
     found = [kind for method in kinds.copy_methods for kind in source.defining(method)]
     names = {*kinds.roots, *kinds.within, *(kind.name for kind in found)}
     for name in sorted(names):

@@ -112,7 +112,7 @@ class Keeper:
 
     @property
     def request_kinds(self) -> frozenset[str]:
-        """Of which kinds a request has rows of its own here."""
+        """The kinds of rows that a request has of its own on this rank."""
         return self.tide.pool.request_kinds
 
     @property

@@ -18,7 +18,7 @@ _TOTALS = {
     "save_s": ("save_seconds", "Seconds that the scheduler waited for saves."),
     "restore_s": ("restore_seconds", "Seconds that the scheduler waited for restores."),
 }
-"""Of each of the keeper's counters: the metric's name after `kvtide:`, and what it says."""
+"""For each counter of the keeper: the metric's name after `kvtide:`, and what it says."""
 
 
 @final

@@ -12,7 +12,7 @@ from typing import Any, final
 from kvtide.plugin.refusals import Refused
 
 Table = Mapping[str, tuple[str, ...]]
-"""Of each class, by name: what is read of it. A name that ends in `?` may be absent or None."""
+"""What is read of each class, by its name. An entry that ends in `?` may be absent or None."""
 
 
 @final

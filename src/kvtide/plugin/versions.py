@@ -20,7 +20,7 @@ _NAMED_COUNT = 5
 
 
 def installed_version(package: str) -> str:
-    """Of a package in this environment, as the package says."""
+    """The version of a package in this environment, as the package says."""
     try:
         return version(package)
     except PackageNotFoundError:

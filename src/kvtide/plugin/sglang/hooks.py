@@ -152,11 +152,11 @@ def _beginning(settings: Settings) -> Hook:
         """
         original(scheduler, *args, **kwargs)
         try:
-            # With a hook missing, what the others begin would be left half done.
+            # With a hook missing, the other hooks would leave half done what they begin.
             loose = hooks_not_in_place(settings)
             is_needed = not loose and saves_requests(settings)
             refusal = report(attach(scheduler, settings) if is_needed else None, loose)
-        except Exception as error:  # a server that would come up without kvtide comes up
+        except Exception as error:  # the server would come up without kvtide, so it does with it
             logger.exception("kvtide can't read this SGLang")
             refusal = f"{type(error).__name__}: {error}"
         if refusal and settings.mode == "strict":
@@ -206,7 +206,7 @@ def resolve_decode_retraction_backup(original: Hook, *args: Any, tp_worker: Any,
 
 
 def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
-    """Here SGLang retracts. Recurrent states must not be a step ahead of the answers by then."""
+    """SGLang retracts in here. Recurrent states mustn't be a step ahead of the answers by then."""
     attachment = attached()
     if attachment is None or not attachment.must_look(batch):
         return original(scheduler, batch)
@@ -215,7 +215,7 @@ def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
 
 
 def process_batch_result(original: Hook, scheduler: Any, batch: Any, result: Any) -> None:
-    """Once for each result."""
+    """SGLang comes to a result that was looked at early once more: that time is left out."""
     attachment = attached()
     if attachment is None or not attachment.results.is_repeated(result):
         original(scheduler, batch, result)
@@ -273,7 +273,7 @@ def restore_kv_cache(
 def resume_retracted_reqs(original: Hook, queue: Any, *args: Any, **kwargs: Any) -> list[Any]:
     """The requests that are resumed, but for requests whose KV couldn't be restored.
 
-    SGLang would put the others on its waiting queue and run them. They end as SGLang ends
+    SGLang would put the lost ones on its waiting queue and run them. They end as SGLang ends
     requests whose transferred KV fails its checksum.
     """
     resumed: list[Any] = original(queue, *args, **kwargs)

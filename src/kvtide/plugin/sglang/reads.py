@@ -8,7 +8,7 @@ from kvtide.plugin.source import gone
 from kvtide.plugin.versions import refuse_if_gone, tables_in
 
 PACKAGES = tuple(f"kvtide.plugin.sglang{below}" for below in ("", ".pools", ".ordinary"))
-"""Whose modules say in `READS` what they read of SGLang."""
+"""Packages whose modules say in `READS` what they read of SGLang."""
 
 
 def tables() -> list[Table]:

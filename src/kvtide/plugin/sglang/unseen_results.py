@@ -54,7 +54,7 @@ class UnseenResults:
         self._seen: list[Any] = []
         """Results in the queue that have been looked at: SGLang will come to them once more."""
         self._uncounted: WeakSet[Any] = WeakSet()
-        """Of what is looked at now: requests whose last token SGLang doesn't count on yet."""
+        """Requests, of the results looked at now, whose last token SGLang doesn't count on yet."""
 
     def concern(self, req: Any) -> bool:
         """Whether the request is part of a step whose result is on its way."""

@@ -153,7 +153,7 @@ def _read_all(scheduler: Any) -> None:
 
 
 def _adapters(scheduler: Any) -> list[Any]:
-    """Who has a server's LoRA adapters, and on the way there; nobody in one without."""
+    """The objects that lead from a scheduler to its LoRA adapters; none in a server without."""
     owner, owners = scheduler, []
     for name in ("tp_worker", "model_runner", "lora_manager") if scheduler.enable_lora else ():
         owner = Reader(owner, resume.READS)[name]

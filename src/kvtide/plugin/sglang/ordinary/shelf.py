@@ -10,8 +10,9 @@ where aborts, timeouts, priorities and metrics find it:
           Keeper.save                      slots, Keeper.restore         (allocation)
       the waiting queue                    a batch of one, merged into the running batch
 
-Its next step is a decode step like any other. Retracted requests come back before new ones are let
-in. What isn't in the waiting queue any more has no backup: that is looked up, not heard of.
+Its next step is a decode step like any other. Retracted requests come back before new requests are
+let in. A request that has left the waiting queue loses its backup: SGLang doesn't say when it
+leaves, so the shelf looks it up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvtide.plugin.sglang.unseen_results import without_last_tokens
 logger = logging.getLogger(__name__)
 
 _SHELVES: dict[Any, Shelf] = {}
-"""Of each scheduler in this process; in a server there is one."""
+"""The shelf of each scheduler in this process; a server has one scheduler."""
 
 
 @final
@@ -52,7 +53,7 @@ class Shelf:
         self._late: WeakSet[Any] = WeakSet()
         """Requests with penalties that came back, and haven't decoded since: see `counting`."""
         self._is_closed = False
-        """Whether this SGLang turned out to be one that requests can't come back in."""
+        """Whether an unexpected error showed that requests can't come back in this SGLang."""
 
     def __len__(self) -> int:
         return len(self._backups)
@@ -173,7 +174,7 @@ class Shelf:
         return size == 0 or has_room(scheduler, req, running)
 
     def _restored_or_closed(self, req: Any) -> Any:
-        """As `_restored`. What nobody thought of ends kvtide's part, not the scheduler."""
+        """As `_restored`. An unexpected error ends kvtide's part, not the scheduler."""
         try:
             return self._restored(req)
         except Exception:
@@ -182,7 +183,7 @@ class Shelf:
             return None
 
     def _close(self) -> None:
-        """Called where an exception that nobody thought of is being handled."""
+        """Called while an unexpected exception is handled: no request comes back from now on."""
         logger.exception("kvtide: this SGLang takes no request back; all are computed again")
         self._is_closed = True
         self.clear("none can come back")

@@ -33,7 +33,7 @@ DESCRIBERS: Mapping[str, Describer] = {
     **ascend.DESCRIBERS,
     **deepseek_v4.DESCRIBERS,
 }
-"""Of each known class, by its name in SGLang."""
+"""The describer of each known class, by its name in SGLang."""
 
 
 def describe(subject: Subject) -> Description:

@@ -136,7 +136,7 @@ def with_state(description: Description, pool: Any, subject: Subject) -> Descrip
 
 
 def _slot_allocator(subject: Subject) -> Any:
-    """Who knows in which row a request's virtual slot lies."""
+    """The allocator that knows in which row a request's virtual slot lies."""
     for owner in (subject.allocator, subject.request_pool):
         kind = name_of(owner)
         if kind in READS and "mamba_allocator" in READS[kind]:

@@ -27,7 +27,7 @@ class Subject:
     """How far sliding-window attention looks back, where the model has any: SGLang's
     sliding_window_size."""
     describers: Mapping[str, Describer] = field(default_factory=dict)
-    """Of each known class, by its name in SGLang; `describe` fills it in."""
+    """The describer of each known class, by its name in SGLang; `describe` fills it in."""
 
     @classmethod
     def in_scheduler(
