@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvtide.plugin.sglang.homes import SGLANG
@@ -33,44 +31,3 @@ def test_what_is_gone_is_named_all_at_once(installed: Source) -> None:
     }
     lost = ["MHATokenToKVPool.k_bufer", "class MHATokenToKVPoolMX7", "MLATokenToKVPool.k_buffer"]
     assert lost == gone(installed, [table])
-
-
-WRITTEN = """
-class Base:
-    inherited: int
-
-class Pool(other.Base, Generic[T]):
-    field: int = 0
-    plain = 1
-
-    def __init__(this, size):
-        this.size = size
-        this.first, (this.second, third) = pair()
-        size.stranger = 1
-        for name in ("left", "right"):
-            setattr(this, name, 0)
-        setattr(this, "literal", this.read)
-        setattr(size, "foreign", 0)
-
-    @property
-    def derived(self): ...
-
-    class Nested:
-        inner = 1
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "has_it"),
-    [
-        *((name, True) for name in ("inherited", "field", "plain", "size", "first", "second")),
-        *((name, True) for name in ("left", "right", "literal", "derived", "Nested")),
-        *((name, False) for name in ("stranger", "third", "read", "foreign", "inner", "name")),
-    ],
-)
-def test_an_attribute_is_what_a_class_defines_or_sets_of_itself(
-    tmp_path: Path, name: str, has_it: bool
-) -> None:
-    """Not what it sets of others, or reads."""
-    (tmp_path / "pools.py").write_text(WRITTEN)
-    assert ([] if has_it else [f"Pool.{name}"]) == gone(Source(tmp_path), [{"Pool": (name,)}])

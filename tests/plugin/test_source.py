@@ -1,0 +1,65 @@
+"""What the text of a package says of its classes, and which tables a plugin has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvtide.plugin.sglang
+from kvtide.plugin.sglang.reads import tables
+from kvtide.plugin.source import Source, gone
+
+WRITTEN = """
+class Base:
+    inherited: int
+
+class Pool(other.Base, Generic[T]):
+    field: int = 0
+    plain = 1
+
+    def __init__(this, size):
+        this.size = size
+        this.first, (this.second, third) = pair()
+        size.stranger = 1
+        for name in ("left", "right"):
+            setattr(this, name, 0)
+        setattr(this, "literal", this.read)
+        setattr(size, "foreign", 0)
+
+    @property
+    def derived(self): ...
+
+    class Nested:
+        inner = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "has_it"),
+    [
+        *((name, True) for name in ("inherited", "field", "plain", "size", "first", "second")),
+        *((name, True) for name in ("left", "right", "literal", "derived", "Nested")),
+        *((name, False) for name in ("stranger", "third", "read", "foreign", "inner", "name")),
+    ],
+)
+def test_an_attribute_is_what_a_class_defines_or_sets_of_itself(
+    tmp_path: Path, name: str, has_it: bool
+) -> None:
+    """Not what it sets of others, or reads."""
+    (tmp_path / "pools.py").write_text(WRITTEN)
+    assert ([] if has_it else [f"Pool.{name}"]) == gone(Source(tmp_path), [{"Pool": (name,)}])
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    """As an import of it would be."""
+    with pytest.raises(ModuleNotFoundError, match="no_such_engine isn't installed"):
+        Source.of_installed("no_such_engine")
+
+
+def test_the_tables_of_all_folders_of_a_plugin_are_found() -> None:
+    """What a table in another folder lists would never be looked for."""
+    folder = Path(kvtide.plugin.sglang.__file__).parent
+    texts = [path.read_text("utf-8") for path in folder.rglob("*.py")]
+    written = sum("\nREADS: Table" in text for text in texts)
+    assert written == len({id(table) for table in tables()})
