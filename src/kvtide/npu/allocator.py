@@ -150,7 +150,7 @@ class NPUPagedTokenToKVPoolAllocator:
     def get_cpu_copy(
         self, indices: Any, mamba_indices: Any = None, req_pool_index: int | None = None
     ) -> Any:
-        """The pool's."""
+        """See the pool's method of this name."""
         return self._kvcache.get_cpu_copy(
             indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
         )
@@ -162,7 +162,7 @@ class NPUPagedTokenToKVPoolAllocator:
         mamba_indices: Any = None,
         req_pool_index: int | None = None,
     ) -> Any:
-        """The pool's."""
+        """See the pool's method of this name."""
         return self._kvcache.load_cpu_copy(
             kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
         )
@@ -202,7 +202,7 @@ class NPUPagedTokenToKVPoolAllocator:
         return (slots + is_old * last.index_select(0, index)).to(torch.int32)
 
     def _grown_one(self, span: range, pages: list[int]) -> NDArray[np.int64]:
-        """Of the tokens of one request, int64 [2, token]: slots in its new pages, with 0; or with
+        """A request's new tokens, int64 [2, token]: slots in its new pages, with 0; or with
         1 how far behind the last slot that it had."""
         tokens, size = np.arange(span.start, span.stop), self.page_size
         first = self._pages_of(span.start)

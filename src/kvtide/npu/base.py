@@ -101,8 +101,8 @@ class NPUTokenToKVPool:
         return torch.zeros(shape, dtype=dtype or self.store_dtype, device=self._device.torch_device)
 
     def _hold(self, geometry: Geometry, planes: Sequence[PlaneBuffer]) -> None:
-        """Takes the stage's planes, in the order of a copy's tensors; those that have any width
-        are the geometry's."""
+        """Takes the stage's planes, in the order of a copy's tensors. The geometry has only planes
+        with a width."""
         self._planes = list(planes)
         held = [plane for plane in planes if not plane.is_empty]
         declared = {plane.name: plane for plane in geometry.planes}
@@ -233,7 +233,7 @@ class NPUTokenToKVPool:
         return infos_of([plane for plane in self._planes if not plane.is_empty])
 
     def get_state_buf_infos(self) -> BufferInfos:
-        """The same of index keys and their scales alone."""
+        """The same for index keys and their scales alone."""
         names = ("index_k", "index_scale")
         return infos_of([plane for plane in self._planes if plane.name in names])
 
@@ -245,7 +245,7 @@ class NPUTokenToKVPool:
 
     @property
     def cpu_offloading_chunk_size(self) -> int:
-        """How many tokens a chunk of a CPU copy has; what is copied already keeps its own."""
+        """Tokens in a chunk of a CPU copy; a copy keeps the number it was made with."""
         return self._chunk_size
 
     @cpu_offloading_chunk_size.setter
@@ -345,7 +345,7 @@ class NPUTokenToKVPool:
             device.close()
 
     def _cast(self, values: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """Values in the pool's dtype, scaled where that isn't theirs."""
+        """Values in the pool's dtype, scaled where they had another."""
         if values.dtype == self.dtype:
             return values
         return (values if scale is None else values / scale).to(self.dtype)
@@ -391,7 +391,7 @@ class NPUTokenToKVPool:
         return buffer if self.store_dtype == self.dtype else buffer.view(self.dtype)
 
     def _synchronize(self) -> None:
-        """Waits for whatever any stream does to the slots; a ticket would for its own alone."""
+        """Waits for whatever any stream does to the slots; a ticket waits for its move alone."""
         if self._device.torch_device.type != "cpu":
             torch.accelerator.synchronize(self._device.torch_device)
 

@@ -106,7 +106,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def slots_on(device: torch.device, loc: Any) -> torch.Tensor:
     """Slots, a tensor of integers, as int64 [token] on the device. Raises SlotError for anything
-    else, of which a cast would make slots; whether they are there is known to the device alone."""
+    else that a cast would turn into slots. Whether the slots exist, only the device knows."""
     dtype = loc.dtype if isinstance(loc, torch.Tensor) else torch.bool
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise SlotError(f"slots to write must be a tensor of integers [token], not {shown(loc)}")
@@ -115,7 +115,7 @@ def slots_on(device: torch.device, loc: Any) -> torch.Tensor:
 
 
 def tell_unused(said: set[str], **rows: object) -> None:
-    """Says once of each that it names nothing in these pools. SGLang gives them to every pool."""
+    """Logs once for each that these pools have no use for it; SGLang gives them to every pool."""
     for name, given in rows.items():
         if given is not None and name not in said:
             said.add(name)
@@ -126,11 +126,11 @@ def tell_unused(said: set[str], **rows: object) -> None:
 
 
 def size_of(name: str, value: object, least: int = 1) -> int:
-    """A size that a pool is made with; LayoutError for what is none."""
+    """A size that a pool is made with; LayoutError for an invalid size."""
     return checked_integer(value, f"NPU pool: {name}", least=least, error=LayoutError)
 
 
 def refuse(name: str, value: object, only: object, reason: str) -> None:
-    """LayoutError unless `value` is the only one that there is."""
+    """Raises LayoutError unless `value` is the only value that these pools take."""
     if value is not only:
         raise LayoutError(f"NPU pool: {name}={value!r} isn't supported: {reason}; leave it {only}")
