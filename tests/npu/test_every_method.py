@@ -32,6 +32,7 @@ from kvtide.npu.copy import CopyPart, LayerCopy
 from kvtide.npu.planes import PlaneBuffer
 from kvtide.pool import PageAllocator, Pool
 from kvtide.pool.maps import EngineMap
+from kvtide.pool.memory import PlaneMemory, allocated
 from support.npu_pools import AnyLayer, mha, mla, packed
 from support.pools import small_geometry
 
@@ -69,6 +70,7 @@ MAKERS: dict[type, list[Callable[[], Any]]] = {
     Pool: [lambda: Pool.create(small_geometry(), CPUDevice(lanes=1), page_count=2)],
     PageAllocator: [taken_pages],
     EngineMap: [lambda: EngineMap("moved", [0])],
+    PlaneMemory: [lambda: allocated(small_geometry().planes[0], 0, 4, CPUDevice(lanes=1))],
     NPUMHATokenToKVPool: [lambda: mha("cpu"), lambda: mha("cpu", use_fia=True)],
     NPUMLATokenToKVPool: [
         lambda: mla("cpu", index_head_dim=8),

@@ -49,10 +49,12 @@ class Pool:
         self.slot_count = slot_count
         self.padding_slots = padding_slots
         """How many slots at the beginning belong to no request; to move one is an error."""
-        self._memory = [memory[plane.name] for plane in geometry.planes]
-        self.buffers = tuple(buffer for plane in self._memory for buffer in plane.buffers)
+        self._memory = {plane.name: memory[plane.name] for plane in geometry.planes}
+        self.buffers = tuple(buffer for plane in self._memory.values() for buffer in plane.buffers)
         """All buffers of bytes, plane after plane."""
-        self.buffer_rows = tuple(rows for plane in self._memory for rows in plane.buffer_rows)
+        self.buffer_rows = tuple(
+            rows for plane in self._memory.values() for rows in plane.buffer_rows
+        )
         """How each buffer divides into rows."""
         self.request_kinds = request_kinds(rule for p in geometry.planes for rule in p.rules)
         """The kinds of rows that a request has here; `rows_of` needs one row of each kind."""
@@ -67,9 +69,9 @@ class Pool:
     def _rules_and_rows(self) -> list[tuple[tuple[Rule, ...], int]]:
         """The rules of each group of planes, and how many rows all planes of the group have."""
         counts: dict[tuple[Rule, ...], int] = {}
-        for plane, memory in zip(self.geometry.planes, self._memory, strict=True):
-            fewest = counts.get(plane.rules, memory.row_count)
-            counts[plane.rules] = min(fewest, memory.row_count)
+        for plane in self.geometry.planes:
+            row_count = self._memory[plane.name].row_count
+            counts[plane.rules] = min(row_count, counts.get(plane.rules, row_count))
         return list(counts.items())
 
     @property
@@ -85,10 +87,10 @@ class Pool:
     @property
     def size_bytes(self) -> int:
         """Bytes of all planes."""
-        pairs = zip(self.geometry.planes, self._memory, strict=True)
         return sum(
-            plane.row_bytes * sum(layer.shape[0] for layer in memory.layers)
-            for plane, memory in pairs
+            plane.row_bytes * layer.shape[0]
+            for plane in self.geometry.planes
+            for layer in self._memory[plane.name].layers
         )
 
     def plane(self, name: str, layer: int) -> torch.Tensor:
@@ -97,8 +99,7 @@ class Pool:
         A view, not a copy: writing to it writes to the pool. Raises LayoutError for a plane
         or a layer that isn't there; a negative layer isn't there.
         """
-        names = [plane.name for plane in self.geometry.planes]
-        layers = self._memory[names.index(name)].layers if name in names else ()
+        layers = self._memory[name].layers if name in self._memory else ()
         number = integer_of(layer)
         if number is None or not 0 <= number < len(layers):
             counts = {plane.name: plane.layer_count for plane in self.geometry.planes}
