@@ -150,7 +150,7 @@ def test_invalid_sizes_are_refused() -> None:
         make().alloc(6)
     with pytest.raises(SlotError, match="-4"):
         make(page_size=1).alloc(-4)
-    with pytest.raises(SlotError, match="has a token at least"):
+    with pytest.raises(SlotError, match="has at least one token"):
         decode(make(), [0], [5])
     with pytest.raises(LayoutError, match="pages of 8 tokens, the pool's are of 4"):
         make(page_size=8, kvcache=mha("cpu"))

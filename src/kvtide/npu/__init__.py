@@ -1,4 +1,4 @@
-"""SGLang's pools and allocators for Ascend NPUs, by SGLang's names and signatures, over kvtide.
+"""SGLang's pools and allocators for Ascend NPUs, with SGLang's names and signatures, over kvtide.
 
     pool = NPUMHATokenToKVPool(size=…, page_size=128, dtype=torch.bfloat16, …, device="npu")
     copy = pool.get_cpu_copy(slots)            # copy[layer][chunk] -> [k, v], on the host

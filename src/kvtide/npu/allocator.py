@@ -24,9 +24,9 @@ _PADDING_PAGE = 0
 class NPUPagedTokenToKVPoolAllocator:
     """Hands out the slots of `size // page_size` pages, each page to one request at a time.
 
-    Page 0 is padding and is never handed out. Who holds a page is known on the host; slots are
-    tensors on `device`, and no call but `free` waits for it. With `need_sort` the pages of a
-    call are handed out in ascending order. Not thread-safe: one thread schedules.
+    Page 0 is padding and is never handed out. The host knows which pages are held. Slots are
+    tensors on `device`; only `free` waits for the device. With `need_sort` each call hands out
+    pages in ascending order. Not thread-safe: one thread schedules.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class NPUPagedTokenToKVPoolAllocator:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets who holds what: all pages are free again."""
+        """Makes all pages free again."""
         self._pages = PageAllocator(self.size // self.page_size + 1)
         padding = self._pages.acquire(1)
-        assert padding == [_PADDING_PAGE], "the first page of all comes first"
+        assert padding == [_PADDING_PAGE], "the allocator hands out page 0 first"
 
     def available_size(self) -> int:
         """Tokens in free pages."""
@@ -71,9 +71,9 @@ class NPUPagedTokenToKVPoolAllocator:
         return self._kvcache
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """The slots of whole pages, int64 [need_size], or None and nothing taken.
+        """Acquires the slots of whole pages, int64 [need_size]; None if too few pages are free.
 
-        Raises SlotError for a size that isn't of whole pages.
+        Raises SlotError for a size that isn't a multiple of the page size.
         """
         size = integer_of(need_size)
         if size is None or size < 0 or size % self.page_size:
@@ -94,12 +94,12 @@ class NPUPagedTokenToKVPoolAllocator:
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots for requests that grow from `prefix_lens` to `seq_lens` tokens, one after another.
+        """Acquires slots for requests that grow from `prefix_lens` to `seq_lens` tokens.
 
-        A request first fills the page that its last token lies in, whose slot is in `last_loc`,
-        then pages of its own. The result is int32 [extend_num_tokens], or None and nothing
-        taken. Lengths are read from the tensors on the CPU. Raises SlotError for lengths that
-        contradict each other or the last two arguments.
+        A request first fills the page of its last token, whose slot is in `last_loc`, and then new
+        pages. The result has the slots of all requests in order, int32 [extend_num_tokens]; it is
+        None if too few pages are free. Lengths are read from the tensors on the CPU. Raises
+        SlotError for lengths that contradict each other or the last two arguments.
         """
         del prefix_lens, seq_lens
         prefixes, totals = _lengths(prefix_lens_cpu), _lengths(seq_lens_cpu)
@@ -122,29 +122,29 @@ class NPUPagedTokenToKVPoolAllocator:
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """A slot for the last token of each request, now `seq_lens` long: int32 [request].
+        """Acquires a slot for the last token of each request, now `seq_lens` long: int32 [request].
 
-        It is the one after `last_loc`, or the first of a new page. None, and nothing taken, when
-        too few pages are free. Raises SlotError for a request of no tokens.
+        The slot follows `last_loc`, or is the first slot of a new page. None if too few pages are
+        free. Raises SlotError for a request without tokens.
         """
         del seq_lens
         totals = _lengths(seq_lens_cpu)
         if min(totals, default=1) < 1:
-            raise SlotError(f"lengths {totals}: a request that decodes has a token at least")
+            raise SlotError(f"lengths {totals}: a request that decodes has at least one token")
         spans = [range(total - 1, total) for total in totals]
         needed = sum(span.start % self.page_size == 0 for span in spans)
         return self._grown(spans, last_loc, needed)
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Takes back every page that has one of these slots; waits for a device that has them.
+        """Takes back every page with one of these slots. Waits for the device that has them.
 
-        Raises SlotError, and takes none, for a page that isn't held, and for the padding.
+        Raises SlotError, and takes back no page, for a page that isn't held and for the padding.
         """
         is_tensor = isinstance(free_index, torch.Tensor)
         slots = integers_of(free_index.reshape(-1) if is_tensor else free_index, "slot")
         pages = np.unique(slots // self.page_size).tolist()
         if _PADDING_PAGE in pages:
-            raise SlotError(f"page {_PADDING_PAGE} is padding: its slots aren't anybody's to free")
+            raise SlotError(f"page {_PADDING_PAGE} is padding: its slots can't be freed")
         self._pages.release(pages)
 
     def get_cpu_copy(
@@ -181,8 +181,7 @@ class NPUPagedTokenToKVPoolAllocator:
     ) -> torch.Tensor | None:
         """Slots for the tokens `spans` of each request, with `needed` new pages.
 
-        Where `last_loc` lies is known to the device alone: tokens in that page are counted from
-        it there.
+        Only the device knows `last_loc`, so the device computes the slots in that page from it.
         """
         last = slots_on(self._torch_device, last_loc)
         if len(last) != len(spans):
@@ -194,16 +193,19 @@ class NPUPagedTokenToKVPoolAllocator:
         parts = [np.empty((2, 0), np.int64)]
         for span in spans:
             count = self._pages_of(span.stop) - self._pages_of(span.start)
-            parts.append(self._grown_one(span, pages[:count]))
+            parts.append(self._grown_request(span, pages[:count]))
             pages = pages[count:]
         both = torch.from_numpy(np.concatenate(parts, axis=1)).to(self._torch_device)
         slots, is_old = both[0], both[1]
         index = torch.from_numpy(owners).to(self._torch_device)
         return (slots + is_old * last.index_select(0, index)).to(torch.int32)
 
-    def _grown_one(self, span: range, pages: list[int]) -> NDArray[np.int64]:
-        """A request's new tokens, int64 [2, token]: slots in its new pages, with 0; or with
-        1 how far behind the last slot that it had."""
+    def _grown_request(self, span: range, pages: list[int]) -> NDArray[np.int64]:
+        """The new tokens of a request as pairs, int64 [2, token].
+
+        A token in a new page is (slot, 0). A token in the old page is (distance, 1), where the
+        distance counts from the request's last slot.
+        """
         tokens, size = np.arange(span.start, span.stop), self.page_size
         first = self._pages_of(span.start)
         is_old = tokens < first * size
@@ -219,7 +221,7 @@ def _lengths(given: Any) -> list[int]:
 
 
 class TokenToKVPoolAllocator(NPUPagedTokenToKVPoolAllocator):
-    """The same for pages of one token each."""
+    """The same allocator, with pages of one token."""
 
     def __init__(
         self,

@@ -1,11 +1,10 @@
-"""What SGLang's NPU pools have in common: its names and signatures, over a kvtide Pool.
+"""The base of SGLang's NPU pools: SGLang's names and signatures, over a kvtide Pool.
 
 Source of the names, signatures and shapes: SGLang 0.5.23, hardware_backend/npu/memory_pool_npu.py
 and mem_cache/memory_pool.py.
 
-Fences. SGLang waits for the whole device before and after a copy, since who wrote the slots may
-have done so on any stream. So do these pools before it; what a copy itself asks of the device has
-happened when it returns, because it waits for the ticket of its move.
+SGLang waits for the whole device before and after a copy, since any stream may have written the
+slots. These pools wait for the whole device before a copy, and for the copy's ticket after it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _LEAST_HOST_BYTES = 64 << 20
 class NPUTokenToKVPool:
     """The base of SGLang's NPU pools: one pipeline stage's KV, in pages, on one device.
 
-    Layer ids are the model's in every call; inside they count from `start_layer`. Page 0 is
+    In every call layer ids are the model's; the buffers count layers from `start_layer`. Page 0 is
     padding, so there are `size // page_size + 1` pages. `device` is a device's name or a kvtide
     Device. Not thread-safe: one thread schedules.
     """
@@ -67,8 +66,8 @@ class NPUTokenToKVPool:
         end_layer: int | None,
         host_limit_bytes: int | None,
     ) -> None:
-        """For the pools, which call `_hold` when their buffers are there."""
-        refuse("enable_memory_saver", enable_memory_saver, False, "its tensors move in memory")
+        """Called by the pools, which call `_hold` once they have allocated their buffers."""
+        refuse("enable_memory_saver", enable_memory_saver, False, "it moves tensors in memory")
         self.size, self.page_size = size_of("size", size), size_of("page_size", page_size)
         if self.size < self.page_size:
             raise LayoutError(f"NPU pool: size {size} doesn't hold a page of {page_size} tokens")
@@ -96,7 +95,7 @@ class NPUTokenToKVPool:
             )
 
     def _zeros(self, layer_count: int, *row: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[layer, page, token, *row] on the device."""
+        """A zeroed tensor [layer, page, token, *row] on the device."""
         shape = (layer_count, self.size // self.page_size + 1, self.page_size, *row)
         return torch.zeros(shape, dtype=dtype or self.store_dtype, device=self._device.torch_device)
 
@@ -107,11 +106,11 @@ class NPUTokenToKVPool:
         held = [plane for plane in planes if not plane.is_empty]
         declared = {plane.name: plane for plane in geometry.planes}
         adopted = {plane.name: plane.rows(declared[plane.name].dtype) for plane in held}
-        # Page 0 is padding, and a table of slots has 0 where a token has none.
+        # Page 0 is padding: a table of slots has 0 for a token without a slot.
         self._pool = Pool.adopt(geometry, self._device, adopted, padding_slots=self.page_size)
         limit = self._host_limit_bytes
         if limit is None:
-            # All that the pool holds, four times over: pages of retracted requests are used again.
+            # Four times the pool, since the pages of retracted requests are used again.
             limit = max(_LEAST_HOST_BYTES, 4 * self._pool.size_bytes)
         block_bytes = self._device.chunk_bytes
         self._arena = HostArena(self._device, limit_bytes=limit, block_bytes=block_bytes)
@@ -121,10 +120,10 @@ class NPUTokenToKVPool:
     def _parts_of(self, geometry: Geometry, held: Sequence[PlaneBuffer]) -> list[list[CopyPart]]:
         """For each layer, its tensors in a CPU copy."""
         names = [plane.name for plane in geometry.planes]
-        assert names == [plane.name for plane in held], "buffers are counted in this order"
+        assert names == [plane.name for plane in held], "buffers are numbered in this order"
         groups = geometry.groups
         parts: list[list[CopyPart]] = [[] for _ in range(self.layer_num)]
-        of_pages = {plane.name for plane in geometry.planes if plane.unit == "page"}
+        paged = {plane.name for plane in geometry.planes if plane.unit == "page"}
         buffer = 0
         for plane in self._planes:
             for layer in plane.layers:
@@ -138,7 +137,7 @@ class NPUTokenToKVPool:
                     group,
                     plane.row_shape,
                     torch.uint8 if plane.tensor.dtype in KEPT_AS_BYTES else plane.tensor.dtype,
-                    plane.tiles if plane.name in of_pages else 0,
+                    plane.tiles if plane.name in paged else 0,
                     self.page_size,
                 )
                 parts[layer - self.start_layer].append(part)
@@ -147,14 +146,14 @@ class NPUTokenToKVPool:
     # ---- buffers ---------------------------------------------------------------------
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """A layer's keys (of MLA: its latents), a view of the dtype that the model uses.
+        """A layer's keys (MLA: latents) as a view in the model's dtype.
 
-        [page, token, head, head_dim], or [slot, 1, head, head_dim] as FIA takes them.
+        The shape is [page, token, head, head_dim], or for FIA [slot, 1, head, head_dim].
         """
         return self._typed(self.k_buffer[self._local(layer_id)])
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """A layer's values (of MLA: its rotary keys; of packed records: [page, token, 1, 0])."""
+        """A layer's values (MLA: rotary keys; packed records: [page, token, 1, 0])."""
         return self._typed(self.v_buffer[self._local(layer_id)])
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,14 +161,12 @@ class NPUTokenToKVPool:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:
-        """A layer's index keys, a view [page, token, 1, index_head_dim]; LayoutError if it has
-        none."""
+        """A layer's index keys, a view [page, token, 1, index_head_dim], or LayoutError."""
         plane, number = self._place("index_k", layer_id)
         return self._typed(plane.tensor[number])
 
     def get_index_k_scale_buffer(self, layer_id: int) -> torch.Tensor:
-        """The scales of a layer's index keys, a view, float32 [page, token, 1]; LayoutError if it
-        has none."""
+        """The scales of a layer's index keys, a view, float32 [page, token, 1], or LayoutError."""
         plane, number = self._place("index_scale", layer_id)
         return plane.tensor[number]
 
@@ -184,12 +181,12 @@ class NPUTokenToKVPool:
         layer_id_override: int | None = None,
         dcp_kv_mask: torch.Tensor | None = None,
     ) -> None:
-        """Writes tokens to slots: `loc_info` is integers [token], or has them as its `loc`.
+        """Writes tokens to the slots `loc_info`, integers [token], or an object with them as `loc`.
 
-        `cache_k` and `cache_v` are [token, …] and are converted to the pool's dtype, after a
-        division by the scales where there are any; they themselves stay as they are. Slots are
-        not checked, since that would wait for the device. Raises LayoutError for a layer of
-        another stage, or rows of another width.
+        `cache_k` and `cache_v` are [token, …]. They aren't changed; the pool stores them in its
+        dtype, divided by the scales if those are given. Slots are not checked, since that would
+        wait for the device. Raises LayoutError for a layer of another stage and for rows of
+        another width.
         """
         refuse("dcp_kv_mask", dcp_kv_mask, None, "the pool isn't shared by ranks")
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
@@ -214,10 +211,10 @@ class NPUTokenToKVPool:
         self._write(plane, number, loc, scale.to(torch.float32))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copies all that the tokens in `src_loc` own to `tgt_loc`, integers [token] both.
+        """Copies all rows of the tokens in `src_loc` to `tgt_loc`, both integers [token].
 
-        Every token arrives as it was before the call, also where the slots overlap. Slots are
-        not checked; SlotError for a different number of them.
+        The slots may overlap: all tokens are read before one is written. Slots are not checked.
+        Raises SlotError if their numbers differ.
         """
         target, source = self._on_device(tgt_loc), self._on_device(src_loc)
         if target.numel() != source.numel():
@@ -229,7 +226,7 @@ class NPUTokenToKVPool:
     # ---- what transfer engines register ------------------------------------------------
 
     def get_contiguous_buf_infos(self) -> BufferInfos:
-        """Addresses, lengths and page lengths in bytes of all buffers, one a plane and layer."""
+        """Addresses, lengths and page lengths in bytes of all buffers, one per plane and layer."""
         return infos_of([plane for plane in self._planes if not plane.is_empty])
 
     def get_state_buf_infos(self) -> BufferInfos:
@@ -238,14 +235,14 @@ class NPUTokenToKVPool:
         return infos_of([plane for plane in self._planes if plane.name in names])
 
     def get_kv_size_bytes(self) -> int | tuple[int, int]:
-        """Bytes on the device: of keys and of values, or of MLA one number for all planes."""
+        """Bytes on the device: of keys and of values; for MLA a single number."""
         return sum(plane.tensor.nbytes for plane in self._planes)
 
     # ---- host copies -------------------------------------------------------------------
 
     @property
     def cpu_offloading_chunk_size(self) -> int:
-        """Tokens in a chunk of a CPU copy; a copy keeps the number it was made with."""
+        """How many tokens a chunk of a CPU copy has. Existing copies keep their chunk size."""
         return self._chunk_size
 
     @cpu_offloading_chunk_size.setter
@@ -254,21 +251,20 @@ class NPUTokenToKVPool:
 
     @property
     def host_used_bytes(self) -> int:
-        """Host memory that CPU copies take of the limit."""
+        """Bytes of host memory that CPU copies use."""
         return self._arena.used_bytes
 
     def get_cpu_copy(
         self, indices: Any, mamba_indices: Any = None, req_pool_index: int | None = None
     ) -> CPUCopy:
-        """All that the tokens in `indices` (integers [token], anywhere) own, in host memory.
+        """Copies the rows of the tokens in `indices` (integers [token]) to host memory.
 
-        The result is `copy[layer][chunk] -> [k, v]`, or `[latent, rope]` and where the layer has
-        them `index_k` and `index_scale`. It holds host memory until it is released or dropped.
-        Blocks until the bytes are there; the slots may then be reused. Raises SlotError for
-        invalid slots, in NZ order also for pages that aren't begun at their first slot,
-        and ArenaFull when the host limit leaves no room: nothing was taken then. These pools
-        have no recurrent state and no rows of requests, so the last two arguments name nothing:
-        the log says so once.
+        The result is `copy[layer][chunk] -> [k, v]`, or `[latent, rope]` with `index_k` and
+        `index_scale` if the layer has them. It uses host memory until it is released or forgotten.
+        Blocks until the bytes are copied; then the slots may be reused. Raises SlotError for
+        invalid slots and, in NZ order, for a page whose first slot is missing. Raises ArenaFull,
+        and takes nothing, if the host limit leaves no room. The last two arguments are ignored,
+        and the log says so once: these pools have no recurrent state and no rows of requests.
         """
         tell_unused(self._said, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
         self._synchronize()
@@ -286,16 +282,17 @@ class NPUTokenToKVPool:
         mamba_indices: Any = None,
         req_pool_index: int | None = None,
     ) -> None:
-        """Writes a copy to the slots `indices` (integers [token], as many as its tokens).
+        """Writes a copy to the slots `indices`, integers [token], as many as the copy's tokens.
 
-        The copy stays the caller's. Nested lists of host tensors, as engines make them, are
-        taken too; they say nothing of the stage that they are from, and are copied once more.
-        Blocks until the bytes are there. Before a byte is written it raises SnapshotMiss for a
-        copy of another geometry, stage or length or one that was released, LayoutError for lists
-        of another form, SlotError, ArenaFull (lists only), and SnapshotDamaged for bytes
-        that have changed since; and SlotsLost where the device fails after that: nothing may read
-        these slots then, and the copy is whole. In NZ order pages move whole: what follows the last
-        token in its page is overwritten too, from lists with zeros.
+        The copy stays valid. Nested lists of host tensors, as engines make them, are accepted too;
+        they don't say which stage they are from, and are copied once more. Blocks until the bytes
+        are written. In NZ order whole pages are written: behind the last token in its page the
+        slots are overwritten too, from lists with zeros.
+
+        Before a byte is written this raises SnapshotMiss for a copy of another geometry, stage or
+        length, or a released copy; LayoutError for lists of another form; SlotError; ArenaFull (for
+        lists only); SnapshotDamaged for changed bytes. It raises SlotsLost if the device fails
+        while it writes: then nothing may read these slots, and the copy is still whole.
         """
         tell_unused(self._said, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
         self._synchronize()
@@ -311,7 +308,7 @@ class NPUTokenToKVPool:
             self._tide.discard(snapshot)
 
     def close(self) -> None:
-        """Ends the threads of the pool's device, unless that was given; CPU copies stay."""
+        """Closes the device if the pool opened it. CPU copies stay valid."""
         self._tide.close()
         if self._owns_device:
             self._device.close()
@@ -325,11 +322,11 @@ class NPUTokenToKVPool:
         k_scale: float | None,
         v_scale: float | None,
     ) -> list[torch.Tensor]:
-        """Tokens as the first planes store them, [token, …] of their dtypes."""
+        """The tokens as the first planes store them: [token, …] in their dtypes."""
         raise NotImplementedError
 
     def _snapshot_of(self, lists: Any, token_count: int) -> Snapshot:
-        """Engines' lists as a snapshot of this pool's geometry, by way of a pool on the host."""
+        """A snapshot made from an engine's lists, with a pool on the host as an intermediate."""
         geometry = self._pool.geometry
         planes = planes_of_lists(self._parts, lists, token_count, self.page_size)
         dtypes = {plane.name: getattr(torch, plane.dtype) for plane in geometry.planes}
@@ -369,7 +366,7 @@ class NPUTokenToKVPool:
         return slots_on(self._device.torch_device, loc)
 
     def _local(self, layer_id: int) -> int:
-        """A layer's number in this stage; LayoutError for one of another stage."""
+        """A layer's number within this stage. LayoutError for a layer of another stage."""
         first, number = self.start_layer, integer_of(layer_id)
         last = first + self.layer_num - 1
         if number is None or not first <= number <= last:
@@ -377,14 +374,14 @@ class NPUTokenToKVPool:
         return number - first
 
     def _place(self, name: str, layer_id: int) -> tuple[PlaneBuffer, int]:
-        """A plane that only some layers have, and the layer's place in it."""
+        """The plane of that name, and the layer's index in it. Not all layers have every plane."""
         number = integer_of(layer_id)
         for plane in self._planes:
             if plane.name == name and number is not None and number in plane.layers:
                 return plane, list(plane.layers).index(number)
         layers = [layer for plane in self._planes if plane.name == name for layer in plane.layers]
         raise LayoutError(
-            f"layer {shown(layer_id)} has no {name!r} here; the layers that do: {layers}"
+            f"layer {shown(layer_id)} has no {name!r}; the layers that have it: {layers}"
         )
 
     def _typed(self, buffer: torch.Tensor) -> torch.Tensor:

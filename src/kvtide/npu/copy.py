@@ -1,4 +1,4 @@
-"""What `get_cpu_copy` gives an engine: a snapshot, read as lists of tensors by layer and chunk."""
+"""CPUCopy, the result of `get_cpu_copy`: a snapshot that reads as lists of tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TILE_COLUMNS = 16
 @final
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """One tensor of a layer: where a snapshot has it, and in which form engines expect it.
+    """A tensor of a layer: its place in a snapshot, and the form that engines expect.
 
-    A plane without width is in no snapshot: its `buffer` is None. `tiles` is 0 where a token is a
-    row. Otherwise the row is a page of `page_size` tokens, [tile, token, 16].
+    An empty plane isn't in the snapshot: its `buffer` is None. If `tiles` is 0, a row is a token.
+    Otherwise a row is a page of `page_size` tokens, [tile, token, 16].
     """
 
     name: str
@@ -38,7 +38,7 @@ class CopyPart:
     page_size: int = 1
 
     def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows (uint8 [row, row_bytes]) as tokens, [row * page_size, *shape]."""
+        """Converts rows (uint8 [row, row_bytes]) to tokens [row * page_size, *shape]."""
         typed = rows.view(self.dtype)
         if self.tiles:
             paged = typed.view(-1, self.tiles, self.page_size, TILE_COLUMNS)
@@ -46,7 +46,7 @@ class CopyPart:
         return typed.reshape(-1, *self.shape)
 
     def to_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens of whole pages, [token, *shape], as rows: [page, tile, token, 16] if tiled."""
+        """Converts tokens of whole pages, [token, *shape], to rows: tiled, if there are tiles."""
         if not self.tiles:
             return tokens
         paged = tokens.view(-1, self.page_size, self.tiles, TILE_COLUMNS)
@@ -54,30 +54,29 @@ class CopyPart:
 
 
 Parts = Sequence[Sequence[CopyPart]]
-"""For each layer of the stage, its tensors in order."""
+"""The tensors of each layer of the stage, in order."""
 
 
 @final
 class CPUCopy:
     """`copy[layer][chunk]` is a list of host tensors [token, *shape]; layers are the stage's.
 
-    The bytes are a snapshot's, in host memory that counts against the pool's limit until
-    `release`, or until nobody holds the copy or a layer of it any more. A tensor is put together
-    when it is asked for, and belongs to whoever asked: it stays valid after the release, and
-    writing to it changes no snapshot. What is read is checked against its seal first, each chunk
-    of it once.
+    The bytes are in a snapshot, whose host memory counts against the pool's limit until `release`,
+    or until the copy and its layers are forgotten. Each access makes new tensors: they stay valid
+    after the release, and writing to them changes no snapshot. Each chunk of the snapshot is
+    checked against the seal before it is read for the first time.
     """
 
     def __init__(
         self, snapshot: Snapshot, geometry: Geometry, parts: Parts, chunk_size: int
     ) -> None:
-        """For the pools: `geometry` is the snapshot's, `chunk_size` counts tokens."""
+        """Called by the pools. `geometry` is the snapshot's; `chunk_size` is in tokens."""
         self.snapshot = snapshot
         self.chunk_size = chunk_size
         self._parts = parts
         self._reader = _Reader(snapshot, geometry)
-        # Not with this object: a layer that was taken out of it still reads. And not __del__:
-        # the order in which a cycle's members are finalised is anybody's guess.
+        # The reader decides when to release, not this object, since a layer taken out of this
+        # object still reads. __del__ won't do: in a cycle the order of finalisers is undefined.
         self._release = weakref.finalize(self._reader, snapshot.lease.release)
 
     def __len__(self) -> int:
@@ -91,17 +90,17 @@ class CPUCopy:
 
     @property
     def token_count(self) -> int:
-        """Tokens in it; the slots that it is loaded to must be as many."""
+        """How many tokens the copy has; as many slots are needed to load it."""
         return self.snapshot.token_count
 
     def release(self) -> None:
-        """Gives the host memory back; reading or loading it raises SnapshotMiss from then on."""
+        """Gives the host memory back. Reading or loading the copy raises SnapshotMiss then."""
         self._release()
 
 
 @final
 class LayerCopy:
-    """One layer of a CPUCopy: `layer[chunk]` is a list of tensors, in the order of the pool."""
+    """A layer of a CPUCopy: `layer[chunk]` is a list of tensors, in the pool's order."""
 
     def __init__(self, reader: _Reader, parts: Sequence[CopyPart], chunk_size: int) -> None:
         self._reader = reader
@@ -122,7 +121,7 @@ class LayerCopy:
 
 @final
 class _Reader:
-    """Reads single planes and layers out of a snapshot's blocks."""
+    """Reads single layers of planes from a snapshot's blocks."""
 
     def __init__(self, snapshot: Snapshot, geometry: Geometry) -> None:
         seal = snapshot.seal
@@ -134,7 +133,7 @@ class _Reader:
             self._spans[span.chunk].append(span)
         self._checked: set[int] = set()
         self._places: dict[int, tuple[Section, int, int, int]] = {}
-        # A buffer of these pools is one layer of a plane.
+        # A buffer of these pools is a layer of a plane.
         first_buffers = [0, *accumulate(plane.layer_count for plane in geometry.planes)]
         chunk = 0
         for section in sections_of(geometry, seal.chunk_bytes):
@@ -149,7 +148,7 @@ class _Reader:
             chunk += section.chunk_count(self._firsts[section.group].size)
 
     def tokens(self, part: CopyPart, first: int, stop: int) -> torch.Tensor:
-        """The tokens `first` to `stop` - 1 of a part, [token, *shape]."""
+        """The tokens from `first` to `stop` - 1 of a part, [token, *shape]."""
         if self._lease.released:
             raise SnapshotMiss(f"the CPU copy of {self.token_count} tokens was released already")
         if part.buffer is None:
@@ -160,25 +159,25 @@ class _Reader:
         tokens = part.to_tokens(self._rows(part, int(rows[0]), int(rows[-1]) + 1))
         if not part.tiles:
             return tokens
-        # A page holds fewer tokens than it could where a request's last one does.
+        # The last page of a request may have fewer tokens than it could hold.
         places = (rows - rows[0]) * part.page_size + numbers - firsts[rows]
         return tokens[torch.from_numpy(places)]
 
     def _rows(self, part: CopyPart, first: int, stop: int) -> torch.Tensor:
-        """Some rows of a part as a copy, uint8 [row, row_bytes]."""
+        """A copy of some rows of a part, uint8 [row, row_bytes]."""
         assert part.buffer is not None
         section, chunk, before, width = self._places[part.buffer]
         row_count = self._firsts[section.group].size * section.row_parts
         start, end, size = first * section.row_parts, stop * section.row_parts, section.chunk_rows
-        pieces = []
+        found = []
         for number in range(start // size, -(-end // size)):
             held = min(size, row_count - number * size)
             self._check(chunk + number)
             block = self._lease.blocks[chunk + number]
             low, high = max(0, start - number * size), min(held, end - number * size)
             offset = block.offset + held * before
-            pieces.append(block.slab[offset + low * width : offset + high * width])
-        return torch.cat(pieces).view(stop - first, -1)
+            found.append(block.slab[offset + low * width : offset + high * width])
+        return torch.cat(found).view(stop - first, -1)
 
     def _check(self, chunk: int) -> None:
         if chunk in self._checked:
@@ -192,11 +191,10 @@ class _Reader:
 def planes_of_lists(
     parts: Parts, lists: Any, token_count: int, page_size: int
 ) -> dict[str, list[torch.Tensor]]:
-    """Nested lists [layer][chunk] -> tensors [token, *shape] as planes of whole pages, copied.
+    """Copies nested lists [layer][chunk] of tensors [token, *shape] to planes of whole pages.
 
-    Chunks may be of any lengths. Raises LayoutError, naming layer and chunk, unless there are
-    as many layers, tensors and tokens as there must be, and each of the right shape and dtype,
-    on the CPU.
+    Chunks may have any length. Raises LayoutError, which names layer and chunk, for a wrong number
+    of layers, tensors or tokens, and for a tensor of another shape, dtype or device than the CPU.
     """
     if not isinstance(lists, list | tuple) or len(lists) != len(parts):
         found = len(lists) if isinstance(lists, list | tuple) else type(lists).__name__

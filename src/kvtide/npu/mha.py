@@ -18,11 +18,11 @@ from kvtide.npu.planes import PlaneBuffer, refuse, size_of
 class NPUMHATokenToKVPool(NPUTokenToKVPool):
     """Keys and values [layer, page, token, head, head_dim], in `k_buffer` and `v_buffer`.
 
-    The keywords are SGLang's, up to `allocation_label`, and mean the same; `enable_alt_stream`
-    and `enable_kv_cache_copy` change nothing here. With `use_fia` the two buffers are lists of
-    views, [slot, 1, head, head_dim] for each layer. `host_limit_bytes` bounds the host
-    memory of CPU copies (default: four times the pool). Raises LayoutError for what isn't
-    supported, TypeError for a keyword that isn't there.
+    The keywords up to `allocation_label` are SGLang's and mean the same; `enable_alt_stream` and
+    `enable_kv_cache_copy` have no effect. With `use_fia` each buffer is a list of views, one per
+    layer, [slot, 1, head, head_dim]. `host_limit_bytes` bounds the host memory of CPU copies
+    (default: four times the pool). Raises LayoutError for an unsupported value, TypeError for an
+    unknown keyword.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class NPUMHATokenToKVPool(NPUTokenToKVPool):
     ) -> None:
         del enable_alt_stream, enable_kv_cache_copy
         if kv_cache_layout not in (None, "nhd"):
-            raise LayoutError(f"NPU pool: kv_cache_layout {kv_cache_layout!r}; it has 'nhd' alone")
-        refuse("quant_method", quant_method, None, "scales would be planes of their own")
+            raise LayoutError(f"NPU pool: kv_cache_layout {kv_cache_layout!r}; it must be 'nhd'")
+        refuse("quant_method", quant_method, None, "scales would need more planes")
         refuse("post_capture_active", post_capture_active, False, "memory is allocated at once")
         super().__init__(
             size=size,
@@ -96,7 +96,7 @@ class NPUMHATokenToKVPool(NPUTokenToKVPool):
             self.v_buffer = [layer.view(-1, 1, *layer.shape[2:]) for layer in values]
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of the keys and of the values on the device."""
+        """Bytes of the keys, and of the values, on the device."""
         keys, values = self._planes
         return keys.tensor.nbytes, values.tensor.nbytes
 
@@ -108,5 +108,5 @@ class NPUMHATokenToKVPool(NPUTokenToKVPool):
         v_scale: float | None,
     ) -> list[torch.Tensor]:
         if cache_v is None:
-            raise LayoutError("NPU pool: keys without values to write; give cache_v")
+            raise LayoutError("NPU pool: keys to write without values; give cache_v")
         return [self._cast(cache_k, k_scale), self._cast(cache_v, v_scale)]

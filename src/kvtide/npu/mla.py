@@ -25,17 +25,17 @@ _LARGEST_FP8 = 448.0  # of e4m3fn
 class NPUMLATokenToKVPool(NPUTokenToKVPool):
     """Latents [layer, page, token, 1, kv_lora_rank] in `k_buffer`, rotary keys in `v_buffer`.
 
-    The keywords are SGLang's, up to `is_draft_worker`, and mean the same. With `index_head_dim`
-    there are index keys in `index_k_buffer`, [index layer, page, token, 1, index_head_dim], of
-    the layers `indexer_layer_ids` (the model's numbers; default: all of the stage). With
-    float8_e4m3fn and `kv_cache_dim` beside, a token is one packed record of that many
-    bytes (latent, rope in bfloat16, a float32 scale for each 128 of the latent), `v_buffer` has
-    no width, and index keys have scales in `index_k_scale_buffer`.
+    The keywords up to `is_draft_worker` are SGLang's and mean the same. With `index_head_dim` the
+    layers `indexer_layer_ids` (the model's numbers; default: all layers of the stage) have index
+    keys in `index_k_buffer`, [index layer, page, token, 1, index_head_dim]. With float8_e4m3fn,
+    index keys and `kv_cache_dim` a token is a packed record of that many bytes: the latent, rope
+    in bfloat16, and a float32 scale for each 128 elements of the latent. Then `v_buffer` is empty,
+    and `index_k_scale_buffer` has the scales of the index keys.
 
-    With `use_fia` the two buffers are lists of views, one a layer. With `use_fia_nz` a page's
-    bytes lie in Ascend's NZ order, [tile, token, 16], while the buffers keep their shapes, as in
-    SGLang. `host_limit_bytes` bounds the host memory of CPU copies (default: four times the
-    pool). Raises LayoutError for what isn't supported, TypeError for a keyword that isn't there.
+    With `use_fia` each buffer is a list of views, one per layer. With `use_fia_nz` a page's bytes
+    are in Ascend's NZ order, [tile, token, 16], but the buffers keep their shapes, as in SGLang.
+    `host_limit_bytes` bounds the host memory of CPU copies (default: four times the pool). Raises
+    LayoutError for an unsupported value, TypeError for an unknown keyword.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
         ):
             if value not in (None, only):
                 raise LayoutError(
-                    f"NPU pool: {name} {value} isn't the pool's {only}: index keys that other "
-                    "ranks' tokens have too need a context-parallel pool"
+                    f"NPU pool: {name} {value} isn't the pool's {only}: index keys of other ranks' "
+                    "tokens need a context-parallel pool"
                 )
         self.is_draft_worker = is_draft_worker
         self.kv_lora_rank = size_of("kv_lora_rank", kv_lora_rank)
@@ -124,7 +124,7 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
         return layers
 
     def _is_packed(self, kv_cache_dim: int | None) -> bool:
-        """Whether tokens are packed records; LayoutError for a width that nothing has."""
+        """Whether tokens are packed records. Raises LayoutError for an impossible width."""
         whole = self.kv_lora_rank + self.qk_rope_head_dim
         if kv_cache_dim is not None:
             kv_cache_dim = size_of("kv_cache_dim", kv_cache_dim)
@@ -133,9 +133,9 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
         is_fp8 = self.dtype == torch.float8_e4m3fn and self.index_head_dim is not None
         if not is_fp8 or self.kv_lora_rank % _SCALE_COLUMNS or kv_cache_dim != self._record_bytes:
             raise LayoutError(
-                f"NPU pool: kv_cache_dim {kv_cache_dim} isn't {whole}, and a packed record is one "
-                f"of float8_e4m3fn with index keys, {self._record_bytes} bytes of latents in "
-                f"multiples of {_SCALE_COLUMNS}"
+                f"NPU pool: kv_cache_dim {kv_cache_dim} isn't {whole}; a packed record needs "
+                f"float8_e4m3fn, index keys and latents in multiples of {_SCALE_COLUMNS}, and has "
+                f"{self._record_bytes} bytes"
             )
         return True
 
@@ -144,8 +144,8 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
         if self.kv_lora_rank % TILE_COLUMNS or self.qk_rope_head_dim % TILE_COLUMNS:
             raise LayoutError(
                 f"NPU pool: NZ tiles have {TILE_COLUMNS} columns, kv_lora_rank "
-                f"{self.kv_lora_rank} and qk_rope_head_dim {self.qk_rope_head_dim} must divide "
-                "by that"
+                f"{self.kv_lora_rank} and qk_rope_head_dim {self.qk_rope_head_dim} must be "
+                "multiples of that"
             )
 
     def _geometry(self) -> Geometry:
@@ -207,8 +207,8 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
         k_scale: float | None,
         v_scale: float | None,
     ) -> list[torch.Tensor]:
-        refuse("k_scale", k_scale, None, "a latent has no scale of its own")
-        refuse("v_scale", v_scale, None, "a rotary key has no scale of its own")
+        refuse("k_scale", k_scale, None, "a latent has no scale")
+        refuse("v_scale", v_scale, None, "a rotary key has no scale")
         if cache_v is None:
             widths = (self.kv_lora_rank, self.qk_rope_head_dim)
             is_record = cache_k.shape[-1] == self.kv_cache_dim and cache_k.element_size() == 1
@@ -224,7 +224,7 @@ class NPUMLATokenToKVPool(NPUTokenToKVPool):
         return [self._cast(cache_k), self._cast(cache_v)]
 
     def _packed(self, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        """Records uint8 [token, record_bytes]: latent in fp8, rope in bfloat16, scales."""
+        """Packs records, uint8 [token, record_bytes]: latent in fp8, rope in bfloat16, scales."""
         tiles = latent.reshape(-1, self.kv_lora_rank // _SCALE_COLUMNS, _SCALE_COLUMNS).float()
         tiny = torch.finfo(torch.float32).tiny
         scales = tiles.abs().amax(-1).clamp(min=tiny) / _LARGEST_FP8

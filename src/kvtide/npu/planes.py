@@ -1,4 +1,4 @@
-"""The planes of the NPU pools: tensors by pages, and how tokens are written to them."""
+"""The planes of the NPU pools: tensors in pages, and how tokens are written to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtide.npu.copy import TILE_COLUMNS
 
 logger = logging.getLogger(__name__)
 
-# SGLang keeps these as bytes, and in lists on the host they are bytes.
+# SGLang stores these dtypes as bytes, on the device and in lists on the host.
 KEPT_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 BufferInfos = tuple[list[int], list[int], list[int]]
@@ -24,21 +24,21 @@ BufferInfos = tuple[list[int], list[int], list[int]]
 
 
 class Layer(Protocol):
-    """What these pools need of an attention layer."""
+    """The part of an attention layer that these pools use."""
 
     @property
     def layer_id(self) -> int:
-        """Its number in the whole model."""
+        """The layer's number in the whole model."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PlaneBuffer:
-    """A plane of these pools: [layer, page, token, *row], in the dtype that is stored.
+    """A plane of these pools: [layer, page, token, *row], in the stored dtype.
 
-    `layers` are its layers' numbers in the model. `tiles` is 0, or in Ascend's NZ order how many
-    tiles of 16 columns a page has: its bytes are [tile, token, 16].
+    `layers` has the layers' numbers in the model. In Ascend's NZ order a page's bytes are
+    [tile, token, 16], and `tiles` is the number of tiles; otherwise it is 0.
     """
 
     name: str
@@ -48,16 +48,16 @@ class PlaneBuffer:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """What a token owns, in elements."""
+        """The shape of a token's row, in elements."""
         return tuple(self.tensor.shape[3:])
 
     @property
     def is_empty(self) -> bool:
-        """Whether tokens own nothing of it: packed records leave the second plane no width."""
+        """Whether its rows have no bytes, as in the second plane of packed records."""
         return not self.tensor.numel()
 
     def rows(self, dtype: str) -> list[torch.Tensor]:
-        """The layers as `Pool.adopt` takes them."""
+        """The layers in the form that `Pool.adopt` takes."""
         typed = self.tensor.view(getattr(torch, dtype))
         if self.tiles:
             layers, pages, tokens = typed.shape[:3]
@@ -65,22 +65,22 @@ class PlaneBuffer:
         return list(typed)
 
     def write(self, layer: int, loc: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes tokens (of the stored dtype) to the slots `loc`, int64 [token]."""
+        """Writes tokens, in the stored dtype, to the slots `loc` (int64 [token])."""
         rows = self._rows(layer)
         rows.index_copy_(0, self._index(loc), _bytes(values).view(-1, rows.shape[1]))
 
     def move(self, layer: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies tokens from slots to slots, all as they were before."""
+        """Copies tokens from slots to slots. Reads all tokens before it writes one."""
         rows = self._rows(layer)
         rows.index_copy_(0, self._index(target), rows.index_select(0, self._index(source)))
 
     def _rows(self, layer: int) -> torch.Tensor:
-        """A layer as uint8 [row, row_bytes]: a row is a token, or its part of a tile."""
+        """A layer as uint8 [row, row_bytes]. A row is a token, or a token's part of a tile."""
         width = TILE_COLUMNS if self.tiles else prod(self.row_shape)
         return _bytes(self.tensor[layer]).view(-1, width * self.tensor.itemsize)
 
     def _index(self, loc: torch.Tensor) -> torch.Tensor:
-        """The rows of some slots, in the order of the tokens."""
+        """The rows of the slots, in the order of the tokens."""
         if not self.tiles:
             return loc
         size = self.tensor.shape[2]
@@ -120,8 +120,8 @@ def tell_unused(said: set[str], **rows: object) -> None:
         if given is not None and name not in said:
             said.add(name)
             logger.warning(
-                "NPU pool: %s names nothing here, since the pool has no rows of requests: its CPU "
-                "copies are of tokens alone", name,
+                "NPU pool: %s is ignored: the pool has no rows of requests, so its CPU copies hold "
+                "only tokens", name,
             )  # fmt: skip
 
 

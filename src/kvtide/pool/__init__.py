@@ -1,4 +1,4 @@
-"""Who holds which slot, and where a slot's bytes are."""
+"""Pools: which slot is held, and where its bytes are."""
 
 from kvtide.pool.pool import Pool
 from kvtide.pool.slots import PageAllocator

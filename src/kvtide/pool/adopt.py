@@ -68,7 +68,7 @@ def agreed_slot_count(
 def _row_tensor(
     tensor: torch.Tensor, plane: PlaneGeometry, page_size: int, device: Device, where: str
 ) -> torch.Tensor:
-    """`tensor` as [row, *row_shape], a view; LayoutError where it can't be that."""
+    """Views `tensor` as [row, *row_shape]. Raises LayoutError if its shape or strides don't fit."""
     dtype = getattr(torch, plane.dtype)
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"{where}: {shown(tensor)} isn't a tensor")
@@ -87,8 +87,8 @@ def _row_tensor(
         return tensor.view(-1, *row)
     except RuntimeError as error:
         raise LayoutError(
-            f"{where}: pages of strides {tensor.stride()} leave gaps of other sizes than its "
-            "tokens do; give [slot, row] instead"
+            f"{where}: strides {tensor.stride()} leave other gaps between pages than between "
+            "tokens; give [slot, row] instead"
         ) from error
 
 
@@ -108,7 +108,7 @@ def _are_pages(shape: tuple[int, ...], row: tuple[int, ...], page_size: int) -> 
 def _byte_buffer(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor:
     """[row, *row_shape] as bytes, a view: uint8 [all bytes], or with gaps [row, row_bytes].
 
-    Raises LayoutError for gaps within a row, or rows that overlap.
+    Raises LayoutError for gaps within a row and for rows that overlap.
     """
     if not rows[:1].is_contiguous():
         raise LayoutError(f"{where}: strides {rows.stride()} leave gaps within a row")
@@ -124,7 +124,7 @@ def _byte_buffer(rows: torch.Tensor, row_bytes: int, where: str) -> torch.Tensor
 
 
 def refuse_shared_memory(buffers: Sequence[torch.Tensor], name: str) -> None:
-    """LayoutError if two buffers overlap: a restore of one would write to the other.
+    """Raises LayoutError if two buffers overlap: a restore of one would write to the other.
 
     The rows of a buffer may lie in the gaps of another, if both have the same stride.
     """
@@ -148,7 +148,7 @@ def _span_bytes(buffer: torch.Tensor) -> int:
 
 
 def _interleaved(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether the rows of `second`, which begins later, lie in the gaps of `first`."""
+    """Whether the rows of `second`, which begins later, are in the gaps of `first`."""
     if first.dim() != 2 or second.dim() != 2 or first.stride(0) != second.stride(0):
         return False
     stride = first.stride(0)

@@ -13,7 +13,7 @@ from kvtide.integers import checked_integer, integers_of, shown
 from kvtide.layout import Ids, OfRequest, RequestRows
 
 Map = Callable[[Ids], Ids]
-"""From ids to ids, int64 [id]."""
+"""A function from ids to ids, int64 [id]."""
 
 
 @final
@@ -24,7 +24,7 @@ class EngineMap:
     """
 
     def __init__(self, name: str, held: Any) -> None:
-        """Raises LayoutError for anything that is no such map."""
+        """Raises LayoutError for an invalid map."""
         if not callable(held) and not _are_integers(held):
             raise LayoutError(
                 f"map {name!r} is {shown(held)}; it must be integers [slot], or a function from "
@@ -34,12 +34,12 @@ class EngineMap:
         self._held = held
 
     def __call__(self, ids: Ids) -> Ids:
-        """The ids to which `ids` (int64 [id]) lead; SlotError unless there is one for each."""
+        """Maps ids (int64 [id]) to as many ids. Raises SlotError if the map has another number."""
         try:
             found = integers_of(self._read(ids), f"map {self.name!r}: row", "slot")
         except KvtideError:
             raise
-        except Exception as error:  # the engine's own
+        except Exception as error:  # an engine's function may raise anything
             raise SlotError(
                 f"map {self.name!r} of {ids.size} slots: {first_line(error)}"
             ) from error
@@ -73,7 +73,7 @@ def request_maps(request: RequestRows, kinds: Collection[str]) -> dict[str, Map]
     if not given.keys() <= set(kinds):
         known = f"rows of the kinds {sorted(kinds)}" if kinds else "no rows of requests"
         raise SlotError(
-            f"request={shown(request)}: this layout has {known}; give one integer for each of them"
+            f"request={shown(request)}: this layout has {known}; give one integer for each kind"
         )
     rows = {
         kind: checked_integer(row, f"request: its row of {kind!r}") for kind, row in given.items()
@@ -87,7 +87,7 @@ def _map_to(row: int) -> Map:
 
 
 def _are_integers(held: Any) -> bool:
-    """Whether it is integers [slot], wherever they lie."""
+    """Whether the map is integers [slot], on the host or on a device."""
     if isinstance(held, torch.Tensor):
         dtype = held.dtype
         is_other = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool

@@ -162,7 +162,7 @@ class Pool:
         padding_slots: int = 0,
         shares_memory: bool = False,
     ) -> Pool:
-        """A pool over an engine's tensors, which stay the engine's: nothing is copied.
+        """Makes a pool over an engine's tensors, which stay the engine's. Nothing is copied.
 
         `planes` gives each plane a tensor a layer, or one tensor of all layers. A layer is
         [row, *row_shape], or [page, token, *row_shape] where a token is a row; nobody touches gaps

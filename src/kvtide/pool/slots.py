@@ -1,4 +1,4 @@
-"""PageAllocator: which pages are free. Pure integers."""
+"""PageAllocator: hands out pages. Pure integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PageAllocator:
     """
 
     def __init__(self, page_count: int) -> None:
-        """Raises SlotError for what is no count of pages."""
+        """Raises SlotError for an invalid count of pages."""
         page_count = self.page_count = checked_integer(page_count, "page allocator: page_count")
         # Last in, first out: a page that was just released is likely still in cache.
         self._free: dict[int, None] = dict.fromkeys(range(page_count - 1, -1, -1))
@@ -33,11 +33,11 @@ class PageAllocator:
 
     @property
     def held_count(self) -> int:
-        """Pages that someone holds."""
+        """Pages that are held."""
         return self.page_count - len(self._free)
 
     def acquire(self, count: int) -> list[int] | None:
-        """`count` distinct pages, or None and nothing taken when fewer are free.
+        """Acquires `count` pages; None, and no page, if fewer are free.
 
         Zero is a valid count. Raises SlotError for anything else that isn't a positive integer.
         """
@@ -49,10 +49,10 @@ class PageAllocator:
             raise
 
     def acquire_to(self, pages: list[int], count: int) -> bool:
-        """Appends `count` pages to the caller's list; False, and none, when fewer are free.
+        """Appends `count` pages to the caller's list; False, and no page, if fewer are free.
 
-        The caller knows at any moment what it holds, wherever Ctrl-C comes. Raises SlotError for
-        what is no count.
+        The caller's list says what it holds wherever Ctrl-C comes. Raises SlotError for an invalid
+        count.
         """
         number = integer_of(count)
         if number is None or not 0 <= number <= LARGEST:
@@ -64,20 +64,20 @@ class PageAllocator:
         return True
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes pages back; raises SlotError, and takes none, if one isn't held or comes twice."""
+        """Takes pages back. Raises SlotError, and takes none, if one isn't held or is repeated."""
         self.give_back(self.check_held(pages))
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Takes back pages that are held, or free already: repeatable, for whoever undoes it."""
+        """Takes back pages, held or free already. Repeatable, to undo an `acquire_to`."""
         call_each(self._free.setdefault, reversed(pages))
 
     def check_held(self, pages: Iterable[int]) -> list[int]:
-        """The pages; raises SlotError, naming the first, if one isn't held or comes twice."""
+        """The pages as a list. Raises SlotError for the first page not held or repeated."""
         try:
             given = list(pages)
         except TypeError as error:
             raise SlotError(
-                f"page allocator: {shown(pages)} can't be the pages to release"
+                f"page allocator: {shown(pages)} isn't a list of pages to release"
             ) from error
         held: list[int] = []
         seen: set[int] = set()
@@ -91,7 +91,7 @@ class PageAllocator:
         return held
 
     def hold_again(self, pages: Sequence[int]) -> None:
-        """Takes back what was just released, or wasn't yet: for whoever undoes it."""
+        """Undoes a release that was just made, wholly, in part or not at all. Repeatable."""
         call_each(self._free.pop, pages, repeat(None))
 
     def _is_held(self, page: int) -> bool:
