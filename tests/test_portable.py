@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_told_line_by_line(
     device: CPUDevice, here: Any, there: Any, line: str
 ) -> None:
     """The order of heads, the tokens of a row, and the heads of another tensor-parallel size."""
-    source, target = (Pool.create(of_heads(*of), device, page_count=5) for of in (here, there))
+    source, target = (Pool.create(of_heads(*form), device, page_count=5) for form in (here, there))
     arena = arena_for(device, 1 << 10)
     snapshot = Tide(source, arena).offload(range(4))
     with pytest.raises(SnapshotMiss, match=f"here: the target, there: the snapshot.*{line}"):
@@ -333,8 +333,8 @@ def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> 
 def golden_form(subject: Subject, device: Device, slots: range, request: int) -> dict[str, Any]:
     """The whole form of a snapshot, as it is committed."""
     tide = Tide(subject.pool, arena_for(device, 640))
-    own = request if subject.request_count else None
-    snapshot = tide.offload(slots, key="golden", request=own)
+    request_row = request if subject.request_count else None
+    snapshot = tide.offload(slots, key="golden", request=request_row)
     form = {
         "seal": json.loads(snapshot.seal.to_json()),
         "chunks": [chunk.hex() for chunk in snapshot.chunks],
@@ -362,7 +362,7 @@ def test_the_committed_form_is_still_read(device: CPUDevice, name: str, kind: st
     tide = Tide(subject.pool, arena_for(device, 640))
     chunks = [bytes.fromhex(chunk) for chunk in committed["chunks"]]
     snapshot = Snapshot.load(tide.arena, Seal.from_json(json.dumps(committed["seal"])), chunks)
-    own = 2 if subject.request_count else None
-    tide.restore(snapshot, HELD_TOO, key="golden", request=own)
+    request_row = 2 if subject.request_count else None
+    tide.restore(snapshot, HELD_TOO, key="golden", request=request_row)
     tide.discard(snapshot)
     assert committed == golden_form(subject, device, HELD_TOO, 2)

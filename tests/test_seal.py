@@ -124,10 +124,10 @@ def test_a_seal_comes_back_from_json(
 def test_every_changed_character_of_the_json_is_found() -> None:
     """Each replaced by another one, left out, or doubled: no seal comes back but the same one."""
     text, seal = a_seal().to_json(), a_seal()
-    for at, character in enumerate(text):
+    for place, character in enumerate(text):
         for other in ("", character * 2, "0" if character != "0" else "1", '"', "é"):
             try:
-                found = Seal.from_json(text[:at] + other + text[at + 1 :])
+                found = Seal.from_json(text[:place] + other + text[place + 1 :])
             except (SnapshotDamaged, SnapshotMiss):
                 continue
             assert seal == found

@@ -88,15 +88,18 @@ def restored(tide: Tide, snapshot: Snapshot) -> bool:
 def test_every_flipped_bit_is_caught(tide: Tide, snapshot: Snapshot) -> None:
     """Each of every byte, and nothing is written; flipped back, it is whole again."""
     flips = [
-        (view, at, bit) for view in views(snapshot) for at in range(len(view)) for bit in range(8)
+        (view, place, bit)
+        for view in views(snapshot)
+        for place in range(len(view))
+        for bit in range(8)
     ]
     assert 5 * TOKEN_BYTES * 8 == len(flips)
     missed = []
-    for view, at, bit in flips:
-        view[at] ^= 1 << bit
+    for view, place, bit in flips:
+        view[place] ^= 1 << bit
         if restored(tide, snapshot):
-            missed.append((at, bit))
-        view[at] ^= 1 << bit
+            missed.append((place, bit))
+        view[place] ^= 1 << bit
     assert [] == missed
     assert restored(tide, snapshot)
 
@@ -105,10 +108,10 @@ def test_every_flipped_bit_is_caught(tide: Tide, snapshot: Snapshot) -> None:
 def test_every_overwritten_byte_is_caught(tide: Tide, snapshot: Snapshot, value: int) -> None:
     """As when a page of zeros is read in its place."""
     for view in views(snapshot):
-        for at in range(len(view)):
-            kept, view[at] = view[at], value
+        for place in range(len(view)):
+            kept, view[place] = view[place], value
             assert (kept == value) == restored(tide, snapshot)
-            view[at] = kept
+            view[place] = kept
 
 
 def test_bytes_behind_a_chunk_do_not_matter(tide: Tide, snapshot: Snapshot) -> None:
@@ -119,11 +122,11 @@ def test_bytes_behind_a_chunk_do_not_matter(tide: Tide, snapshot: Snapshot) -> N
     assert restored(tide, snapshot)
 
 
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2)])
-def test_swapped_blocks_are_caught(tide: Tide, snapshot: Snapshot, one: int, other: int) -> None:
+@pytest.mark.parametrize(("left", "right"), [(0, 1), (0, 2), (1, 2)])
+def test_swapped_blocks_are_caught(tide: Tide, snapshot: Snapshot, left: int, right: int) -> None:
     """Each block is whole, but not where it belongs."""
     blocks = list(snapshot.lease.blocks)
-    first, second = blocks[one].bytes_view(72), blocks[other].bytes_view(72)
+    first, second = blocks[left].bytes_view(72), blocks[right].bytes_view(72)
     first[:], second[:] = bytes(second), bytes(first)
     assert not restored(tide, snapshot)
 
@@ -353,7 +356,7 @@ def test_a_restore_without_an_error_wrote_every_row_of_its_target(
     count = len(held)
     other = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     keeps = data.draw(st.booleans())
-    window = np.array([0, *(at * one for at, one in enumerate([*held, *other], 1))])
+    window = np.array([0, *(row * is_held for row, is_held in enumerate([*held, *other], 1))])
     pool = Pool.create(
         WINDOW_OF_SLOTS.bind(dtype="uint8", layer=1), device, page_count=2 * count + 1,
         maps={"window": window}, mapped_rows={"window": 2 * count + 1},
@@ -362,8 +365,8 @@ def test_a_restore_without_an_error_wrote_every_row_of_its_target(
     rows = pool.plane("k", 0)
     rows.copy_(torch.arange(rows.numel(), dtype=torch.uint8).view(rows.shape))
     snapshot, before = tide.offload(range(1, count + 1)), rows.clone()
-    lacks = any(one and not its for one, its in zip(held, other, strict=True))
-    extra = any(its and not one for one, its in zip(held, other, strict=True))
+    lacks = any(here and not there for here, there in zip(held, other, strict=True))
+    extra = any(there and not here for here, there in zip(held, other, strict=True))
     expected = before.clone()
     try:
         tide.restore(snapshot, range(count + 1, 2 * count + 1), keep_extra_rows=keeps)
@@ -372,8 +375,8 @@ def test_a_restore_without_an_error_wrote_every_row_of_its_target(
     else:
         assert not lacks
         assert keeps or not extra
-        for at in (at for at in range(count) if held[at]):
-            expected[count + 1 + at] = before[1 + at]
+        for token in (token for token in range(count) if held[token]):
+            expected[count + 1 + token] = before[1 + token]
     finally:
         tide.discard(snapshot)
     assert expected.equal(rows)

@@ -308,11 +308,13 @@ def test_an_offload_under_way_keeps_what_it_writes(how: str) -> None:
 # ---- a restore that breaks off while it writes -------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("is_started", [False, True])
-def test_a_restore_that_breaks_off_says_that_its_slots_are_lost(at: int, is_started: bool) -> None:
+def test_a_restore_that_breaks_off_says_that_its_slots_are_lost(
+    step: int, is_started: bool
+) -> None:
     """No other error of a restore's leaves other bytes; the snapshot is whole, each time."""
-    device = BreakingDevice(at)
+    device = BreakingDevice(step)
     tide = make_tide(device)
     before = image_of(tide.pool)
     snapshot = tide.offload(range(8))

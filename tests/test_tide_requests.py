@@ -334,7 +334,7 @@ TideMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25
 TestTide = TideMachine.TestCase
 
 
-# ---- what can't be meant ---------------------------------------------------------------
+# ---- invalid arguments -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)

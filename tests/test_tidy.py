@@ -229,18 +229,18 @@ def check_lengths(source: Source) -> list[str]:
 
 def documented_methods(sources: list[Source]) -> dict[str, set[str]]:
     """Maps each class's name to its documented methods, those of its bases among them."""
-    own: dict[str, set[str]] = {}
+    documented: dict[str, set[str]] = {}
     bases: dict[str, list[str]] = {}
     for source in sources:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
-                own[node.name] = {f.name for f in functions(node) if ast.get_docstring(f)}
+                documented[node.name] = {f.name for f in functions(node) if ast.get_docstring(f)}
                 bases[node.name] = [ast.unparse(base).split(".")[-1] for base in node.bases]
 
     def inherited(name: str) -> set[str]:
-        return own.get(name, set()).union(*(inherited(base) for base in bases.get(name, [])))
+        return documented.get(name, set()).union(*(inherited(base) for base in bases.get(name, [])))
 
-    return {name: inherited(name) for name in own}
+    return {name: inherited(name) for name in documented}
 
 
 def check_docstrings(source: Source, documented: dict[str, set[str]]) -> list[str]:

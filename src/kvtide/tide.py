@@ -50,7 +50,9 @@ class Tide:
 
     `offload`, `restore`, `discard` know slots and leave it to the caller who holds them;
     `retract` and `resume` also keep the books of a PageAllocator. The `start_` forms return
-    a Ticket at once. Not thread-safe: one thread schedules.
+    a Ticket at once. After an error that isn't kvtide's own, such as Ctrl-C, a call waits until
+    nothing moves on the device, other requests' moves included. Not thread-safe: one thread
+    schedules.
     """
 
     def __init__(self, pool: Pool, arena: HostArena, pages: PageAllocator | None = None) -> None:
@@ -350,9 +352,8 @@ class Tide:
         size, ids = self.pool.page_size, integers_of(pages, "page", "page")
         outside = (ids < 0) | (ids >= self.pool.page_count)
         if outside.any():
-            at = int(outside.argmax())
-            last = self.pool.page_count - 1
-            raise SlotError(f"page {ids[at]} at position {at} isn't in 0 … {last}")
+            bad, last = int(outside.argmax()), self.pool.page_count - 1
+            raise SlotError(f"page {ids[bad]} at position {bad} isn't in 0 … {last}")
         return (ids[:, None] * size + np.arange(size)).reshape(-1)
 
     def close(self) -> None:

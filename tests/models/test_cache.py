@@ -460,12 +460,12 @@ def test_default_sizes_are_those_of_transformers() -> None:
     assert set(DEFAULT_SIZES) == set(model_types._MODEL_TYPES)
     for name, sizes in DEFAULT_SIZES.items():
         kind = CONFIG_MAPPING[elsewhere.get(name, name)]
-        own = {one.name: one.default for one in dataclasses.fields(kind)}
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
         aliases = {**kind.attribute_map, **model_types._MODEL_TYPES[name].aliases}
         expected = {
-            field: own[aliases.get(field, field)]
+            field: defaults[aliases.get(field, field)]
             for field in model_sizes._FIELDS
-            if isinstance(own.get(aliases.get(field, field)), int)
+            if isinstance(defaults.get(aliases.get(field, field)), int)
         }
         assert expected == dict(sizes), name
 

@@ -127,13 +127,13 @@ def naive_gather(case: Case) -> list[bytes]:
 def naive_scatter(case: Case, chunks: Sequence[bytes], target: tuple[Bytes, ...]) -> None:
     """Each chunk back, row by row."""
     for chunk, slots in zip(chunks, case.chunks(), strict=True):
-        at = 0
+        first_byte = 0
         for rows, data in zip(case.buffers.rows, target, strict=True):
             for first in rows.layer_rows.tolist():
                 for slot in slots:
-                    row = np.frombuffer(chunk[at : at + rows.row_bytes], np.uint8)
+                    row = np.frombuffer(chunk[first_byte : first_byte + rows.row_bytes], np.uint8)
                     data[(first + slot) * rows.row_bytes :][: rows.row_bytes] = row
-                    at += rows.row_bytes
+                    first_byte += rows.row_bytes
 
 
 def calls_of(
@@ -212,13 +212,13 @@ def test_source_and_target_may_be_grouped_differently(case: Case, data: st.DataO
     rows = {slot: Case(case.buffers, [slot], 1, 1) for slot in case.slots}
     for slots, chunk in zip(other.chunks(), planned_gather(other), strict=True):
         singles = [naive_gather(rows[slot])[0] for slot in slots]
-        at = 0
+        first_byte = 0
         by_token: list[bytes] = [b""] * len(slots)
         for buffer in case.buffers.rows:
             for _ in buffer.layer_rows:
                 for number in range(len(slots)):
-                    by_token[number] += chunk[at : at + buffer.row_bytes]
-                    at += buffer.row_bytes
+                    by_token[number] += chunk[first_byte : first_byte + buffer.row_bytes]
+                    first_byte += buffer.row_bytes
         assert singles == by_token
 
 
