@@ -1,4 +1,4 @@
-"""The NPU's pools to make round trips with: on CPU tensors, or on a device that is one's own."""
+"""The NPU's pools to make round trips with: on CPU tensors, or on a simulated device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_SIZE, LAYER_COUNT = 16, 3
 TILE = 16
 """Elements of a token that lie together in Ascend's NZ order."""
 
-At = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Locate = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """The pages and the places within them, int64 [token] each, of some slots."""
 
 
@@ -64,7 +64,7 @@ def built(
     variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Built:
-    """A pool of three layers, one of (rank, ranks) that share a context, and its allocator."""
+    """A pool of three layers and its allocator, for the rank of `ranks`: (rank, count)."""
     rank, world = ranks
     with ExitStack() as stack:
         stack.enter_context(npu_pools(device))
@@ -90,18 +90,20 @@ def by_page(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return slots // PAGE_SIZE, slots % PAGE_SIZE
 
 
-def by_turns(rank: int, world: int) -> At:
-    """Where a rank keeps its own of them: the ranks that share a context take turns by pages."""
+def by_turns(rank: int, world: int) -> Locate:
+    """Where a rank keeps its share: the ranks that share a context take turns by pages."""
 
-    def at(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def locate(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         turn = slots // (PAGE_SIZE * world)
-        own = slots // PAGE_SIZE - turn * world == rank
-        return turn[own], (slots % PAGE_SIZE)[own]
+        held = slots // PAGE_SIZE - turn * world == rank
+        return turn[held], (slots % PAGE_SIZE)[held]
 
-    return at
+    return locate
 
 
-def plane(name: str, layers: torch.Tensor, at: At = by_page, *, tiled: bool = False) -> list[Probe]:
+def plane(
+    name: str, layers: torch.Tensor, locate: Locate = by_page, *, tiled: bool = False
+) -> list[Probe]:
     """A probe of each layer of [layer, page, token, …], or in NZ order [layer, page, tile, …]."""
     raw = layers.view(torch.uint8) if layers.element_size() == 1 else layers
 
@@ -109,7 +111,7 @@ def plane(name: str, layers: torch.Tensor, at: At = by_page, *, tiled: bool = Fa
         tiles = layer.view(len(layer), -1, PAGE_SIZE, TILE) if tiled else layer
 
         def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
-            pages, places = at(slots)
+            pages, places = locate(slots)
             return (tiles[pages, :, places] if tiled else tiles[pages, places]).clone()
 
         return Probe(f"{name}{number}", read, [layers])
@@ -118,12 +120,12 @@ def plane(name: str, layers: torch.Tensor, at: At = by_page, *, tiled: bool = Fa
 
 
 def mha_probes(pool: Any) -> list[Probe]:
-    """Of keys and values. The tensors of all layers are there whatever views attention takes."""
+    """Probes of keys and values, in the tensors of all layers: attention takes views of them."""
     return [*plane("k", pool.k_buffer_tensor), *plane("v", pool.v_buffer_tensor)]
 
 
 def minimax_probes(pool: Any) -> list[Probe]:
-    """Of keys and values, and of the index keys and values that there are."""
+    """Probes of keys and values, and of what index keys and values the pool has."""
     probes = mha_probes(pool.main_pool)
     if pool.index_kv_pool is not None:
         probes += plane("index_k", pool.index_kv_pool.k_buffer_tensor)
@@ -133,20 +135,20 @@ def minimax_probes(pool: Any) -> list[Probe]:
     return probes
 
 
-def mla_probes(at: At = by_page, *, tiled: bool = False) -> Callable[[Any], list[Probe]]:
-    """Of latents, ropes, index keys and their scales."""
+def mla_probes(locate: Locate = by_page, *, tiled: bool = False) -> Callable[[Any], list[Probe]]:
+    """Probes of latents, ropes, index keys and their scales."""
 
-    def of(pool: Any) -> list[Probe]:
-        probes = plane("latent", pool.k_buffer, at, tiled=tiled)
+    def probes_of(pool: Any) -> list[Probe]:
+        probes = plane("latent", pool.k_buffer, locate, tiled=tiled)
         if pool.v_buffer.numel():
-            probes += plane("rope", pool.v_buffer, at, tiled=tiled)
+            probes += plane("rope", pool.v_buffer, locate, tiled=tiled)
         if pool.index_k_buffer is not None:
             probes += plane("index_k", pool.index_k_buffer)
         if pool.index_k_scale_buffer is not None:
             probes += plane("index_k_scale", pool.index_k_scale_buffer)
         return probes
 
-    return of
+    return probes_of
 
 
 def _mha(device: str, widths: tuple[int, int] = (16, 16), fia: bool = False, **more: Any) -> Built:
@@ -195,7 +197,7 @@ def _minimax(device: str, keys_only: list[int], fia: bool = False) -> Built:
 
 def _mla(
     device: str,
-    at: At = by_page,
+    locate: Locate = by_page,
     *,
     tiled: bool = False,
     **more: Any,
@@ -204,7 +206,7 @@ def _mla(
     return built(
         device,
         "NPUMLATokenToKVPool",
-        mla_probes(at, tiled=tiled),
+        mla_probes(locate, tiled=tiled),
         variables={"SGLANG_USE_FIA_NZ": str(int(tiled))},
         layer_num=LAYER_COUNT,
         enable_memory_saver=False,

@@ -92,7 +92,7 @@ def _with_state() -> Built:
 
 
 def _probes(pool: Any, requests: Any, aside: torch.Tensor) -> list[Probe]:
-    """Of tokens, of a request's compressed keys, and of all slots that are set aside for others."""
+    """Probes of tokens, of a request's compressed keys, and of slots kept for other requests."""
     probes = [_tokens(probe, aside) for probe in key_value_probes(pool)]
     for layer, keys in enumerate(pool.k_buffer):
         probes += [

@@ -35,7 +35,7 @@ def compressed(ratio: int) -> Locate:
 
 
 def in_window(pool: Any, dead: torch.Tensor) -> Locate:
-    """Of tokens that are still in the window."""
+    """The entries of tokens that are still in the window."""
 
     def locate(slots: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = pool.full_to_swa_index_mapping[slots[~dead[slots]]]
@@ -52,7 +52,9 @@ def of_layers(
     def bound(buffer: torch.Tensor) -> Callable[..., torch.Tensor]:
         return lambda slots, rows: read(buffer, slots, rows)
 
-    return [Probe(f"{name}{layer}", bound(one), [one]) for layer, one in enumerate(buffers)]
+    return [
+        Probe(f"{name}{layer}", bound(buffer), [buffer]) for layer, buffer in enumerate(buffers)
+    ]
 
 
 def paged(
@@ -60,12 +62,12 @@ def paged(
     buffers: list[torch.Tensor],
     page: int,
     fields: list[tuple[int, int, int]],
-    at: Locate,
+    locate: Locate,
 ) -> list[Probe]:
     """Entries that lie in pages: of each field its bytes, where it begins, and how far apart."""
 
     def read(buffer: torch.Tensor, slots: torch.Tensor, _: Mapping[str, int]) -> torch.Tensor:
-        entries, raw = at(slots), buffer.view(torch.uint8)
+        entries, raw = locate(slots), buffer.view(torch.uint8)
         pages, places = (entries // page).unsqueeze(1), (entries % page).unsqueeze(1)
         columns = [base + places * step + torch.arange(width) for width, base, step in fields]
         return raw[pages, torch.cat(columns, 1)]
@@ -73,25 +75,25 @@ def paged(
     return of_layers(name, buffers, read)
 
 
-def packed(name: str, pool: Any, at: Locate) -> list[Probe]:
+def packed(name: str, pool: Any, locate: Locate) -> list[Probe]:
     """A cache in one of FlashMLA's formats: data, and scales beside them or behind all data."""
     layout, page = pool.kv_layout, pool.page_size
     if type(pool) is v4.DeepSeekV4UniformFP8KVPool:
-        return paged(name, pool.kv_buffer, page, [(512, 0, 512)], at)
+        return paged(name, pool.kv_buffer, page, [(512, 0, 512)], locate)
     step, base, scale_step = layout.row_addressing(page)
     fields = [(layout.data_bytes, 0, step), (layout.scale_bytes, base, scale_step)]
-    return paged(name, pool.kv_buffer, page, fields, at)
+    return paged(name, pool.kv_buffer, page, fields, locate)
 
 
-def index_keys(name: str, pool: Any, at: Locate) -> list[Probe]:
+def index_keys(name: str, pool: Any, locate: Locate) -> list[Probe]:
     """The indexer's keys of 128 numbers, and their scales behind those of the whole page."""
     page, width = pool.page_size, 64 if pool.use_fp4_indexer else 128
     if not pool.uses_aiter_fp4_layout:
         buffers, fields = pool.index_k_with_scale_buffer, [(width, 0, width), (4, page * width, 4)]
-        return paged(name, buffers, page, fields, at)
+        return paged(name, buffers, page, fields, locate)
 
     def keys(buffer: torch.Tensor, slots: torch.Tensor, _: Mapping[str, int]) -> torch.Tensor:
-        entries, raw = at(slots), buffer.view(torch.uint8)
+        entries, raw = locate(slots), buffer.view(torch.uint8)
         return raw[entries // page, 0, :, entries % page]
 
     return [
@@ -111,7 +113,7 @@ def own_rows(name: str, buffers: list[torch.Tensor], count: int, last: int) -> l
 
 
 def states(pool: Any, dead: torch.Tensor) -> list[Probe]:
-    """Of the compressors: rings of pages, of which one is read by its tokens, or of requests."""
+    """Probes of the compressors: rings of pages, which tokens lead to, or rings of requests."""
     probes: list[Probe] = []
     kinds = {"state": pool.compress_state_pools, "index state": pool.indexer_compress_state_pools}
     for kind, pools in kinds.items():
@@ -119,13 +121,17 @@ def states(pool: Any, dead: torch.Tensor) -> list[Probe]:
             if state is None:
                 continue
             buffer, ring = state.kv_score_buffer.kv_score, state.ring_size
-            name, at = f"{layer}: c{state.ratio} {kind} ", in_window(pool, dead)
+            name, locate = f"{layer}: c{state.ratio} {kind} ", in_window(pool, dead)
 
             def read(
-                one: torch.Tensor, slots: torch.Tensor, _: Any, ring: int = ring, at: Locate = at
+                buffer: torch.Tensor,
+                slots: torch.Tensor,
+                _: Any,
+                ring: int = ring,
+                locate: Locate = locate,
             ) -> torch.Tensor:
-                entries = at(slots)
-                return one[entries // PAGE * ring + entries % ring]
+                entries = locate(slots)
+                return buffer[entries // PAGE * ring + entries % ring]
 
             if state.ratio == 4 and not pool._unified_kv:
                 probes += of_layers(name, [buffer], read)
@@ -137,10 +143,10 @@ def states(pool: Any, dead: torch.Tensor) -> list[Probe]:
 def window(pool: Any, dead: torch.Tensor) -> list[Probe]:
     """The main cache: by page, or in a ring of the request."""
     if pool.request_window is not None:
-        own = pool.request_window
+        ring = pool.request_window
         return [
-            *_packed_ring("swa", own.state, own.capacity),
-            *own_rows("tags", list(own.tags), own.capacity, WINDOW),
+            *_packed_ring("swa", ring.state, ring.capacity),
+            *own_rows("tags", list(ring.tags), ring.capacity, WINDOW),
         ]
     if pool.swa_req_ring_size is not None:
         return _packed_ring("swa", pool.swa_kv_pool, pool.swa_req_ring_size)
@@ -150,13 +156,13 @@ def window(pool: Any, dead: torch.Tensor) -> list[Probe]:
 def _packed_ring(name: str, pool: Any, count: int) -> list[Probe]:
     layout, page = pool.kv_layout, pool.page_size
     step, base, scale_step = layout.row_addressing(page)
-    places = torch.arange(TOKENS - WINDOW, TOKENS) % count
+    last = torch.arange(TOKENS - WINDOW, TOKENS) % count
 
     def read(buffer: torch.Tensor, _: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
-        entries = rows["request"] * count + places
-        pages, at = (entries // page).unsqueeze(1), (entries % page).unsqueeze(1)
-        data = at * step + torch.arange(layout.data_bytes)
-        scales = base + at * scale_step + torch.arange(layout.scale_bytes)
+        entries = rows["request"] * count + last
+        pages, places = (entries // page).unsqueeze(1), (entries % page).unsqueeze(1)
+        data = places * step + torch.arange(layout.data_bytes)
+        scales = base + places * scale_step + torch.arange(layout.scale_bytes)
         return buffer[pages, torch.cat([data, scales], 1)]
 
     return of_layers(name, pool.kv_buffer, read)
@@ -189,15 +195,23 @@ def _unified(*, fp8: bool) -> Built:
     for layers in (inner.kv_buffer, inner.kv_buffer_rope) if fp8 else (inner.kv_buffer,):
         probes += own_rows("swa", layers, inner.swa_ring_size, WINDOW)
         for ratio in (4, 128):
-            own = [one for one, of in zip(layers, RATIOS, strict=True) if of == ratio]
-            at, first = compressed(ratio), inner.swa_pages
+            compressed_layers = [
+                layer
+                for layer, layer_ratio in zip(layers, RATIOS, strict=True)
+                if layer_ratio == ratio
+            ]
+            locate, first = compressed(ratio), inner.swa_pages
 
             def read(
-                one: torch.Tensor, slots: torch.Tensor, _: Any, at: Locate = at, first: int = first
+                buffer: torch.Tensor,
+                slots: torch.Tensor,
+                _: Any,
+                locate: Locate = locate,
+                first: int = first,
             ) -> torch.Tensor:
-                return one[first + at(slots)]
+                return buffer[first + locate(slots)]
 
-            probes += of_layers(f"c{ratio} ", own, read)
+            probes += of_layers(f"c{ratio} ", compressed_layers, read)
     probes += index_keys("c4 index ", pool.index_pools[4], compressed(4))
     return _with(pool, slots, probes)
 
@@ -228,8 +242,10 @@ def _npu(*, is_a5: bool) -> Built:
 
 
 def _npu_probes(pool: Any, dead: torch.Tensor, requests: Any, is_a5: bool) -> list[Probe]:
-    def entries(name: str, buffers: list[torch.Tensor], at: Locate) -> list[Probe]:
-        return of_layers(name, buffers, lambda one, slots, _: one.flatten(0, 1)[at(slots)])
+    def entries(name: str, buffers: list[torch.Tensor], locate: Locate) -> list[Probe]:
+        return of_layers(
+            name, buffers, lambda buffer, slots, _: buffer.flatten(0, 1)[locate(slots)]
+        )
 
     def own_page(buffer: torch.Tensor, _: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
         page = int(requests.req_to_c128_sidecar[rows["request"], 0])
@@ -238,7 +254,7 @@ def _npu_probes(pool: Any, dead: torch.Tensor, requests: Any, is_a5: bool) -> li
     index = pool.index_pools[4]
     rings = [state for state in states(pool, dead) if not (is_a5 and "c4" in state.name)]
     for name, pools in (("", pool.compress_state_pools), (" i", pool.indexer_compress_state_pools)):
-        tensors = [one.kv_score_buffer.kv_score for one in pools if one and one.ratio == 4]
+        tensors = [state.kv_score_buffer.kv_score for state in pools if state and state.ratio == 4]
         rings += own_rows(f"c4{name} state", tensors, 8, 8) if is_a5 else []
     return [
         *rings,

@@ -63,7 +63,7 @@ def _mla_target() -> Built:
         size=512, page_size=16, dtype=torch.bfloat16, layer_num=3, **sliding_window.LATENT
     )
     draft, probes = _draft_mha()
-    latents = [token_rows(f"latent{layer}", one) for layer, one in enumerate(pool.kv_buffer)]
+    latents = [token_rows(f"latent{layer}", buffer) for layer, buffer in enumerate(pool.kv_buffer)]
     allocator = last_first(scattered(allocator_for(pool, 512, 16, torch.bfloat16)))
     return Built(pool, allocator, [*latents, *probes], draft_pools=[draft])
 
@@ -92,16 +92,16 @@ def _beside_state() -> Built:
 
 def _state_of_its_own() -> Built:
     """A draft with state: the rows have the numbers of the target's."""
-    state, own = recurrent_state.state_pool(), recurrent_state.state_pool()
+    state, draft_state = recurrent_state.state_pool(), recurrent_state.state_pool()
     pool, allocator = recurrent_state.hybrid(state)
     draft, probes = _draft_mha()
     probes = [
         *key_value_probes(pool.full_kv_pool),
         *recurrent_state.state_probes(state),
         *probes,
-        *recurrent_state.state_probes(own),
+        *recurrent_state.state_probes(draft_state),
     ]
-    return Built(pool, allocator, probes, SOURCES, TARGETS, draft_pools=[draft, own])
+    return Built(pool, allocator, probes, SOURCES, TARGETS, draft_pools=[draft, draft_state])
 
 
 def _windows() -> Built:
@@ -161,20 +161,20 @@ def _fused_hybrid() -> Built:
             unified_buffer=shared,
             host_sub_pool_name="full",
             host_allocator=host,
-            layer_lanes=own,
+            layer_lanes=lane,
             page_size=16,
         )
-        for own in lanes
+        for lane in lanes
     ]
     states = [
-        UnifiedDraftMambaPool(unified_buffer=shared, sub_pool_name="mamba", layer_lanes=own)
-        for own in lanes
+        UnifiedDraftMambaPool(unified_buffer=shared, sub_pool_name="mamba", layer_lanes=lane)
+        for lane in lanes
     ]
     raw, probes = shared._raw, list(built.probes)
     for pool in pools:
         probes += [
-            tokens_by_table(f"draft.{name}", one, host.full_attn_allocator, raw)
-            for name, one in buffers(pool)
+            tokens_by_table(f"draft.{name}", buffer, host.full_attn_allocator, raw)
+            for name, buffer in buffers(pool)
         ]
     for state in states:
         probes += state_by_table(state, host.mamba_allocator, raw)
@@ -199,9 +199,9 @@ def _fused_windows() -> Built:
         (draft.swa_kv_pool, built.allocator.swa_attn_allocator, 16),
     )
     more = [
-        tokens_by_table(f"draft.{name}", one, owner, raw, gone)
+        tokens_by_table(f"draft.{name}", buffer, owner, raw, gone)
         for side, owner, gone in sides
-        for name, one in buffers(side)
+        for name, buffer in buffers(side)
     ]
     built.probes, built.draft_pools = [*built.probes, *more], [draft]
     return built

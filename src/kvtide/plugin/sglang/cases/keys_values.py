@@ -76,12 +76,12 @@ def mha(
 
 
 def by_token(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Of a buffer [slot, …]."""
+    """Reads a buffer [slot, …]."""
     return buffer[slots]
 
 
 def by_head(page_size: int) -> ReadRows:
-    """Of a buffer [page, head, token, …]."""
+    """Reads a buffer [page, head, token, …]."""
     return lambda buffer, slots: buffer[slots // page_size, :, slots % page_size]
 
 
@@ -92,7 +92,7 @@ def layer_probes(
     held_in: Sequence[torch.Tensor] | None = None,
 ) -> list[Probe]:
     """One for each layer. `held_in` are the tensors of which the buffers are views with gaps."""
-    raw = [one.view(torch.uint8) if one.element_size() == 1 else one for one in buffers]
+    raw = [buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer for buffer in buffers]
 
     def of_layer(layer: int, buffer: torch.Tensor, whole: torch.Tensor) -> Probe:
         return Probe(f"{name}{layer}", lambda slots, _: read(buffer, slots), [whole])
@@ -102,7 +102,7 @@ def layer_probes(
 
 
 def key_value_probes(pool: Any, read: ReadRows = by_token) -> list[Probe]:
-    """Of each layer's keys and values."""
+    """Probes of each layer's keys and values."""
     return [*layer_probes("k", pool.k_buffer, read), *layer_probes("v", pool.v_buffer, read)]
 
 

@@ -24,7 +24,7 @@ MXFP8 = {"kind": memory_pool.MHATokenToKVPoolMXFP8, "dtype": torch.float8_e4m3fn
 
 
 def interleaved_values(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Of NVFP4's native scales of values, [page, head, token, block].
+    """Reads NVFP4's native scales of values, [page, head, token, block].
 
     Four tokens and four quarters of the blocks change places, by SGLang's
     `nvfp4_v_scale_swizzle_indices`.
@@ -40,14 +40,14 @@ def interleaved_values(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tenso
 
 
 def interleaved_tokens(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Of MXFP8's scales, [page, head, token % 32, token // 32, block]."""
+    """Reads MXFP8's scales, [page, head, token % 32, token // 32, block]."""
     page_size = buffer.shape[2] * buffer.shape[3]
     token = slots % page_size
     return buffer[slots // page_size, :, token % 32, token // 32]
 
 
 def scale_probes(pool: Any) -> list[Probe]:
-    """Of the scales that a pool has, one row a token."""
+    """Probes of the scales that a pool has, a row for each token."""
     probes: list[Probe] = []
     for name in ("k_scale_buffer", "v_scale_buffer"):
         probes += layer_probes(name, getattr(pool, name) or [])

@@ -76,13 +76,15 @@ def dsa(page_size: int = 64, **more: Any) -> Any:
 
 
 def latent_probes(pool: Any, name: str = "kv_buffer") -> list[Probe]:
-    """Of each layer's rows, [slot, …]."""
+    """Probes of each layer's rows, [slot, …]."""
     tensors = getattr(pool, name)
-    return [token_rows(f"{name}{layer}", one) for layer, one in enumerate(tensors) if len(one)]
+    return [
+        token_rows(f"{name}{layer}", buffer) for layer, buffer in enumerate(tensors) if len(buffer)
+    ]
 
 
 def dcp_probes(pool: Any, rank: int, world: int) -> list[Probe]:
-    """Of the rows that a rank has of each layer: those of the slots that are its own."""
+    """Probes of each layer's rows for the slots that this rank keeps."""
 
     def of_layer(layer: int, buffer: torch.Tensor) -> Probe:
         def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
@@ -94,7 +96,7 @@ def dcp_probes(pool: Any, rank: int, world: int) -> list[Probe]:
 
 
 def index_probes(pool: Any) -> list[Probe]:
-    """Of each index key and its scale: the keys of as many as a kernel takes, then their scales."""
+    """Probes of index keys and scales: as many keys as a kernel takes, then their scales."""
     share, count = pool.index_kpool, pool.index_page_size
 
     def of_layer(layer: int, buffer: torch.Tensor) -> Probe:
@@ -104,8 +106,8 @@ def index_probes(pool: Any) -> list[Probe]:
 
         def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
             groups = torch.unique_consecutive(slots // share)
-            at = groups // count, groups % count
-            return torch.cat([keys[at], scales[at]], -1).clone()
+            places = groups // count, groups % count
+            return torch.cat([keys[places], scales[places]], -1).clone()
 
         return Probe(f"index_k{layer}", read, [buffer])
 
@@ -114,13 +116,13 @@ def index_probes(pool: Any) -> list[Probe]:
 
 
 def tail_probes(pool: Any) -> list[Probe]:
-    """Of a request's unfinished group of tokens that will share an index key."""
+    """Probes of a request's last tokens, which will share an index key once they are enough."""
     tails = {"tail_k": pool._compress_tail_k, "tail_score": pool._compress_tail_score}
     return [
-        request_rows(f"{name}{layer}", one, "request")
+        request_rows(f"{name}{layer}", buffer, "request")
         for name, tensors in tails.items()
-        for layer, one in enumerate(tensors or ())
-        if len(one)
+        for layer, buffer in enumerate(tensors or ())
+        if len(buffer)
     ]
 
 

@@ -65,10 +65,13 @@ def state_pool(*siblings: Any, **options: Any) -> Any:
 
 
 def state_probes(pool: Any) -> list[Probe]:
-    """Of the windows and the states, [layer, row, …]."""
+    """Probes of the windows and the states, [layer, row, …]."""
     cache = pool.mamba_cache
-    named = [*((f"conv{n}", one) for n, one in enumerate(cache.conv)), ("temporal", cache.temporal)]
-    return [layered_rows(name, one, "mamba") for name, one in named]
+    named = [
+        *((f"conv{n}", buffer) for n, buffer in enumerate(cache.conv)),
+        ("temporal", cache.temporal),
+    ]
+    return [layered_rows(name, buffer, "mamba") for name, buffer in named]
 
 
 def layered_rows(name: str, buffer: torch.Tensor, kind: str) -> Probe:
@@ -156,7 +159,9 @@ def _with_speculative_ring() -> Built:
     rings = [(name, getattr(cache, f"replayssm_{name}")) for name in ("d", "k", "g", "rawv")]
     more = [layered_rows(f"ring_{name}", ring, "request") for name, ring in rings]
     cursors = ("spec_write_pos", "cache_base", "is_flush")
-    more += [request_rows(one, getattr(state, f"replayssm_{one}"), "request") for one in cursors]
+    more += [
+        request_rows(cursor, getattr(state, f"replayssm_{cursor}"), "request") for cursor in cursors
+    ]
     return _mha(state, more)
 
 

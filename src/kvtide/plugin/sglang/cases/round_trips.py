@@ -31,7 +31,7 @@ Read = Callable[[torch.Tensor, Mapping[str, int]], torch.Tensor]
 @final
 @dataclass(frozen=True)
 class Probe:
-    """Reads one kind of bytes. `buffers` are the tensors that they lie in, whole."""
+    """Reads one kind of bytes. `buffers` are the whole tensors that these bytes lie in."""
 
     name: str
     read: Read
@@ -124,7 +124,7 @@ class Way:
 
     def save(self, built: Built, slots: torch.Tensor, rows: Mapping[str, int]) -> Any:
         """A copy on the host, made as Req.offload_kv_cache makes it."""
-        copy = built.allocator.get_cpu_copy(slots, **_own(rows))
+        copy = built.allocator.get_cpu_copy(slots, **_as_req_gives(rows))
         beside = self._state_beside(built)
         return copy, beside and beside.get_cpu_copy(torch.tensor([rows["mamba"]]))
 
@@ -133,7 +133,7 @@ class Way:
         beside = self._state_beside(built)
         if beside:
             beside.load_cpu_copy(copy[1], torch.tensor([rows["mamba"]]))
-        built.allocator.load_cpu_copy(copy[0], slots, **_own(rows))
+        built.allocator.load_cpu_copy(copy[0], slots, **_as_req_gives(rows))
 
     def _state_beside(self, built: Built) -> Any:
         """The pool of state that its request pool has, where the KV pool's copy lacks it."""
@@ -179,14 +179,14 @@ class KvtideWay(Way):
         self.device.close()
 
 
-def _own(rows: Mapping[str, int]) -> dict[str, Any]:
+def _as_req_gives(rows: Mapping[str, int]) -> dict[str, Any]:
     """A request's rows as Req gives them to its allocator: a mamba index is a 0-d tensor."""
     mamba = torch.tensor(rows["mamba"]) if "mamba" in rows else None
     return {"mamba_indices": mamba, "req_pool_index": rows.get("request")}
 
 
 def round_trip(case: Case, way: Way) -> TripResult:
-    """Saves, poisons everything, loads elsewhere, compares: those bytes, and all others."""
+    """Saves, poisons everything, loads elsewhere, compares what was saved, and all other bytes."""
     torch.manual_seed(1)
     built = case.build()
     try:
@@ -204,10 +204,8 @@ def round_trip(case: Case, way: Way) -> TripResult:
 
 
 def _moved_wrong(case: Case, built: Built, way: Way) -> list[str]:
-    """The names of the probes that read something else than they should afterwards."""
-    for probe in built.probes:
-        for buffer in probe.buffers:
-            randomise(buffer)
+    """The names of the probes that read other bytes than they should afterwards."""
+    _randomise_all(built)
     whole = -(-case.token_count // case.page_size) * case.page_size
     allocate = built.allocate or built.allocator.alloc
     held = allocate(whole)
@@ -215,35 +213,39 @@ def _moved_wrong(case: Case, built: Built, way: Way) -> list[str]:
     built.prepare(source)
     expected = [probe.read(source, built.sources) for probe in built.probes]
     copy = way.save(built, source, built.sources)
-    for probe in built.probes:
-        for buffer in probe.buffers:
-            randomise(buffer)
+    _randomise_all(built)
     held = allocate(whole)
     target = held[: case.token_count].clone()
     assert not set(source.tolist()) & set(target.tolist()), "a restore goes to other slots"
     bystanders = _bystanders(built, held, case.page_size)
-    untouched = [_of_others(probe, bystanders, built) for probe in built.probes]
+    untouched = [_read_others(probe, bystanders, built) for probe in built.probes]
     way.load(built, copy, target, built.targets)
     wrong = []
     for probe, bytes_before, others in zip(built.probes, expected, untouched, strict=True):
         if not same_bytes(bytes_before, probe.read(target, built.targets)):
             wrong.append(probe.name)
-        if not all(map(same_bytes, others, _of_others(probe, bystanders, built))):
+        if not all(map(same_bytes, others, _read_others(probe, bystanders, built))):
             wrong.append(f"{probe.name} of others")
     return wrong
 
 
+def _randomise_all(built: Built) -> None:
+    for probe in built.probes:
+        for buffer in probe.buffers:
+            randomise(buffer)
+
+
 def _bystanders(built: Built, held: torch.Tensor, page_size: int) -> torch.Tensor:
-    """All slots that are in none of the target's pages, the padding's aside."""
+    """All slots outside the target's pages and the padding."""
     slots = torch.arange(page_size, built.pool.size)
     taken = torch.isin(slots // page_size, held.cpu() // page_size)
     return slots[~taken].to(held.device)
 
 
-def _of_others(probe: Probe, bystanders: torch.Tensor, built: Built) -> list[torch.Tensor]:
-    """What it reads for others' slots with each row of a request's own but the target's.
+def _read_others(probe: Probe, bystanders: torch.Tensor, built: Built) -> list[torch.Tensor]:
+    """What the probe reads for other requests: their slots, with each row that they may have.
 
-    In one order, the source's rows first; a row that the buffer lacks is an empty tensor.
+    The source's rows come first; a row that the buffer lacks is an empty tensor.
     """
     rows = [
         {**built.sources, kind: row}

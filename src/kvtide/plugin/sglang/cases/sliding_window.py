@@ -73,7 +73,7 @@ def extend(allocator: Any, token_count: int, tail: int | None = None) -> torch.T
 
 
 def window_probes(pool: Any, gone: int = 0, read: ReadRows = by_token) -> list[Probe]:
-    """Of both pools' buffers; the first `gone` tokens have left the window."""
+    """Probes of both pools' buffers; the first `gone` tokens have left the window."""
 
     def in_window(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return read(buffer, pool.full_to_swa_index_mapping[slots[gone:]])
@@ -176,9 +176,9 @@ def _on_npu(fia: bool) -> Built:
         sides = (("full", pool.full_kv_pool, by_page), ("swa", pool.swa_kv_pool, in_window))
         probes = [
             probe
-            for side, held, at in sides
+            for side, held, locate in sides
             for name, tensor in (("k", held.k_buffer_tensor), ("v", held.v_buffer_tensor))
-            for probe in plane(f"{side}.{name}", tensor, at)
+            for probe in plane(f"{side}.{name}", tensor, locate)
         ]
         return Built(
             pool,

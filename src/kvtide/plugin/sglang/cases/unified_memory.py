@@ -86,18 +86,18 @@ def all_bundle(**options: Any) -> Any:
 def tokens_by_table(
     name: str, view: torch.Tensor, owner: Any, raw: Any, gone: int = 0, rank: int = 0
 ) -> Probe:
-    """A probe of a layer's rows [row, …]: those of virtual slots that have one, by SGLang's table.
+    """A probe of a layer's rows [row, …], which SGLang's table gives to virtual slots.
 
-    The first `gone` slots are left out, and those of other ranks than `rank`, if ranks share them.
+    The first `gone` slots are left out, and where ranks share a context the slots of other ranks.
     """
 
     def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
         page_size = owner.pool_page_size
         world = owner.page_size // page_size
-        own = slots[gone:]
-        own = own[own % world == rank] // world
-        pages = owner.virtual_to_physical[own // page_size]
-        return view[(pages * page_size + own % page_size)[pages > 0]].clone()
+        held = slots[gone:]
+        held = held[held % world == rank] // world
+        pages = owner.virtual_to_physical[held // page_size]
+        return view[(pages * page_size + held % page_size)[pages > 0]].clone()
 
     return Probe(name, read, [raw])
 
@@ -109,16 +109,19 @@ def state_by_table(pool: Any, owner: Any, raw: torch.Tensor) -> list[Probe]:
         return lambda _, rows: buffer[:, owner.virtual_to_physical[rows["mamba"]]].clone()
 
     cache = pool.mamba_cache
-    named = [*((f"conv{n}", one) for n, one in enumerate(cache.conv)), ("temporal", cache.temporal)]
-    return [Probe(name, read(one), [raw]) for name, one in named]
+    named = [
+        *((f"conv{n}", buffer) for n, buffer in enumerate(cache.conv)),
+        ("temporal", cache.temporal),
+    ]
+    return [Probe(name, read(buffer), [raw]) for name, buffer in named]
 
 
 def buffers(pool: Any) -> list[tuple[str, torch.Tensor]]:
-    """Of each layer, with names."""
+    """The buffers of each layer, with names."""
     if hasattr(pool, "kv_buffer"):
-        return [(f"latent{layer}", one) for layer, one in enumerate(pool.kv_buffer)]
+        return [(f"latent{layer}", buffer) for layer, buffer in enumerate(pool.kv_buffer)]
     named = (("k", pool.k_buffer), ("v", pool.v_buffer))
-    return [(f"{name}{layer}", one) for name, held in named for layer, one in enumerate(held)]
+    return [(f"{name}{layer}", buffer) for name, held in named for layer, buffer in enumerate(held)]
 
 
 def poisoned(raw: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -149,8 +152,8 @@ def hybrid(page_size: int = PAGE, rank: int = 0, **options: Any) -> Built:
     raw = bundle.unified_memory_pool._raw
     scatter(allocator)
     probes = [
-        tokens_by_table(name, one, allocator.full_attn_allocator, raw, rank=rank)
-        for name, one in buffers(pool.full_kv_pool)
+        tokens_by_table(name, buffer, allocator.full_attn_allocator, raw, rank=rank)
+        for name, buffer in buffers(pool.full_kv_pool)
     ]
     probes += state_by_table(pool.mamba_pool, allocator.mamba_allocator, raw)
     requests = bundle.req_to_token_pool
@@ -168,9 +171,9 @@ def windows(bundle: Any, gone: int = 0, window: int | None = None) -> Built:
         ("swa", pool.swa_kv_pool, allocator.swa_attn_allocator, gone),
     )
     probes = [
-        tokens_by_table(f"{side}.{name}", one, owner, raw, left)
+        tokens_by_table(f"{side}.{name}", buffer, owner, raw, left)
         for side, held, owner, left in sides
-        for name, one in buffers(held)
+        for name, buffer in buffers(held)
     ]
 
     def prepare(slots: torch.Tensor) -> None:
