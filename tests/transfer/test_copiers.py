@@ -125,3 +125,25 @@ def test_numpy_moves_whole_rows_of_host_memory_alone(buffer: torch.Tensor, kind:
     """It would copy all of a buffer with gaps to take some of its rows."""
     name = next(name for name in KINDS if KINDS[name] is kind)
     copier_of(name, [buffer], [[0, 1]], in_steps(160, 1, 0, 0), 0)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "width"),
+    [
+        (torch.zeros(20 * 16, dtype=torch.uint8), 16),
+        (torch.zeros(20 * 16 + 8, dtype=torch.uint8)[8:], 8),
+        (torch.zeros(20 * 16 + 1, dtype=torch.uint8)[1:], 1),
+        (torch.zeros(20, 48, dtype=torch.uint8)[:, :16], 16),
+        (torch.zeros(20, 40, dtype=torch.uint8)[:, 8:24], 8),
+        (torch.zeros(20, 17, dtype=torch.uint8)[:, :16], 1),
+    ],
+    ids=["without gaps", "half an element in", "at an odd byte", "gaps", "gaps of 24", "gaps of 1"],
+)
+def test_torch_moves_the_widest_elements_that_fit(
+    monkeypatch: pytest.MonkeyPatch, buffer: torch.Tensor, width: int
+) -> None:
+    """Bytes one by one would take a device several times as long."""
+    monkeypatch.setattr("kvtide.transfer.mover.suits_numpy", lambda _: False)
+    copier = copier_of("by torch", [buffer], [[0, 1]], in_steps(160, 1, 0, 0), 0)
+    assert isinstance(copier, DeviceCopier)
+    assert width == copier._buffers[0].element_size()

@@ -66,5 +66,7 @@ def suits_numpy(buffer: torch.Tensor) -> bool:
 
 
 def bits_of(tensor: torch.Tensor) -> int:
-    """Its address, its offset and its size in bytes, or-ed."""
-    return tensor.data_ptr() | int(tensor.storage_offset()) | tensor.numel()
+    """Its address, its offset and its size in bytes, or-ed; and how far apart its rows are where
+    they have gaps."""
+    step = tensor.stride(0) if tensor.dim() == 2 else 0
+    return tensor.data_ptr() | int(tensor.storage_offset()) | tensor.numel() | step

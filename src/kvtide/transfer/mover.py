@@ -51,7 +51,7 @@ class Mover:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._in_memory = [suits_numpy(buffer) for buffer in pool.buffers]
-        self._bits = [bits_of(buffer) | buffer.stride(0) for buffer in pool.buffers]
+        self._bits = [bits_of(buffer) for buffer in pool.buffers]
         self._views: dict[tuple[object, ...], list[Any]] = {}
         self._sections: dict[int, list[tuple[Section, list[BufferGroup]]]] = {}
 
@@ -100,7 +100,7 @@ class Mover:
 
         The job raises SnapshotDamaged, naming the first bad span, before anything is written, and
         SlotsLost where the device fails after that. What no span covers isn't checked: see
-        `Seal.require_chunks`. The blocks and the rows belong to the job until it has ended.
+        `Seal.check_coverage`. The blocks and the rows belong to the job until it has ended.
         `at_once`: see Device.submit; `owner`: see `gather`.
         """
         writing: list[bool] = []
