@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,46 @@ def test_a_snapshot_that_an_arena_cannot_hold_takes_nothing(
             Snapshot.load(arena, snapshot.seal, snapshot.chunks)
     assert 0 == arena.used_bytes
     snapshot.lease.release()
+
+
+@pytest.mark.parametrize("chunk_bytes", [576, 1 << 40, 2**63 - 1])
+def test_a_seal_cannot_make_a_device_take_memory(chunk_bytes: int) -> None:
+    """It says how large chunks are: staging is only as large as the chunk that is there."""
+    with simulated("lazy") as name:
+        device = AcceleratorDevice(name)
+        pool = Pool.create(small_geometry(), device, page_count=5)
+        scramble(pool, 3)
+        saved, tide = image_of(pool), Tide(pool, arena_for(device, 576))
+        snapshot = tide.offload(SOURCE)
+        snapshot.seal = replace(snapshot.seal, chunk_bytes=chunk_bytes)
+        tide.restore(snapshot, TARGET)
+        assert same_image(with_rows(saved, TARGET, saved, SOURCE), image_of(pool))
+        assert [8 * 36] * 2 == [stream._staging.numel() for stream in device._streams]
+        tide.discard(snapshot)
+        device.close()
+
+
+def test_chunk_sizes_of_many_snapshots_are_forgotten(device: CPUDevice) -> None:
+    """Each takes some memory, and a seal may state any."""
+    tide = Tide(Pool.create(small_geometry(), device, page_count=5), arena_for(device, 576))
+    snapshot = tide.offload(SOURCE)
+    for number in range(100):
+        snapshot.seal = replace(snapshot.seal, chunk_bytes=576 + number)
+        tide.restore(snapshot, TARGET)
+    assert len(tide._mover._sections) <= 16
+    tide.discard(snapshot)
+
+
+def test_rows_with_gaps_that_would_be_split_are_a_miss(device: CPUDevice) -> None:
+    """A snapshot has them in two chunks each, and this pool can't write half a row."""
+    geometry = K_ONLY.bind(dtype="uint8", layer=1, token=1, head=1, head_dim=64)
+    source = Tide(Pool.create(geometry, device, page_count=20), arena_for(device, 32))
+    padded = torch.zeros(20, 1, 80, dtype=torch.uint8)[:, :, :64]
+    target = Tide(Pool.adopt(geometry, device, {"k": [padded]}), arena_for(device, 64))
+    snapshot = source.offload([3, 4])
+    with pytest.raises(SnapshotMiss, match=r"chunks of 32 bytes, .*gaps.*recompute this request"):
+        target.restore(snapshot, [5, 6])
+    source.discard(snapshot)
 
 
 def test_damaged_bytes_are_never_loaded(device: CPUDevice) -> None:

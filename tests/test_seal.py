@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ from kvtide.layout import canonical_json
 from kvtide.seal import Seal, Span, ranges_of
 from support.pools import small_geometry
 
+
+def a_geometry(group_count: int) -> str:
+    """Of so many groups; all that a seal itself asks of a geometry."""
+    form = small_geometry().to_dict()
+    return canonical_json(form | {"groups": [[] for _ in range(group_count)]})
+
+
 CHUNKS = (bytes(range(100)), bytes(range(100, 200)), b"the last one is shorter")
 STOPS = ((0, 0, 60), (0, 60, 100), (1, 0, 100), (2, 0, 10), (2, 10, len(CHUNKS[2])))
 
@@ -25,11 +33,11 @@ STOPS = ((0, 0, 60), (0, 60, 100), (1, 0, 100), (2, 0, 10), (2, 10, len(CHUNKS[2
 def a_seal(**changes: Any) -> Seal:
     """Of CHUNKS, in five spans."""
     seal = Seal(
-        geometry=small_geometry().canonical,
+        geometry=a_geometry(2),
         key="model, request 7",
         token_count=9,
         tokens=((range(9),), (range(1, 4), range(4, 9, 2))),
-        lasts=((), (range(8, 9),)),
+        lasts=((), (range(1, 4), range(4, 9, 2))),
         chunk_bytes=100,
         spans=tuple(
             Span(chunk, first, stop, xxhash.xxh3_64_intdigest(CHUNKS[chunk][first:stop]))
@@ -112,7 +120,13 @@ def test_a_seal_comes_back_from_json(
             spans.append(Span(chunk, first, stop, data.draw(st.integers(0, 2**64 - 1))))
     tokens = tuple(ranges_of(np.array(group, np.int64)) for group in groups)
     seal = a_seal(
-        key=key, tokens=tokens, lasts=tokens, token_count=51, chunk_bytes=9, spans=tuple(spans)
+        geometry=a_geometry(len(groups)),
+        key=key,
+        tokens=tokens,
+        lasts=tokens,
+        token_count=51,
+        chunk_bytes=9,
+        spans=tuple(spans),
     )
     assert seal == Seal.from_json(seal.to_json())
     assert seal == Seal.from_json(seal.to_json().encode())
@@ -160,16 +174,21 @@ def test_another_version_is_a_miss(version: object) -> None:
         Seal.from_json(resealed(form))
 
 
+DEEP = json.loads("[" * 500 + "]" * 500)
 HOSTILE: dict[tuple[str | int, ...], list[Any]] = {
     ("more",): [1],
     ("key",): [7, None],
-    ("geometry",): [[], None],
+    ("geometry",): [[], None, {}, {"groups": 1}],
+    ("geometry", "groups"): [[], [[]], [[]] * 3, {}],
+    ("geometry", "planes"): [DEEP],
     ("token_count",): [-1, 2**63, 1.0, True, "9", None, 3],
-    ("chunk_bytes",): [-1, 99, True, "100"],
+    ("chunk_bytes",): [-1, 0, 99, True, "100"],
     ("tokens",): [7, {}, [7], [[7]], [[[0, 9]]], [[[0, 9, 1, 1]]]],
     ("tokens", 0, 0): [[0, 9, 0], [5, 5, 1], [9, 0, 1], [0, 10, 1], [-1, 9, 1], [0, 9, -1],
                        [0, True, 1], [0, 2.5, 1]],
-    ("tokens", 1, 1): [[3, 9, 2]],
+    ("tokens", 1, 1): [[3, 9, 2], [4, 7, 2]],
+    ("lasts",): [[], [[]], [[], [], []]],
+    ("lasts", 0): [[[8, 9, 1]]],
     ("spans",): [7, {}, [7], [[0, 0, 60]], "spans"],
     ("spans", 0, 0): [1, 2],
     ("spans", 0, 1): [1, -1, True, 2**70],
@@ -229,8 +248,24 @@ def test_chunks_of_other_sizes_are_a_miss() -> None:
     """Bytes that no span covers would be restored unchecked."""
     seal = a_seal()
     seal.check_coverage([100, 100, len(CHUNKS[2])])
-    for sizes in ([100, 100], [100, 100, 22], [100, 100, 24], [100, 100, 23, 1], []):
-        with pytest.raises(
-            SnapshotMiss, match=f"3 chunks of 223 bytes.*{len(sizes)} of {sum(sizes)}"
-        ):
+    for sizes, chunk, sealed, there in (
+        ([100, 100], 2, 23, 0), ([100, 100, 22], 2, 23, 22), ([100, 100, 24], 2, 23, 24),
+        ([100, 100, 23, 1], 3, 0, 1), ([], 0, 100, 0),
+    ):  # fmt: skip
+        message = f"sealed with {sealed} bytes in chunk {chunk}, the target has {there} there"
+        with pytest.raises(SnapshotMiss, match=message):
             seal.check_coverage(sizes)
+
+
+def test_the_sizes_of_chunks_are_compared_one_by_one() -> None:
+    """A seal that states chunks of a byte gets no list of a byte's chunks from its reader."""
+    sizes = chain([100, 100, 23], repeat(1, 99))
+    with pytest.raises(SnapshotMiss, match="in chunk 3"):
+        a_seal().check_coverage(sizes)
+    assert 98 == len([*sizes])
+
+
+def test_a_seal_of_no_tokens_comes_back() -> None:
+    """A row of the request's own is there with token 0, which the request lacks."""
+    seal = a_seal(token_count=0, tokens=((range(1),), ()), lasts=((), ()))
+    assert seal == Seal.from_json(seal.to_json())

@@ -299,6 +299,54 @@ def test_tokens_that_share_a_row_stay_together(
     tide.discard(snapshot)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    ("here", "there", "text"),
+    [
+        ([2, 3], [], "token 0 holds tokens up to 1 in the snapshot, up to 3 in the target"),
+        ([], [2, 3], "token 0 holds tokens up to 3 in the snapshot, up to 1 in the target"),
+        ([2, 3], [2, 3], None),
+        ([2, 3, 7], [2, 3, 7], None),
+    ],
+)
+def test_a_row_holds_the_same_tokens_here_and_there(
+    device: CPUDevice, here: list[int], there: list[int], text: str | None, keeps: bool
+) -> None:
+    """A page moves whole: behind its tokens lies what another request left there."""
+    layout = GQA_HND.through("window", Mapped("window"))
+    geometry = layout.bind(dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1)
+    window = np.arange(40)
+    window[here], window[np.array(there, int) + 16] = -1, -1
+    pool = Pool.create(
+        geometry, device, page_count=10, maps={"window": window}, mapped_rows={"window": 40}
+    )
+    keys = pool.plane("k", 0)
+    keys.copy_(torch.arange(keys.numel(), dtype=torch.uint8).view(keys.shape))
+    tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=256))
+    snapshot, before = tide.offload(range(8)), keys.clone()
+    if text is None or (keeps and not there):
+        tide.restore(snapshot, range(16, 24), keep_extra_rows=keeps)
+        before[4:6] = before[:2]
+    else:
+        with pytest.raises(SnapshotMiss, match=text):
+            tide.restore(snapshot, range(16, 24), keep_extra_rows=keeps)
+    assert before.equal(keys)
+    tide.discard(snapshot)
+
+
+def test_a_hostile_seal_without_last_tokens_is_damaged(device: CPUDevice) -> None:
+    """Its geometry says that pages are rows, and it says nothing of where they end."""
+    geometry = GQA_HND.bind(dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1)
+    pool = Pool.create(geometry, device, page_count=6)
+    tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=256))
+    snapshot = tide.offload(range(8))
+    snapshot.seal = dataclasses.replace(snapshot.seal, lasts=((),))
+    for target in (range(8, 16), [*range(8, 11), *range(12, 17)]):
+        with pytest.raises((SnapshotDamaged, SnapshotMiss)):
+            tide.restore(snapshot, target)
+    tide.discard(snapshot)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_rows_that_a_snapshot_lacks_are_kept_where_that_is_meant(
     device: CPUDevice, world: int

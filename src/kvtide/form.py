@@ -66,6 +66,10 @@ class Section:
         """How many chunks `row_count` rows of a request make."""
         return -(-row_count * self.row_parts // self.chunk_rows)
 
+    def largest_chunk_bytes(self, row_count: int) -> int:
+        """Bytes of the largest chunk of `row_count` rows of a request."""
+        return min(self.chunk_rows, row_count * self.row_parts) * self.row_bytes
+
     def ids(self, rows: Ids) -> Ids:
         """The rows of this section for a request's `rows`, int64 [row * row_parts]."""
         if self.row_parts == 1:

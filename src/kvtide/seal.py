@@ -7,9 +7,10 @@ JSON and back, so that a snapshot can leave the process.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -96,14 +97,18 @@ class Seal:
             if sealed != wanted:
                 raise SnapshotMiss(f"snapshot's {name} is {sealed!r}, the target's {wanted!r}")
 
-    def check_coverage(self, chunk_sizes: Sequence[int]) -> None:
-        """Raises SnapshotMiss unless the spans cover just so many bytes of each chunk."""
-        if self.used_bytes != tuple(chunk_sizes):
-            raise SnapshotMiss(
-                f"snapshot is sealed as {len(self.used_bytes)} chunks of {sum(self.used_bytes)} "
-                f"bytes in all, the target has {len(chunk_sizes)} of {sum(chunk_sizes)}; "
-                "recompute this request"
-            )
+    def check_coverage(self, chunk_sizes: Iterable[int]) -> None:
+        """Raises SnapshotMiss unless the spans cover just so many bytes of each chunk.
+
+        Takes the sizes one by one: a hostile seal may state chunks so small that a target has
+        more of them than memory holds.
+        """
+        for chunk, sizes in enumerate(zip_longest(self.used_bytes, chunk_sizes, fillvalue=0)):
+            if sizes[0] != sizes[1]:
+                raise SnapshotMiss(
+                    f"snapshot is sealed with {sizes[0]} bytes in chunk {chunk}, the target has "
+                    f"{sizes[1]} there; recompute this request"
+                )
 
     def check_bytes(self, chunks: Sequence[memoryview | bytes]) -> None:
         """Raises SnapshotDamaged unless `chunks` are the bytes that were sealed.
@@ -201,18 +206,45 @@ def _from_dict(form: Mapping[str, Any]) -> Seal:
         raise _damaged(f"its fields are {sorted(form)}, not {sorted(fields)}")
     if not isinstance(form["key"], str) or not isinstance(form["geometry"], dict):
         raise _damaged("its key isn't a text, or its geometry no object")
+    _check_depth(form["geometry"])
     token_count = _integer(form["token_count"], LARGEST)
+    most = max(1, token_count)  # a row of the request's own is there with token 0 in any case
     seal = Seal(
         canonical_json(form["geometry"]),
         form["key"],
         token_count,
-        tuple(_to_ranges(lists, token_count) for lists in _list(form["tokens"])),
-        tuple(_to_ranges(lists, token_count) for lists in _list(form["lasts"])),
-        _integer(form["chunk_bytes"], LARGEST),
+        tuple(_to_ranges(lists, most) for lists in _list(form["tokens"])),
+        tuple(_to_ranges(lists, most) for lists in _list(form["lasts"])),
+        _integer(form["chunk_bytes"], LARGEST, least=1),
         tuple(_to_span(fields) for fields in _list(form["spans"])),
     )
+    _check_groups(seal, _list(form["geometry"].get("groups")))
     _check_order(seal)
     return seal
+
+
+def _check_depth(geometry: object) -> None:
+    """SnapshotDamaged for JSON deeper than any geometry's: farther down the stack Python could
+    not read it again."""
+    values: list[Any] = [geometry]
+    for _ in range(_MOST_DEPTH):
+        inner = (v.values() if isinstance(v, dict) else v for v in values)
+        values = [value for part in inner if not isinstance(part, _LEAVES) for value in part]
+    if values:
+        raise _damaged(f"its geometry nests {_MOST_DEPTH} levels deep")
+
+
+def _check_groups(seal: Seal, groups: Sequence[object]) -> None:
+    """SnapshotDamaged unless each group of planes has its rows, each with a last token or none."""
+    if not len(seal.tokens) == len(seal.lasts) == len(groups):
+        raise _damaged(
+            f"it has the tokens of {len(seal.tokens)} groups of planes and the last tokens of "
+            f"{len(seal.lasts)}, its geometry has {len(groups)} groups"
+        )
+    for number, (firsts, lasts) in enumerate(zip(seal.tokens, seal.lasts, strict=True)):
+        counts = [sum(map(len, ranges)) for ranges in (firsts, lasts)]
+        if lasts and counts[0] != counts[1]:
+            raise _damaged(f"group {number} has {counts[0]} rows and {counts[1]} last tokens")
 
 
 def _check_order(seal: Seal) -> None:
@@ -249,6 +281,8 @@ def _to_span(fields: Any) -> Span:
 
 
 _HEX = "0123456789abcdef"
+_MOST_DEPTH = 16
+_LEAVES = (str, int, float, type(None))
 
 
 def _list(value: Any) -> list[Any]:
@@ -257,10 +291,10 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
-def _integer(value: Any, largest: int) -> int:
+def _integer(value: Any, largest: int, *, least: int = 0) -> int:
     number = integer_of(value)
-    if number is None or not 0 <= number <= largest:
-        raise _damaged(f"{shown(value)} isn't an integer in 0 … {largest}")
+    if number is None or not least <= number <= largest:
+        raise _damaged(f"{shown(value)} isn't an integer in {least} … {largest}")
     return number
 
 

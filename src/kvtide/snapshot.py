@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from kvtide.arena import HostArena, Lease
-from kvtide.errors import SnapshotMiss
+from kvtide.errors import SnapshotDamaged, SnapshotMiss
 from kvtide.layout import Ids, Rows
 from kvtide.seal import Seal, ranges_of
 from kvtide.ticket import Ticket
@@ -95,7 +95,8 @@ class Snapshot:
         has a row there has none here: that row would keep another request's bytes, unless
         `keep_extra_rows` says that this is meant.
         """
-        if self.seal.tokens[group] == ranges_of(target.tokens):
+        sealed = self.seal.tokens[group], self.seal.lasts[group]
+        if sealed == (ranges_of(target.tokens), ranges_of(target.lasts)):
             return target.ids  # token for token, as mostly
         tokens = self.seal.tokens_of(group)
         found = target.of_tokens(tokens)
@@ -106,7 +107,13 @@ class Snapshot:
                 "its window, or its share of the context, is another one"
             )
         if target.lasts is not None and tokens.size:
+            if tokens.size != self.seal.lasts_of(group).size:
+                raise SnapshotDamaged(
+                    f"a snapshot's seal is damaged: rows of group {group} hold several tokens, and "
+                    "the last ones aren't in it; recompute this request"
+                )
             self._require_same_rows(group, tokens, target)
+            self._require_same_lasts(group, tokens, target, keep_extra_rows=keep_extra_rows)
         if found.size < target.tokens.size and not keep_extra_rows:
             extra = target.tokens[~np.isin(target.tokens, tokens)][0]
             raise SnapshotMiss(
@@ -125,4 +132,24 @@ class Snapshot:
             raise SnapshotMiss(
                 f"the target begins a row at token {begun[0]}, the snapshot has that token in "
                 "a row with others; restore to slots that fill rows as those it is from did"
+            )
+
+    def _require_same_lasts(
+        self, group: int, tokens: Ids, target: Rows, *, keep_extra_rows: bool
+    ) -> None:
+        """Raises SnapshotMiss where a row holds tokens up to another one here than there.
+
+        A row moves whole, so tokens that only the target's row holds would get what lay behind
+        the snapshot's; `keep_extra_rows` says that nothing reads them.
+        """
+        assert target.lasts is not None
+        lasts = self.seal.lasts_of(group)
+        here = target.lasts[np.searchsorted(target.tokens, tokens)]
+        wrong = here < lasts if keep_extra_rows else here != lasts
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise SnapshotMiss(
+                f"the row of token {tokens[first]} holds tokens up to {lasts[first]} in the "
+                f"snapshot, up to {here[first]} in the target; restore to slots whose maps leave "
+                "out the same tokens"
             )

@@ -20,7 +20,7 @@ import numpy as np
 from kvtide.arena import HostArena, Lease
 from kvtide.atomic import take_out
 from kvtide.device import Job, drain
-from kvtide.errors import KvtideError, LayoutError, SlotError
+from kvtide.errors import KvtideError, LayoutError, SlotError, SnapshotMiss, first_line
 from kvtide.form import chunk_sizes
 from kvtide.integers import checked_integer, integer_of, integers_of, shown
 from kvtide.layout import Ids, RequestRows
@@ -227,8 +227,14 @@ class Tide:
         self, snapshot: Snapshot, rows: Sequence[Ids], *, at_once: bool
     ) -> Job[list[list[Span]]]:
         seal, lease = snapshot.seal, snapshot.lease
-        sections = self._mover.sections(seal.chunk_bytes)
-        seal.check_coverage([*chunk_sizes(sections, [group.size for group in rows])])
+        try:
+            sections = self._mover.sections(seal.chunk_bytes)
+        except LayoutError as error:
+            raise SnapshotMiss(
+                f"snapshot has chunks of {seal.chunk_bytes} bytes, which this pool can't take "
+                f"({first_line(error)}); recompute this request"
+            ) from error
+        seal.check_coverage(chunk_sizes(sections, [group.size for group in rows]))
         job = self._mover.scatter(
             lease.blocks,
             rows,

@@ -34,6 +34,8 @@ from kvtide.transfer.run import Copier, DeviceCopier, HostCopier, Task
 
 # So many views of buffers are kept from one request to the next; each is some hundred bytes.
 _MOST_VIEWS = 4096
+# Chunk sizes whose sections are kept: the arena's, and the ones of snapshots from elsewhere.
+_MOST_CHUNK_SIZES = 16
 
 _Phases = Iterator[Sequence[Step[list[Span]]]]
 
@@ -180,13 +182,17 @@ class Mover:
     ) -> Job[list[list[Span]]]:
         # Made in the calling thread, so that the queue's thread only reads them.
         sections = self.sections(chunk_bytes)
-        count = sum(section.chunk_count(rows[section.group].size) for section in sections)
+        counts = [rows[section.group].size for section in sections]
+        count = sum(map(Section.chunk_count, sections, counts))
         assert count == len(blocks), f"{len(blocks)} blocks for {count} chunks: one a chunk"
-        largest = max(section.chunk_bytes for section in sections)
+        # Not of a full chunk: a snapshot from outside may state chunks of any size.
+        largest = max(map(Section.largest_chunk_bytes, sections, counts))
         return self._pool.device.submit(phases, staging_bytes=largest, at_once=at_once)
 
     def _bound_sections(self, chunk_bytes: int) -> list[tuple[Section, list[BufferGroup]]]:
         if chunk_bytes not in self._sections:
+            if len(self._sections) >= _MOST_CHUNK_SIZES:
+                self._sections.clear()
             self._sections[chunk_bytes] = [
                 (section, buffer_groups(section, self._pool.buffer_rows))
                 for section in sections_of(self._pool.geometry, chunk_bytes)
