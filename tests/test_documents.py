@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import html
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer.main
 
 from kvtide.cli.main import app
+from kvtide.cli.verify import compare_runs
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(
@@ -166,6 +169,27 @@ def test_name_that_a_file_does_not_define_is_found(name: str, expected: list[str
 def test_command_that_is_not_there_is_found(text: str, expected: list[str]) -> None:
     """A verb, an option, a target."""
     assert expected == unknown_in_commands(text)
+
+
+def last_screen(picture: str) -> str:
+    """The text of a recording's last screen without spaces, as a terminal breaks lines anywhere."""
+    frames = re.findall(r'<g class="frame"[^>]*>(.*?)</g>', picture)
+    lines = dict(re.findall(r'<g id="(l\d+)">(.*?)</g>', picture, re.DOTALL))
+    drawn = [lines[name] for name in re.findall(r'href="#(\w+)"', frames[-1])]
+    texts = ["".join(re.findall(r"<text[^>]*>(.*?)</text>", line)) for line in drawn]
+    return "".join(html.unescape("".join(texts)).split())
+
+
+def test_picture_ends_as_a_run_ends_today() -> None:
+    """If not: docs/pictures/record.py says how to make it anew."""
+    screen = last_screen((ROOT / "docs" / "pictures" / "demo.svg").read_text("utf-8"))
+    steps = int(re.findall(r"logitsof([\d,]+)steps", screen)[0].replace(",", ""))
+    counts = [1] * 23 + [steps - 23]
+    requests: list[Any] = [
+        SimpleNamespace(id="", error=None, output_ids=[0] * count, logit_digests=[0] * count)
+        for count in counts
+    ]
+    assert f"verified: {compare_runs(requests, requests)}".replace(" ", "") in screen
 
 
 def test_pictures_are_small() -> None:
