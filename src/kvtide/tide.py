@@ -1,11 +1,13 @@
 """Tide: a request's KV, there and back.
 
+offload                                 restore
+  find the rows      (pool)               check the target     (seal)
+  lease host blocks  (arena)              find the rows        (pool, snapshot)
+  gather and seal    (mover, device)      check every span     (mover, before any write)
+                                          scatter              (mover, device)
 retract                                 resume
-  offload                                 restore
-    lease host blocks  (arena)              check the seal       (snapshot)
-    plan the chunks    (transfer.plan)      check every chunk    (mover, no write before)
-    gather and seal    (mover, device)      scatter              (mover, device)
-  release the pages    (pool.slots)       snapshot discarded, its blocks free again
+  do what offload does                    acquire pages        (pool.slots)
+  release the pages  (pool.slots)         restore, and discard the snapshot
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ class TideStats:
 
 @final
 class Tide:
-    """Takes token slots of one pool to an arena, and back into any slots of such a pool.
+    """Takes token slots of one pool to an arena, and back into any slots of an equal pool.
 
-    `offload`, `restore`, `discard` know slots and leave it to the caller who holds them;
-    `retract` and `resume` also keep the books of a PageAllocator. The `start_` forms return
-    a Ticket at once. After an error that isn't kvtide's own, such as Ctrl-C, a call waits until
-    nothing moves on the device, other requests' moves included. Not thread-safe: one thread
-    schedules.
+    `offload`, `restore`, `discard` know slots, and the caller knows who holds them; `retract` and
+    `resume` also acquire and release pages at a PageAllocator. `start_offload` and
+    `start_restore` return a Ticket at once. After an error that isn't kvtide's own, such as Ctrl-C,
+    a call waits until nothing moves on the device, other requests' moves included. Not thread-safe:
+    one thread schedules.
     """
 
     def __init__(self, pool: Pool, arena: HostArena, pages: PageAllocator | None = None) -> None:
@@ -119,7 +121,10 @@ class Tide:
         return [group.ids for group in groups], seal
 
     def _gather(self, rows: Sequence[Ids], lease: Lease, *, at_once: bool) -> Job[list[list[Span]]]:
-        """Into a lease of no blocks: the caller gives it back after an error, wherever that is."""
+        """Extends `lease`, which has no blocks yet, and submits the copy into its blocks.
+
+        After an error, here or later, the caller releases the lease.
+        """
         chunk_bytes = self.arena.block_bytes
         sections = self._mover.sections(chunk_bytes)
         lease.extend(sum(section.chunk_count(rows[section.group].size) for section in sections))
@@ -308,11 +313,11 @@ class Tide:
         request: RequestRows = None,
         keep_extra_rows: bool = False,
     ) -> list[int] | None:
-        """Acquires `page_count` pages, restores a request into the first of them, discards it.
+        """Acquires `page_count` pages, restores into the first of them, discards the snapshot.
 
-        None, and nothing changed, when fewer pages are free. Raises as `restore` does, and
-        SlotError for fewer pages than the snapshot's tokens need; the pages are free again
-        then, after Ctrl-C too, and the snapshot is still the caller's to discard.
+        Returns None, and changes nothing, when fewer pages are free. Raises as `restore` does, and
+        SlotError for fewer pages than the snapshot's tokens need. After an error, or Ctrl-C, the
+        pages are free again, and the caller still has to discard the snapshot.
         """
         page_count = checked_integer(page_count, "page_count")
         if page_count * self.pool.page_size < snapshot.token_count:
@@ -343,8 +348,10 @@ class Tide:
     def _undo_resume(
         self, error: BaseException, pages: list[int], snapshot: Snapshot, released: list[int]
     ) -> None:
-        """The pages are free again, and the blocks the snapshot's if `released` says how many they
-        were; repeatable."""
+        """Frees the pages, and gives the snapshot the blocks back that its lease may have released.
+
+        `released` has their number once they may be released, and is empty before. Repeatable.
+        """
         self._settle_after(error)  # what writes the pages must end first
         self._books.give_back(pages)
         for block_count in released:
@@ -374,7 +381,7 @@ class Tide:
         return ticket
 
     def _forget(self, ticket: Ticket[Any]) -> None:
-        """A ticket whose outcome is known, and what it holds, are the caller's alone."""
+        """Lets go of a ticket whose outcome is known: only the caller still holds it."""
         take_out(self._pending, ticket)
 
     @property
