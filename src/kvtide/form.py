@@ -24,18 +24,19 @@ import numpy as np
 from kvtide.layout import Geometry, Ids
 
 FULL_RUN_ROWS = 64
-"""A chunk of narrow rows has a multiple of so many rows, or a power of two below it: then a chunk
-of whole pages moves by pages."""
+"""A chunk of narrow rows has a multiple of this number of rows, or a power of two below it. So a
+chunk of whole pages moves by pages."""
 WIDE_ROW_BYTES = 8 << 10
-"""Rows from that width on move one by one about as fast as together: a chunk has all that fit."""
+"""Rows of this width or more move one by one about as fast as together, so a chunk of such rows has
+as many as fit."""
 SPAN_BYTES = 1 << 20
-"""A span ends with the first layer with which it has so many bytes, or with its chunk."""
+"""A span ends with the first layer with which it has this number of bytes, or with its chunk."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Layers of planes whose rows move together, since the planes' rules name them alike.
+    """Layers of planes whose rows move together, because the planes have equal rules.
 
     `planes` are numbers of the geometry's planes, ascending. `layers` says which layers of each
     plane are in this section, and `widths` how many bytes one row of one layer has in it. A row
@@ -77,7 +78,7 @@ class Section:
         return (rows[:, None] * self.row_parts + np.arange(self.row_parts)).reshape(-1)
 
     def span_stops(self, rows: int) -> tuple[int, ...]:
-        """Where the spans of a chunk of so many rows end, in bytes from the chunk's beginning."""
+        """Where the spans of a chunk of `rows` rows end, in bytes from the chunk's beginning."""
         stops: list[int] = []
         first = stop = 0
         for width, layers in zip(self.widths, self.layers, strict=True):
@@ -114,9 +115,9 @@ def sections_of(geometry: Geometry, chunk_bytes: int) -> list[Section]:
 def _first_section(
     geometry: Geometry, group: int, layers: Sequence[tuple[int, int]], chunk_bytes: int
 ) -> Section:
-    """A section of as many of `layers` (plane, layer) as have rows that fit into a chunk together.
+    """A section of the first of `layers` (plane, layer): as many as fit into a chunk, a row each.
 
-    It has at least the first, whose row is split where it alone doesn't fit.
+    It has at least one layer. If one row of that layer alone doesn't fit, the row is split.
     """
     count, size = 0, 0
     for plane, _ in layers:
@@ -160,7 +161,7 @@ def chunk_tokens_for(geometry: Geometry, chunk_bytes: int) -> int:
 
 
 def chunk_sizes(sections: Sequence[Section], row_counts: Sequence[int]) -> Iterator[int]:
-    """How many bytes of each chunk are used, of a request with so many rows in each group."""
+    """How many bytes of each chunk are used by a request with `row_counts` rows in the groups."""
     for section in sections:
         rows = row_counts[section.group] * section.row_parts
         for first in range(0, rows, section.chunk_rows):

@@ -52,8 +52,8 @@ class Seal:
     `geometry` is the canonical JSON of the source's geometry (`Geometry.canonical`), and `key` is
     whatever the caller needs to tell apart (model, revision, adapter, request). `tokens` says for
     each group of planes which tokens of the request have rows, as ranges: all of them, or the ones
-    of a window, or of a rank. A row of several tokens is there with its first token, and in `lasts`
-    with its last. `spans` cover every used byte of every chunk, in order.
+    of a window, or of a rank. For a row of several tokens `tokens` has its first token, and `lasts`
+    its last. `spans` cover every used byte of every chunk, in order.
     """
 
     geometry: str
@@ -98,7 +98,7 @@ class Seal:
                 raise SnapshotMiss(f"snapshot's {name} is {sealed!r}, the target's {wanted!r}")
 
     def check_coverage(self, chunk_sizes: Iterable[int]) -> None:
-        """Raises SnapshotMiss unless the spans cover just so many bytes of each chunk.
+        """Raises SnapshotMiss unless the spans cover exactly `chunk_sizes` bytes, chunk by chunk.
 
         Takes the sizes one by one: a hostile seal may state chunks so small that a target has
         more of them than memory holds.
@@ -200,7 +200,7 @@ def _checksum_of(form: Mapping[str, Any]) -> str:
 
 
 def _from_dict(form: Mapping[str, Any]) -> Seal:
-    """A seal of JSON values whose checksum is right: a hostile hand can make that, too."""
+    """A seal of JSON values whose checksum is right. An attacker can make that too: check all."""
     fields = {"form", "geometry", "key", "token_count", "tokens", "lasts", "chunk_bytes", "spans"}
     if set(form) != fields:
         raise _damaged(f"its fields are {sorted(form)}, not {sorted(fields)}")

@@ -13,15 +13,17 @@ import torch
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
-# Of control groups v2, which have no name there, and of v1: a group's limit, what it has taken, and
-# what the lines of its memory.stat that count the groups below it as well begin with.
+# By the controller's name, which is empty for control groups v2, and `memory` for v1: the file of a
+# group's limit, the file of what it has taken, and a prefix. With that prefix begin the lines of
+# memory.stat that count the groups below it as well.
 _GROUP_FILES = {
     "": ("memory.max", "memory.current", ""),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
-# Shared memory is none of these: it lies with what has no file. Nor are locked pages.
+# The caches of files. They leave out shared memory, which counts as memory without a file, and
+# locked pages.
 _CACHES = ("active_file", "inactive_file")
-# Of the caches, what has to be written first. The names are those of v2, then those of v1.
+# The part of the caches that has to be written before it is free: v2's names, then v1's.
 _UNWRITTEN = ("file_dirty", "file_writeback", "dirty", "writeback")
 _PAGES_AT_ONCE = 1 << 18
 
@@ -29,9 +31,9 @@ _PAGES_AT_ONCE = 1 << 18
 def default_host_bytes(untouched_bytes: int, free_bytes: int | None = None) -> int:
     """The arena's limit where none was asked for: a quarter of what the pool leaves free.
 
-    The system gives a pool's memory only as it is written, and what it has given isn't free any
-    more: ``untouched_bytes`` are those it has yet to give. ``free_bytes`` are those of this machine
-    unless they are known better.
+    The system gives a pool its memory only when somebody writes to it. `untouched_bytes` is what
+    it has yet to give: it still counts as free, but is the pool's. `free_bytes` is what is free; if
+    not given, it is measured here.
     """
     free = free_memory_bytes() if free_bytes is None else free_bytes
     return max(0, free - untouched_bytes) // 4
@@ -40,8 +42,8 @@ def default_host_bytes(untouched_bytes: int, free_bytes: int | None = None) -> i
 def untouched_bytes_of(buffers: Sequence[torch.Tensor]) -> int:
     """How much memory the host has yet to give as a pool's buffers are written.
 
-    Buffers on a device take none. The system says of whole pages whether it gave them. Where it
-    can't be asked, all bytes count as untouched, so that a budget is rather too small.
+    Buffers on a device take no host memory. The system says of each whole page whether it gave it.
+    Where it can't be asked, all bytes count as untouched: then a budget may be too small.
     """
     storages = [buffer.untyped_storage() for buffer in buffers if buffer.is_cpu]
     distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -52,8 +54,8 @@ def untouched_bytes_of(buffers: Sequence[torch.Tensor]) -> int:
 
 
 def _resident_bytes(address: int, size_bytes: int) -> int:
-    """What of this range lies in pages that have memory; at the ends up to a page too much."""
-    # Some systems say of every page that it has memory: of one that nobody has touched as well.
+    """How much of this range lies in pages that have memory; at each end up to a page too much."""
+    # Some systems say that every page has memory, even a page that nobody has touched.
     with mmap.mmap(-1, mmap.PAGESIZE) as fresh:
         untouched = ctypes.addressof(probe := ctypes.c_char.from_buffer(fresh))
         can_tell = _count_resident(untouched, mmap.PAGESIZE) == 0
@@ -62,7 +64,7 @@ def _resident_bytes(address: int, size_bytes: int) -> int:
 
 
 def _count_resident(address: int, size_bytes: int) -> int:
-    """The pages of a range that have memory, by the system's word; 0 where it gives none."""
+    """How many pages of a range have memory; 0 where the system doesn't say."""
     try:
         mincore = ctypes.CDLL(None).mincore
     except (AttributeError, OSError, TypeError):
@@ -102,7 +104,7 @@ def _free_container_bytes() -> Iterator[int]:
 def _cache_bytes(folder: Path, prefix: str) -> int:
     """What a group has taken of files that were read: the system takes it back when asked for more.
 
-    A group that reads a file of weights has its size in here, within its limit and of no weight.
+    For example a file of weights: it counts as taken, but the group may still use that memory.
     """
     lines: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):

@@ -27,7 +27,8 @@ from kvtide.errors import LayoutError
 from kvtide.integers import integer_of, shown
 
 FORM_VERSION = 1
-"""Of the form that is written and read here. Whoever changes what a form means counts it up."""
+"""The version of the forms that this kvtide writes and reads. A change of what a form means must
+count it up."""
 
 
 def canonical_json(form: Any) -> str:
@@ -87,7 +88,7 @@ def checked_text(form: object, what: str) -> str:
 
 
 def require_version(form: object) -> None:
-    """LayoutError unless a geometry's form is of this version: what it means isn't known here."""
+    """LayoutError if a geometry's form has another version: nobody here knows what it means."""
     version = form.get("version") if isinstance(form, dict) else None
     if integer_of(version) != FORM_VERSION:
         raise LayoutError(

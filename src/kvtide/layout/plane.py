@@ -90,8 +90,8 @@ class Plane:
     def bound(self, sizes: Sizes, page_size: int, dtype: str) -> PlaneGeometry:
         """The plane with its axes' sizes, each of which is at least 1.
 
-        Where the bytes of a page's tokens follow each other, a row is a token's, whatever order
-        the axes are named in: heads first, of which there is one, is the same as tokens first.
+        Where the bytes of a page's tokens follow each other, a row is a token's, in whatever order
+        the axes are named: with a single head, heads first is the same as tokens first.
         """
         unit, before, after = self.split()
         layers, row = (
@@ -213,7 +213,7 @@ class PlaneGeometry:
         return all(rule.is_dense for rule in self.rules)
 
     def row_count(self, slot_count: int, known: Counts) -> int:
-        """The rows in a pool of so many slots; LayoutError where what is `known` doesn't say."""
+        """The rows in a pool of `slot_count` slots; LayoutError if `known` doesn't say enough."""
         count = slot_count
         for rule in self.rules:
             count = rule.row_count(count, known)

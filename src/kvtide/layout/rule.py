@@ -100,7 +100,7 @@ class Rule(ABC):
 
     @abstractmethod
     def row_count(self, id_count: int, known: Counts) -> int:
-        """How many ids the rule leads to, from `id_count` of them; 0 where nobody knows."""
+        """How many ids the rule leads to, from `id_count` ids; 0 where `known` doesn't say."""
 
     @property
     @abstractmethod
@@ -145,7 +145,7 @@ class Rule(ABC):
         return {"rule": self.form_name, **values}
 
     def content(self) -> dict[str, Any]:
-        """What the rule says of which tokens a row stands for: `to_dict` but for `local`."""
+        """What says which tokens a row stands for: `to_dict` without the `local` fields."""
         return {name: value for name, value in self.to_dict().items() if name not in self.local}
 
     @staticmethod

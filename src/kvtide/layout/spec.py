@@ -174,7 +174,7 @@ class Layout:
 @final
 @dataclass(frozen=True)
 class Geometry:
-    """A layout with its sizes, made by `Layout.bind`; how many rows there are is the pool's."""
+    """A layout with its sizes, made by `Layout.bind`. The pool says how many rows there are."""
 
     layout: Layout
     planes: tuple[PlaneGeometry, ...]
@@ -185,7 +185,7 @@ class Geometry:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token owns in all planes and layers; of a shared row it owns a part."""
+        """Bytes that a token owns in all planes and layers; of a page's bytes it owns its share."""
         return -(-self.page_bytes // self.page_size)
 
     @property
@@ -268,9 +268,10 @@ class Geometry:
 
 
 def _refuse_alike(geometry: Geometry) -> None:
-    """LayoutError where planes' rules differ, but not in what they say of tokens.
+    """LayoutError where the rules of two planes differ only in their local fields (`Rule.local`).
 
-    They would be one group to whoever reads the geometry's form, and take other rows here.
+    The geometry's form leaves these out. Whoever reads the form would take the two planes for one
+    group, but here they own different rows.
     """
     seen: dict[str, tuple[Rule, ...]] = {}
     for plane in geometry.planes:

@@ -10,14 +10,15 @@ import torch
 from kvtide.device import Block
 from kvtide.transfer.plan import BufferPlan
 
-# numpy lets go of the interpreter's lock for rows of items, and for single items only from 500 on;
-# but items are several times as fast. So few units are items only if they are moved in no time.
+# numpy moves a unit several times as fast as one item than as a row of bytes. But with fewer than
+# 500 items it holds the interpreter's lock meanwhile. So fewer units are items only where all of
+# them are so small that nobody waits for long.
 _MANY_UNITS = 500
 _SMALL_BYTES = 16 << 10
 
 
 def numpy_element(plan: BufferPlan) -> str:
-    """As what numpy moves the units of a plan: whole items (`V16`), or rows of bytes (`uint8`)."""
+    """The dtype by which numpy moves a plan's units: whole items (`V16`), or bytes (`uint8`)."""
     count = min(plan.units.shape[1], plan.most_units)
     are_items = count >= _MANY_UNITS or count * plan.unit_bytes <= _SMALL_BYTES
     return f"V{plan.unit_bytes}" if are_items else "uint8"
@@ -26,7 +27,7 @@ def numpy_element(plan: BufferPlan) -> str:
 def torch_element(
     plan: BufferPlan, bits: int, blocks: Sequence[Block], elements: Sequence[torch.dtype]
 ) -> torch.dtype:
-    """As what torch moves the units of a plan: the widest of `elements` that fits everywhere.
+    """The dtype by which torch moves a plan's units: the widest of `elements` that fits everywhere.
 
     `bits` are the addresses and sizes of the plan's buffers, or-ed: see `bits_of`.
     """

@@ -1,4 +1,4 @@
-"""How large the chunks of a pool should be: a matter of speed, which any snapshot states."""
+"""How large the chunks of a pool should be: a matter of speed. A snapshot states its own size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvtide.form import chunk_tokens_for
 from kvtide.pool import Pool
 
 _LEAST_CHUNK_BYTES = 1 << 16
-# A call costs what it takes to copy 10 KiB: a chunk should have many times that of each buffer.
+# A call takes as long as copying 10 KiB, so a chunk should have many times that of each buffer.
 _BUFFER_SHARE_BYTES = 256 << 10
 _LARGEST_SHARES_BYTES = 16 << 20
 
@@ -14,10 +14,10 @@ _LARGEST_SHARES_BYTES = 16 << 20
 def chunk_bytes_for(pool: Pool, limit_bytes: int) -> int:
     """The size of a chunk, in bytes, and of a block of the arena, whose limit is `limit_bytes`.
 
-    It is what the device moves best at once, and more where the pool is in many buffers, each of
-    which takes a call of its own for every chunk; up to a 16th more, so that where scales lie
-    beside values of a power of two as many tokens fit as without. But it is no more than a 16th of
-    a small arena: a request takes whole blocks of it. It is never less than the largest row.
+    It is what the device moves best at once. It is more where the pool is in many buffers, since
+    each of them takes a call of its own for every chunk. Up to a 16th is added, so that with scales
+    beside the values as many tokens fit as without. But it is no more than a 16th of a small arena,
+    since a request takes whole blocks of it. It is never less than the largest row.
     """
     geometry = pool.geometry
     shares = min(len(pool.buffers) * _BUFFER_SHARE_BYTES, _LARGEST_SHARES_BYTES)

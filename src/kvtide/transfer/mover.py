@@ -79,7 +79,7 @@ class Mover:
         """
 
         def phases() -> _Phases:
-            _ = owner  # is held by whatever holds this function
+            _ = owner  # whatever holds this function also holds the owner
             for tasks in self._tasks(rows, blocks, chunk_bytes):
                 if seal:
                     yield [Step(task.seal, task.gather_hashing) for task in tasks]
@@ -101,9 +101,9 @@ class Mover:
         """Blocks to rows, after all `spans` have been found to be as they were sealed.
 
         The job raises SnapshotDamaged, naming the first bad span, before anything is written, and
-        SlotsLost where the device fails after that. What no span covers isn't checked: see
-        `Seal.check_coverage`. The blocks and the rows belong to the job until it has ended.
-        `at_once`: see Device.submit; `owner`: see `gather`.
+        SlotsLost where the device fails after that. Bytes that no span covers aren't checked:
+        `Seal.check_coverage` refuses such a seal. The blocks and the rows belong to the job until
+        it has ended. `at_once`: see Device.submit; `owner`: see `gather`.
         """
         writing: list[bool] = []
 
@@ -135,8 +135,11 @@ class Mover:
             yield tasks
 
     def _bind(self, plan: ChunkPlan, blocks: Sequence[Block]) -> list[Task]:
-        """The tasks of a plan. All that can be done once for several chunks is done here: a call
-        from Python in one lane is a wait for the interpreter's lock in the other."""
+        """The tasks of a plan.
+
+        All that can be done once for several chunks is done here, before the lanes begin: while
+        one lane runs Python code, the others wait for the interpreter's lock.
+        """
         first_chunk, buffer_plans, task_plans = plan
         blocks = blocks[first_chunk : first_chunk + len(buffer_plans[0].units)]
         memories = memories_of(blocks)
@@ -160,7 +163,7 @@ class Mover:
         return DeviceCopier(views, units, blocks, plan.block_offset)
 
     def _views_of(self, plan: BufferPlan, element: str | torch.dtype) -> list[Any]:
-        """The buffers of a plan as units of such elements; known from the last time, mostly."""
+        """The buffers of a plan as units of such elements; most often kept from the last time."""
         numbers = plan.group.buffers
         key = (numbers, plan.skip_bytes, plan.unit_bytes, element)
         if key not in self._views:
@@ -202,7 +205,10 @@ class Mover:
 
 @final
 class _WritingJob:
-    """A job that writes once `writing` isn't empty. What fails from then on has lost the rows."""
+    """A job of a restore. `writing` is empty until it begins to write to the pool.
+
+    An error before that leaves the rows as they were; an error after that becomes SlotsLost.
+    """
 
     def __init__(self, job: Job[list[list[Span]]], writing: Sequence[bool]) -> None:
         self._job = job
@@ -217,7 +223,7 @@ class _WritingJob:
         try:
             return self._job.wait()
         except Exception as error:
-            # A job that isn't done was waited for in vain: the error is a signal handler's.
+            # If the job isn't done, a signal handler raised this error, and not the job.
             if not self._writing or not self._job.done():
                 raise
             raise SlotsLost(

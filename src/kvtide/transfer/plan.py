@@ -1,5 +1,7 @@
 """Stage 1: which bytes move, and in which calls. Pure: no torch, no I/O, no memory of a device.
 
+Stage 2 (kvtide.transfer.bind) and stage 3 (kvtide.transfer.run) carry the plan out.
+
 The chunks of a section hold the same rows of each of its buffers. A request's rows become units
 (rows that adjoin move as one), the units of a chunk become calls, and calls become tasks, which
 lanes share. The plan is the same for both directions.
@@ -19,9 +21,9 @@ from kvtide.layout import BufferRows, Ids
 
 # A plan takes some ten bytes for each row of each layer. Rows beyond so many are planned later.
 _PLANNED_ROWS = 1 << 20
-# A call of that size takes long beside what it costs when two lanes want the interpreter at once.
+# A call of this size takes so long that waiting for the interpreter's lock before it costs little.
 _LONG_CALL_BYTES = 128 << 10
-# Buffers whose units are few move in one call while it stays within what is hashed at once.
+# Several buffers with few units move in one call, if it moves no more than is hashed at once.
 _JOINED_BYTES = 256 << 10
 
 
@@ -56,16 +58,19 @@ class BufferPlan(NamedTuple):
 
 
 CopyCall = tuple[int, range, slice | None, int]
-"""(plan, buffers, units, stop): of the buffer plan of that number, all units of these buffers, or a
-slice of the units of one buffer. The buffers are counted within the plan's group. What the call
-moves ends at byte `stop` of the block."""
+"""(plan, buffers, units, stop): what one call of a copier moves.
+
+`plan` is the number of a buffer plan, and `buffers` are numbers of buffers within that plan's
+group. The call moves all units of these buffers if `units` is None; otherwise there is one buffer,
+and it moves this slice of its units. What it moves ends at byte `stop` of the block."""
 
 TaskPlan = tuple[tuple[tuple[int, int], ...], tuple[CopyCall, ...]]
-"""(spans, calls): what one lane does at once for a chunk. It is some whole spans (first, stop)."""
+"""(spans, calls): what one lane does at once for a chunk: some whole spans, each (first, stop) in
+bytes of the chunk, and the calls that move them."""
 
 ChunkPlan = tuple[int, list[BufferPlan], list[TaskPlan]]
-"""(first chunk, buffers, tasks): the plan of that chunk and of the ones after it, as many as there
-are lines of units; all have the same length."""
+"""(first chunk, buffer plans, tasks): the plan of one or more consecutive chunks of equal length.
+Each buffer plan has one line of units for each of these chunks; the tasks are the same for all."""
 
 
 def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
@@ -74,7 +79,7 @@ def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
     Takes whatever numpy takes for integers, and tensors that lie on a device; for those it
     blocks. Raises SlotError, naming the first bad id, for slots that aren't integers in one
     dimension, are negative, beyond the pool, repeated, or among the first `padding_slots`, which
-    belong to no token: an engine's table has 0 where a token has no slot.
+    belong to no token: an engine's table has slot 0 where a token has none.
     """
     ids = integers_of(slots, "slot")
     if not ids.size:
@@ -100,7 +105,7 @@ def buffer_groups(section: Section, buffer_rows: Sequence[BufferRows]) -> list[B
     """The buffers of a pool that a section's chunks hold, in the order of their bytes.
 
     `buffer_rows` are the pool's, plane after plane. Raises LayoutError where a row would have to
-    be split that has gaps behind it: its parts are no rows of the buffer.
+    be split that has gaps behind it: its parts wouldn't lie evenly in the buffer.
     """
     groups: list[BufferGroup] = []
     for plane, layers, width in zip(section.planes, section.layers, section.widths, strict=True):
@@ -213,9 +218,10 @@ def _units_of(group: BufferGroup, chunks: Ids, run_rows: int, skip_rows: int) ->
 
 def _runs_in(chunks: Ids) -> tuple[int, int]:
     """(run_rows, skip_rows): each chunk is runs of `run_rows` consecutive rows, and every run
-    begins `skip_rows` behind a multiple of `run_rows`; the longest such power of two."""
-    # A power of two divides the OR of some numbers only if it divides each of them. So or-ed here:
-    # where runs begin in the chunks, and by how much they begin apart among the rows.
+    begins `skip_rows` behind a multiple of `run_rows`. `run_rows` is the largest power of two for
+    which that holds."""
+    # A power of two divides the OR of some numbers only if it divides each of them. So `bits` has
+    # or-ed: the places in the chunks where runs begin, and the distances between their first rows.
     bits = chunks.shape[1] | FULL_RUN_ROWS
     if bits & 1:
         return 1, 0

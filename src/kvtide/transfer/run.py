@@ -15,8 +15,8 @@ from kvtide.layout import Ids
 from kvtide.seal import Span
 from kvtide.transfer.plan import TaskPlan
 
-# So much is hashed at once, as soon as it is there: with what it was copied from, it is still in
-# the core's own cache.
+# So many bytes are hashed at once, as soon as they are copied: with the bytes that they were copied
+# from they still fit in the core's own cache.
 _HASHED_BYTES = 256 << 10
 
 
@@ -24,9 +24,9 @@ _HASHED_BYTES = 256 << 10
 class HostCopier:
     """Moves the units of one buffer plan in host memory, by numpy.
 
-    A call of numpy takes a microsecond, where one of torch takes eight, and while one lane is in
-    the interpreter the others can't begin a call. And numpy moves a unit as a whole in both
-    directions, where torch's index_copy_ goes element by element.
+    A call of numpy takes a microsecond, a call of torch eight, and while one lane is in the
+    interpreter the others can't begin a call. And numpy moves a unit as a whole in both directions,
+    while torch's index_copy_ moves element by element.
     """
 
     def __init__(
@@ -49,36 +49,36 @@ class HostCopier:
         return np.ndarray(self._shape, self._buffers[0].dtype, memory, self._block_offset)
 
     def gather(
-        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+        self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
-        """Units of chunk `number` go to its block, or to `staging` if there is any.
+        """Copies units of chunk `number` to its block, or to `staging` if there is any.
 
-        They are all units of these buffers, or those of `span`.
+        They are all units of these buffers, or the slice `only` of the units of one buffer.
         """
-        units, part = self._ends(number, span, staging)
+        units, part = self._ends(number, only, staging)
         for buffer in buffers:
-            # Rows were checked. To "raise" for others, numpy would go by way of a buffer.
+            # The rows were checked before. With "raise", numpy would copy through a buffer.
             self._buffers[buffer].take(units, 0, part[buffer], "clip")
 
     def scatter(
-        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+        self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
-        """The same units back."""
-        units, part = self._ends(number, span, staging)
+        """Copies the same units back."""
+        units, part = self._ends(number, only, staging)
         for buffer in buffers:
             self._buffers[buffer][units] = part[buffer]
 
     def _ends(
-        self, number: int, span: slice | None, staging: torch.Tensor | None
+        self, number: int, only: slice | None, staging: torch.Tensor | None
     ) -> tuple[Ids, NDArray[Any]]:
         units = self._units[number]
         part = self._parts[number] if staging is None else self._part(staging.numpy().data)
-        return (units, part) if span is None else (units[span], part[:, span])
+        return (units, part) if only is None else (units[only], part[:, only])
 
 
 @final
 class DeviceCopier:
-    """Moves the units of one buffer plan anywhere, by torch; in host memory, rows with gaps.
+    """Moves the units of one buffer plan by torch: on any device, and rows with gaps on the host.
 
     In inference mode: an engine's tensors may have been made in it, and such tensors can't be
     written outside.
@@ -102,24 +102,24 @@ class DeviceCopier:
 
     @torch.inference_mode()
     def gather(
-        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+        self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
         """See HostCopier."""
         for buffer in buffers:
-            units, part = self._ends(number, buffer, span, staging)
+            units, part = self._ends(number, buffer, only, staging)
             torch.index_select(self._buffers[buffer], 0, units, out=part)
 
     @torch.inference_mode()
     def scatter(
-        self, number: int, buffers: range, span: slice | None, staging: torch.Tensor | None
+        self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
         """See HostCopier."""
         for buffer in buffers:
-            units, part = self._ends(number, buffer, span, staging)
+            units, part = self._ends(number, buffer, only, staging)
             self._buffers[buffer].index_copy_(0, units, part)
 
     def _ends(
-        self, number: int, buffer: int, span: slice | None, staging: torch.Tensor | None
+        self, number: int, buffer: int, only: slice | None, staging: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         units, first = self._units[number], self._block_offset + buffer * self._part_bytes
         memory = staging
@@ -128,7 +128,7 @@ class DeviceCopier:
             memory, first = block.slab, block.offset + first
         part = memory[first : first + self._part_bytes].view(self._buffers[0].dtype)
         part = part.view(self._shape)
-        return (units, part) if span is None else (units[span], part[span])
+        return (units, part) if only is None else (units[only], part[only])
 
 
 Copier = HostCopier | DeviceCopier
@@ -167,7 +167,7 @@ class Task:
             target.copy_(staging[self._first : self._stop], non_blocking=True)
 
     def gather_hashing(self, staging: torch.Tensor | None) -> None:
-        """The same. Without staging the checksums are known then as well."""
+        """As `gather`. Without staging, a large task is hashed while it is copied; see `seal`."""
         if staging is not None or self._stop - self._first <= _HASHED_BYTES:
             self.gather(staging)
             return
@@ -198,7 +198,7 @@ class Task:
             self._copiers[plan].scatter(self._number, buffers, units, staging)
 
     def seal(self) -> list[Span]:
-        """The task's spans, with their checksums, once their bytes are in the block."""
+        """The task's spans, with their checksums. Call it once their bytes are in the block."""
         return self._sealed or [
             Span(self._chunk, first, stop, xxhash.xxh3_64_intdigest(self._memory[first:stop]))
             for first, stop in self._spans
