@@ -45,7 +45,7 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Try whether a device does what kvtide needs, copies every layout exactly, and how fast."""
+    """Test a device: what kvtide needs of it, an exact copy of every layout, and its speed."""
     from kvtide.cli.page import ConsolePage
     from kvtide.doctor.finding import count_failed
 

@@ -104,7 +104,7 @@ class Device(Protocol):
         ...
 
     def upload(self, index: torch.Tensor) -> torch.Tensor:
-        """`index`, a host tensor, where the device's kernels read it. Only phases call this."""
+        """`index`, a host tensor, where the device's kernels can read it. Only phases call this."""
         ...
 
     def submit(
@@ -132,7 +132,7 @@ class Device(Protocol):
 def drain(device: Device) -> None:
     """Waits until nothing moves: an empty job ends after all jobs that were queued before it.
 
-    Ctrl-C doesn't end the wait: whoever drains has an error to raise in any case, the first one.
+    Ctrl-C doesn't end the wait: the caller is about to raise an earlier error anyway.
     """
     last: Job[list[None]] | None = None
     while last is None or not last.done():

@@ -286,8 +286,8 @@ class NPUTokenToKVPool:
 
         The copy stays valid. Nested lists of host tensors, as engines make them, are accepted too;
         they don't say which stage they are from, and are copied once more. Blocks until the bytes
-        are written. In NZ order whole pages are written: behind the last token in its page the
-        slots are overwritten too, from lists with zeros.
+        are written. In NZ order whole pages are written: the slots behind the last token in its
+        page are overwritten too. A copy that came as lists writes zeros there.
 
         Before a byte is written this raises SnapshotMiss for a copy of another geometry, stage or
         length, or a released copy; LayoutError for lists of another form; SlotError; ArenaFull (for

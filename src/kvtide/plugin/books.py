@@ -20,9 +20,9 @@ class Counters:
     save_s: float = 0.0
     restore_s: float = 0.0
     refused_saves: Counter[str] = field(default_factory=Counter)
-    """Saves that raised, by `refusals.reason_of` the error."""
+    """How many saves raised, by the reason (`refusals.reason_of`)."""
     failed_restores: Counter[str] = field(default_factory=Counter)
-    """Restores that raised, likewise."""
+    """How many restores raised, by the reason."""
 
     @property
     def retractions(self) -> int:

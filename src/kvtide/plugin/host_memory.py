@@ -22,10 +22,10 @@ _REFUSED = -1
 
 @final
 class HostMemory:
-    """The memory that the arenas of a host's `rank_count` ranks share, each an equal part.
+    """The memory that the arenas of a host's `rank_count` ranks share in equal parts.
 
-    `limit_bytes` is that of all these arenas together; None for a part of what is free. Each rank
-    must ask for its arena exactly once, or refuse, in the same order as the others.
+    `limit_bytes` is the limit of all these arenas together; None means a part of what is free. Each
+    rank must ask for its arena exactly once, or refuse, in the same order as the others.
     """
 
     def __init__(self, limit_bytes: int | None, rank_count: int, ranks: Ranks) -> None:
@@ -35,7 +35,8 @@ class HostMemory:
 
     @contextmanager
     def refusing_together(self) -> Iterator[None]:
-        """Around what may refuse a pool: the other ranks, who ask for their arenas, hear of it."""
+        """Put code that may refuse a pool in this context: after an error in it, the other ranks,
+        which wait in `arena_for`, are told."""
         try:
             yield
         except BaseException:
@@ -44,9 +45,9 @@ class HostMemory:
             raise
 
     def arena_for(self, pool: Pool) -> HostArena:
-        """This rank's arena: the least part of all the ranks that schedule in step with it.
+        """This rank's arena, as large as the smallest among the ranks that schedule together.
 
-        Raises RankFailed where another of them refused its pool.
+        Raises RankFailed where another of these ranks refused its pool.
         """
         limit_bytes = self._ranks.least(self._part_of(pool))
         if limit_bytes < 0:
@@ -58,10 +59,10 @@ class HostMemory:
     def measure(self, untouched_bytes: int) -> tuple[int, int]:
         """The bytes that the pools of a host's ranks have yet to take, and the bytes free there.
 
-        `untouched_bytes` is what this rank's pool has yet to take. All ranks of a host
-        hear the same, whoever of them has written to its pool already. No rank says what is free
-        before all have said what their pools have yet to take, and none goes on, and takes memory,
-        before all have said that. Ranks of the host that don't take part count as this one does.
+        `untouched_bytes` is what this rank's pool has yet to take. All ranks of a host get the same
+        two numbers, whichever of them have written to their pools already. First all ranks say what
+        their pools have yet to take, then all say what is free, and only then does any rank take
+        memory. A rank of the host that doesn't take part is counted with this rank's number.
         """
         here = _host_id()
         untouched = [
@@ -74,7 +75,7 @@ class HostMemory:
         return sum(untouched) + others * untouched_bytes, min(free)
 
     def _part_of(self, pool: Pool) -> int:
-        # Whatever was set: a rank of another host, where less may be set, waits for all the others.
+        # Also with a limit that was set: ranks of other hosts may have none, and wait for this one.
         untouched, free = self.measure(untouched_bytes_of(pool.buffers))
         together = self._limit_bytes
         if together is None:

@@ -8,7 +8,7 @@ One for each scheduler process, over the pools of its rank:
     keeper.discard(backup)               # aborted instead
 
 It decides nothing about requests: errors say what happened, and the caller what becomes of the
-request. Ranks that schedule in step must decide alike, so they agree: a request is saved, or
+request. Ranks that schedule together must decide alike, so they agree: a request is saved, or
 restored, by all of them or by none.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Requests(ABC):
-    """What a keeper asks an engine of one of its requests, whatever the engine has for it."""
+    """What a keeper asks about a request. The keeper never looks into the request itself."""
 
     @abstractmethod
     def id_of(self, request: Any) -> str:
@@ -58,7 +58,7 @@ class Requests(ABC):
         return {}
 
     def is_ahead(self, request: Any) -> bool:
-        """Whether its recurrent state has taken a step that its answer hasn't: it isn't saved."""
+        """Whether its recurrent state is a step ahead of its answer. Then no save is possible."""
         return False
 
 
@@ -95,7 +95,7 @@ class Keeper:
         requests: Requests,
         ranks: Ranks | None = None,
     ) -> None:
-        """Over the pool that was adopted by the description: `tide.pool`. No `ranks`: alone."""
+        """`tide.pool` is the pool that `description` adopted. Without `ranks` there is one rank."""
         self.description = description
         self.tide = tide
         self.counters = Counters()
@@ -208,7 +208,7 @@ class Keeper:
         self.tide.restore(backup.snapshot, slots, key=name, request=rows)
 
     def _try(self, move: Callable[[], Any]) -> tuple[Any, KvtideError | None]:
-        """The move's result, or its error: whatever it is, the other ranks wait for the news."""
+        """The move's result, or its error of any kind: the other ranks wait to hear how it went."""
         try:
             return move(), None
         except KvtideError as error:
@@ -222,7 +222,7 @@ class Keeper:
             return None, failed
 
     def _agreed(self, error: KvtideError | None, otherwise: str) -> KvtideError | None:
-        """This rank's error, or where another rank has one an error that says `otherwise`."""
+        """This rank's error; if only another rank has one, an error with the text `otherwise`."""
         if self._ranks.agree(error is None) or error is not None:
             return error
         return RankFailed(otherwise)

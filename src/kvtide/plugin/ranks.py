@@ -12,9 +12,9 @@ Group = torch.distributed.ProcessGroup
 class Ranks:
     """This rank among the others. All of them must ask the same, in the same order.
 
-    `in_step` are the groups of ranks that schedule in step: each request has a share on all of
-    them. `on_hosts` is the group of all ranks that may have a host in common. The groups talk over
-    the CPU. Without groups this rank is alone.
+    `in_step` are the groups of ranks that schedule the same requests together: each request has a
+    share on all of them. `on_hosts` is the group of all ranks that may have a host in common. The
+    groups talk over the CPU. Without groups this rank is alone.
     """
 
     def __init__(self, in_step: Sequence[Group] = (), on_hosts: Group | None = None) -> None:
@@ -22,11 +22,11 @@ class Ranks:
         self._on_hosts = on_hosts if on_hosts is not None and _size(on_hosts) > 1 else None
 
     def agree(self, went_well: bool) -> bool:
-        """Whether it went well on every rank that schedules in step with this one."""
+        """Whether it went well on this rank and on every rank that schedules together with it."""
         return bool(self.least(int(went_well)))
 
     def least(self, value: int) -> int:
-        """The least of what the ranks that schedule in step ask with."""
+        """The least `value` that any of the ranks that schedule together gives."""
         for group in self._in_step:
             on_host = torch.tensor([value], dtype=torch.int64)
             torch.distributed.all_reduce(on_host, torch.distributed.ReduceOp.MIN, group=group)
@@ -34,7 +34,7 @@ class Ranks:
         return value
 
     def gather(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
-        """What each of the ranks on common hosts says: as many numbers as this one."""
+        """The numbers that each rank of `on_hosts` gives. All ranks must give equally many."""
         if self._on_hosts is None:
             return [numbers]
         said = torch.tensor(numbers, dtype=torch.int64)

@@ -203,7 +203,10 @@ class Scheduler:
             self._running.append(self._waiting.popleft())
 
     def _may_start(self, request: Request, spare: int) -> bool:
-        """Whether the request's known tokens, those of the running requests and `spare` pages fit.
+        """Whether free pages are enough for the request and for what running ones know they need.
+
+        That is the pages for its known tokens, the pages that the running requests' known tokens
+        still lack, and `spare` pages.
 
         The length of the answers isn't known, and no page is kept for them: a retraction is cheap,
         an idle page isn't. But a request comes back only if a page is spare for each running

@@ -138,7 +138,7 @@ def _agreeing_sets(
 
 
 def _kinds_of(probe: Probe, counts: Sequence[int]) -> dict[int, int | None]:
-    """Numbers the outcomes: equal row results, equal number. None if rows in one pass differ."""
+    """For each count a number: equal for equal row results, None if rows in one pass differ."""
     outcomes: list[Tensor] = []
     found: dict[int, int | None] = {}
     for count in counts:
@@ -226,7 +226,7 @@ class _Trial:
         self._geometry = geometry_of(model.config, model.dtype, _PAGE_SIZE)
 
     def probes(self) -> tuple[list[Probe], list[Probe]]:
-        """Probes for the operations of a pass; those with large weights come apart, second."""
+        """Probes for the operations of a pass; those with large weights are the second list."""
         watch = self._watched_pass()
         device, dtype = self._device.torch_device, self._model.dtype
         small: list[Probe] = []

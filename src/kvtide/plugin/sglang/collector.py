@@ -1,7 +1,7 @@
 """kvtide's counters among SGLang's own, in the scheduler's Prometheus metrics.
 
 They carry SGLang's labels, are exported by its endpoint, and exist with --enable-metrics only, on
-the ranks that report: one of the ranks that schedule in step, or all of them with
+the ranks that report: one of the ranks that schedule together, or all of them with
 --enable-metrics-for-all-schedulers.
 """
 

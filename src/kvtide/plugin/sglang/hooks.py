@@ -42,7 +42,7 @@ from kvtide.plugin.sglang.status_line import report
 logger = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
-"""Here all are SGLang's AROUND: called instead of a function, with that function first."""
+"""A function that SGLang calls in place of another, which is the first argument (`AROUND`)."""
 
 
 def register_hooks(settings: Settings | None = None) -> None:
@@ -215,7 +215,7 @@ def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
 
 
 def process_batch_result(original: Hook, scheduler: Any, batch: Any, result: Any) -> None:
-    """SGLang comes to a result that was looked at early once more: that time is left out."""
+    """Does nothing for a result that kvtide had SGLang process early: SGLang comes to it again."""
     attachment = attached()
     if attachment is None or not attachment.results.is_repeated(result):
         original(scheduler, batch, result)

@@ -1,4 +1,4 @@
-"""Row rules that only SGLang's pools need; those of all engines are in kvtide.layout.rules."""
+"""Row rules that only SGLang's pools need; kvtide.layout.rules has the rules of all engines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from kvtide.layout.rule import require_integer, require_name
 class LastTokens(Rule):
     """Only the last `count` tokens of a request, from the beginning of a page: its window.
 
-    SGLang frees what has left a window now and then, not at once, so a request may still have
-    more than the slots it gets when it comes back. What decoding reads is there both times.
+    SGLang frees slots that have left a window from time to time, not at once. So a request may
+    have more slots of a window now than it gets when it comes back. The slots that decoding reads
+    are among them both times.
     """
 
     form_name: ClassVar[str] = "sglang.last_tokens"
@@ -32,7 +33,7 @@ class LastTokens(Rule):
         require_integer(self, "page_size", 1)
 
     def first(self, token_count: int) -> int:
-        """The number of the first token that is left of so many."""
+        """The number of the first token that is kept of `token_count` tokens."""
         return max(0, token_count - self.count) // self.page_size * self.page_size
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
@@ -151,9 +152,9 @@ class EntriesOfRequest(Rule):
 
 
 def window_of(chains: Iterable[Sequence[Rule]]) -> LastTokens | None:
-    """What leaves out all but the last tokens of a request, if it begins all of these chains.
+    """The LastTokens with which all of these chains begin; None if they don't.
 
-    Chains that begin with a row of the request's own have no tokens to leave out.
+    Chains that begin with a request's own row don't count: they have no tokens to leave out.
     """
     firsts = {chain[0] for chain in chains if chain[0].unit != "request"}
     first = firsts.pop() if len(firsts) == 1 else None

@@ -18,7 +18,7 @@ def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
     """Logs the line, and gives what is wrong: nothing, or why a pool is left to SGLang.
 
     `loose` are the functions of SGLang's that are called without their hook. Of ranks that
-    schedule in step one speaks for all, but for what is wrong, which each says of itself.
+    schedule together one speaks for all; but each rank says itself what is wrong with it.
     """
     from sglang.srt.runtime_context import get_disagg, get_parallel
 

@@ -1,7 +1,8 @@
 """Which servers and which requests can resume from saved KV, and why the others can't.
 
-What is listed here is left to SGLang, which computes such a request's KV again. Most of it keeps
-state of a request outside of the pools that kvtide knows, or schedules in a way of its own.
+kvtide leaves the servers and requests listed here to SGLang, which computes a request's KV again.
+Most of these features keep a request's state outside of the pools that kvtide knows, or schedule in
+a way of their own.
 """
 
 from __future__ import annotations
@@ -171,6 +172,6 @@ def why_not(req: Any) -> str | None:
 
 
 def reasons() -> tuple[list[str], list[str]]:
-    """All that can keep a server from being covered, and a request: for the documentation."""
+    """For the documentation: all reasons not to cover a server, and all for a request."""
     servers = (*_SERVERS, *_ARGUMENTS, *_MODELS)
     return [reason for _, reason in servers], [reason for _, reason in _REQUESTS]
