@@ -1,4 +1,4 @@
-"""Bounded host memory for what was taken off the device."""
+"""Bounded host memory for bytes that were copied from a device."""
 
 from kvtide.arena.host import HostArena, Lease
 

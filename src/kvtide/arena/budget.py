@@ -1,4 +1,4 @@
-"""How much host memory an arena may take of this machine."""
+"""Computes how much host memory an arena may use on this machine."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ import torch
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
-# By the controller's name, which is empty for control groups v2, and `memory` for v1: the file of a
-# group's limit, the file of what it has taken, and a prefix. With that prefix begin the lines of
-# memory.stat that count the groups below it as well.
+# For control groups v2 (mounted without a name) and v1 (`memory`): the files with a group's limit
+# and with its usage, and the prefix of lines in memory.stat that include the groups below it.
 _GROUP_FILES = {
     "": ("memory.max", "memory.current", ""),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
-# The caches of files. They leave out shared memory, which counts as memory without a file, and
-# locked pages.
+# These lines count the caches of files. They count neither shared memory nor locked pages.
 _CACHES = ("active_file", "inactive_file")
-# The part of the caches that has to be written before it is free: v2's names, then v1's.
+# These lines count the cached bytes that must be written to disk first: names of v2, then of v1.
 _UNWRITTEN = ("file_dirty", "file_writeback", "dirty", "writeback")
 _PAGES_AT_ONCE = 1 << 18
 
 
 def default_host_bytes(untouched_bytes: int, free_bytes: int | None = None) -> int:
-    """The arena's limit where none was asked for: a quarter of what the pool leaves free.
+    """The default limit of an arena: a quarter of the memory that is free beside the pool.
 
-    The system gives a pool its memory only when somebody writes to it. `untouched_bytes` is what
-    it has yet to give: it still counts as free, but is the pool's. `free_bytes` is what is free; if
-    not given, it is measured here.
+    The system allocates a pool's memory only when it is written. `untouched_bytes` of the pool are
+    not allocated yet, so they are still counted as free. `free_bytes` is this machine's free
+    memory by default.
     """
     free = free_memory_bytes() if free_bytes is None else free_bytes
     return max(0, free - untouched_bytes) // 4
 
 
 def untouched_bytes_of(buffers: Sequence[torch.Tensor]) -> int:
-    """How much memory the host has yet to give as a pool's buffers are written.
+    """How much host memory the system will allocate when a pool's buffers are written.
 
-    Buffers on a device take no host memory. The system says of each whole page whether it gave it.
-    Where it can't be asked, all bytes count as untouched: then a budget may be too small.
+    Buffers on a device need none. The system tells for whole pages whether they are allocated. If
+    it can't tell, all bytes count as untouched, so that the budget is too small rather than too
+    large.
     """
     storages = [buffer.untyped_storage() for buffer in buffers if buffer.is_cpu]
     distinct = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -54,17 +53,17 @@ def untouched_bytes_of(buffers: Sequence[torch.Tensor]) -> int:
 
 
 def _resident_bytes(address: int, size_bytes: int) -> int:
-    """How much of this range lies in pages that have memory; at each end up to a page too much."""
-    # Some systems say that every page has memory, even a page that nobody has touched.
+    """Bytes of this range that are allocated, in whole pages, so up to two pages too many."""
+    # Some systems say that every page is allocated, even an untouched one.
     with mmap.mmap(-1, mmap.PAGESIZE) as fresh:
         untouched = ctypes.addressof(probe := ctypes.c_char.from_buffer(fresh))
         can_tell = _count_resident(untouched, mmap.PAGESIZE) == 0
-        del probe  # a map that somebody looks into can't be closed
+        del probe  # a map can't be closed while an object refers to its memory
     return _count_resident(address, size_bytes) * mmap.PAGESIZE if can_tell else 0
 
 
 def _count_resident(address: int, size_bytes: int) -> int:
-    """How many pages of a range have memory; 0 where the system doesn't say."""
+    """How many pages of a range the system has allocated; 0 if it can't tell."""
     try:
         mincore = ctypes.CDLL(None).mincore
     except (AttributeError, OSError, TypeError):
@@ -85,14 +84,14 @@ def _count_resident(address: int, size_bytes: int) -> int:
 
 
 def free_memory_bytes() -> int:
-    """What the system, and the container, can give without swapping: caches count as free."""
+    """The memory that the system and the container can give without swapping, caches included."""
     return min([_free_system_bytes(), *_free_container_bytes()])
 
 
 def _free_container_bytes() -> Iterator[int]:
-    """What each control group that this process is in leaves, if it has a limit.
+    """The free memory of each control group of this process that has a limit.
 
-    Without one v2 says `max`; v1 says about 2**63, which is never the least.
+    A group without a limit has `max` in v2, and about 2**63 in v1, which is never the least.
     """
     for folder, limit_file, used_file, prefix in _own_groups():
         with contextlib.suppress(OSError, ValueError):
@@ -102,9 +101,9 @@ def _free_container_bytes() -> Iterator[int]:
 
 
 def _cache_bytes(folder: Path, prefix: str) -> int:
-    """What a group has taken of files that were read: the system takes it back when asked for more.
+    """Bytes of a group's usage that are caches of files, which the system frees on demand.
 
-    For example a file of weights: it counts as taken, but the group may still use that memory.
+    They include a file of weights that was read.
     """
     lines: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -118,10 +117,10 @@ def _cache_bytes(folder: Path, prefix: str) -> int:
 
 
 def _own_groups() -> Iterator[tuple[Path, str, str, str]]:
-    """The group's folder and all above it, up to the mount, with what to read there.
+    """The folders of this process's groups and of all groups above, with the files to read there.
 
-    In a container the mount may be the group itself, whatever path the system gives: then there is
-    nothing below it.
+    In a container the mount may be the group itself, whatever path the system gives. Then the path
+    below the mount doesn't exist.
     """
     paths = dict.fromkeys(_GROUP_FILES, "/")
     with contextlib.suppress(OSError, ValueError):

