@@ -271,7 +271,7 @@ def test_asking_settles_a_ticket_whose_job_has_ended() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "text"),
     [
-        (range(4, 12), [0, 1, 16, 17, 20, 21, 22, 23], "begins a row at token 2"),
+        (range(4, 12), [0, 1, 16, 17, 20, 21, 22, 23], "row of the target begins at token 2"),
         (range(4, 12), [0, 1, 16, 17, 18, 19, 20, 21], "token 4"),
         ([4, 5, 8, 9], [12, 13, 14, 15], "token 2"),
         (range(4, 12), [12, 13, 14, 15, 0, 1, 2, 3], None),

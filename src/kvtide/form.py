@@ -5,11 +5,10 @@
     chunk      `chunk_rows` rows of a section, the last one shorter; it fills a block of host memory
     span       some whole layers of a chunk; one checksum covers it
 
-A chunk holds, for each plane and for each layer, the rows in the order of the request's tokens.
-Everything here follows from the geometry and the chunk size alone: not from a device, not from
-where a pool's tensors lie, not from the slots. So any source fits any target. The constants are
-part of the form, and none of them is for tuning: to change one is to count up FORM_VERSION
-(kvtide.layout).
+A chunk holds, for each plane and for each layer, the rows in the order of the request's tokens. The
+form depends only on the geometry and the chunk size. It doesn't depend on a device, on the memory
+layout of a pool's tensors or on the slots. So any source fits any target. The constants are part of
+the form, not tuning: whoever changes one must count up FORM_VERSION (kvtide.layout).
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ import numpy as np
 from kvtide.layout import Geometry, Ids
 
 FULL_RUN_ROWS = 64
-"""A chunk of narrow rows has a multiple of this number of rows, or a power of two below it. So a
-chunk of whole pages moves by pages."""
+"""A chunk of narrow rows has a multiple of this many rows, or a smaller power of two. So a chunk of
+whole pages moves by pages."""
 WIDE_ROW_BYTES = 8 << 10
-"""Rows of this width or more move one by one about as fast as together, so a chunk of such rows has
-as many as fit."""
+"""Rows of at least this width move alone about as fast as together, so a chunk has all that fit."""
 SPAN_BYTES = 1 << 20
-"""A span ends with the first layer with which it has this number of bytes, or with its chunk."""
+"""A span ends with the layer with which it reaches this many bytes, or with its chunk."""
 
 
 @final
@@ -38,10 +36,10 @@ SPAN_BYTES = 1 << 20
 class Section:
     """Layers of planes whose rows move together, because the planes have equal rules.
 
-    `planes` are numbers of the geometry's planes, ascending. `layers` says which layers of each
-    plane are in this section, and `widths` how many bytes one row of one layer has in it. A row
-    that is larger than a chunk is split into `row_parts` equal parts, each of which is a row here.
-    `group` is the number of the planes' group: see `Geometry.groups`.
+    `planes` has numbers of the geometry's planes, ascending. For each plane `layers` has the layers
+    in this section, and `widths` the bytes of a row of a layer. A row larger than a chunk is split
+    into `row_parts` equal parts, each of which is a row of the section. `group` is the number of
+    the planes' group: see `Geometry.groups`.
     """
 
     group: int
@@ -53,7 +51,7 @@ class Section:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one row in all planes and layers."""
+        """Bytes of a row in all planes and layers."""
         return sum(
             width * len(layers) for width, layers in zip(self.widths, self.layers, strict=True)
         )
@@ -64,7 +62,7 @@ class Section:
         return self.chunk_rows * self.row_bytes
 
     def chunk_count(self, row_count: int) -> int:
-        """How many chunks `row_count` rows of a request make."""
+        """How many chunks are needed for `row_count` rows of a request."""
         return -(-row_count * self.row_parts // self.chunk_rows)
 
     def largest_chunk_bytes(self, row_count: int) -> int:
@@ -78,7 +76,7 @@ class Section:
         return (rows[:, None] * self.row_parts + np.arange(self.row_parts)).reshape(-1)
 
     def span_stops(self, rows: int) -> tuple[int, ...]:
-        """Where the spans of a chunk of `rows` rows end, in bytes from the chunk's beginning."""
+        """The ends of the spans of a chunk of `rows` rows, in bytes from its beginning."""
         stops: list[int] = []
         first = stop = 0
         for width, layers in zip(self.widths, self.layers, strict=True):
@@ -91,9 +89,9 @@ class Section:
 
 
 def sections_of(geometry: Geometry, chunk_bytes: int) -> list[Section]:
-    """The sections of a geometry, in the order in which a snapshot has their chunks.
+    """The sections of a geometry, in the order of their chunks in a snapshot.
 
-    Each group of planes is one section, or several where one row of all its planes and layers is
+    A group of planes is a single section, or several if a row of all its planes and layers is
     larger than a chunk.
     """
     groups = geometry.groups
@@ -115,9 +113,9 @@ def sections_of(geometry: Geometry, chunk_bytes: int) -> list[Section]:
 def _first_section(
     geometry: Geometry, group: int, layers: Sequence[tuple[int, int]], chunk_bytes: int
 ) -> Section:
-    """A section of the first of `layers` (plane, layer): as many as fit into a chunk, a row each.
+    """A section of the first `layers` (plane, layer) whose rows together fit into a chunk.
 
-    It has at least one layer. If one row of that layer alone doesn't fit, the row is split.
+    If even the first layer's row doesn't fit, the section has this layer, and splits its row.
     """
     count, size = 0, 0
     for plane, _ in layers:
@@ -143,7 +141,7 @@ def _first_section(
 
 
 def _part_count(row_bytes: int, chunk_bytes: int) -> int:
-    """The fewest equal parts of a row that fit into a chunk each."""
+    """The least number of equal parts into which a row must be split to fit into a chunk."""
     fewest = -(-row_bytes // chunk_bytes)
     return next(count for count in range(fewest, row_bytes + 1) if row_bytes % count == 0)
 

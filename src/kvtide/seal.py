@@ -1,7 +1,7 @@
-"""Seal: what must hold of a snapshot's bytes. Pure.
+"""Seal: describes a snapshot's bytes and has their checksums. Pure.
 
-Whoever holds the bytes can check them: that takes no device, no pool and no torch. A seal goes to
-JSON and back, so that a snapshot can leave the process.
+The bytes can be checked anywhere, without a device, a pool or torch. A seal can be written as JSON
+and read again, so a snapshot can leave the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Span(NamedTuple):
     checksum: int
 
     def check(self, chunk: memoryview | bytes) -> None:
-        """Raises SnapshotDamaged unless `chunk`, its bytes from 0 on, has what was sealed here."""
+        """Raises SnapshotDamaged if the bytes of `chunk` in this span differ from the checksum."""
         part = chunk[self.first : self.stop]
         found = xxhash.xxh3_64_intdigest(part)
         if len(part) != self.stop - self.first or found != self.checksum:
@@ -47,13 +47,13 @@ class Span(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Seal:
-    """What must hold of a snapshot for its bytes to be restored.
+    """Describes a snapshot: which target fits it, and the checksums of its bytes.
 
-    `geometry` is the canonical JSON of the source's geometry (`Geometry.canonical`), and `key` is
-    whatever the caller needs to tell apart (model, revision, adapter, request). `tokens` says for
-    each group of planes which tokens of the request have rows, as ranges: all of them, or the ones
-    of a window, or of a rank. For a row of several tokens `tokens` has its first token, and `lasts`
-    its last. `spans` cover every used byte of every chunk, in order.
+    `geometry` is the canonical JSON of the source's geometry (`Geometry.canonical`). `key` is a
+    text of the caller's that tells snapshots apart (model, revision, adapter, request). `tokens`
+    says for each group of planes which tokens of the request have rows, as ranges: all tokens, the
+    tokens of a window, or those of a rank. For a row of several tokens `tokens` has its first token
+    and `lasts` its last. `spans` cover every used byte of every chunk, in order.
     """
 
     geometry: str
@@ -66,12 +66,12 @@ class Seal:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """The geometry's, 16 bytes."""
+        """The fingerprint of the geometry, 16 bytes."""
         return fingerprint_of(self.geometry)
 
     @cached_property
     def used_bytes(self) -> tuple[int, ...]:
-        """How many bytes of each chunk hold something."""
+        """How many bytes of each chunk are used."""
         return tuple({span.chunk: span.stop for span in self.spans}.values())
 
     def tokens_of(self, group: int) -> Ids:
@@ -83,7 +83,7 @@ class Seal:
         return _numbers_of(self.lasts[group])
 
     def check_target(self, geometry: str, key: str, token_count: int) -> None:
-        """Raises SnapshotMiss, saying what differs, unless a target is the one that was sealed."""
+        """Raises SnapshotMiss, which says what differs, if a target doesn't fit."""
         if geometry != self.geometry:
             lines = differences(json.loads(geometry), json.loads(self.geometry))
             raise SnapshotMiss(
@@ -98,10 +98,10 @@ class Seal:
                 raise SnapshotMiss(f"snapshot's {name} is {sealed!r}, the target's {wanted!r}")
 
     def check_coverage(self, chunk_sizes: Iterable[int]) -> None:
-        """Raises SnapshotMiss unless the spans cover exactly `chunk_sizes` bytes, chunk by chunk.
+        """Raises SnapshotMiss unless the spans cover exactly `chunk_sizes` bytes of the chunks.
 
-        Takes the sizes one by one: a hostile seal may state chunks so small that a target has
-        more of them than memory holds.
+        The sizes are read one after another, since a hostile seal may state chunks so small that a
+        list of all the target's chunks wouldn't fit into memory.
         """
         for chunk, sizes in enumerate(zip_longest(self.used_bytes, chunk_sizes, fillvalue=0)):
             if sizes[0] != sizes[1]:
@@ -111,9 +111,9 @@ class Seal:
                 )
 
     def check_bytes(self, chunks: Sequence[memoryview | bytes]) -> None:
-        """Raises SnapshotDamaged unless `chunks` are the bytes that were sealed.
+        """Raises SnapshotDamaged if a byte of `chunks` differs from the checksums.
 
-        A chunk may be longer than its used bytes; what is behind them doesn't matter.
+        A chunk may be longer than its used bytes; further bytes are ignored.
         """
         if len(chunks) != len(self.used_bytes):
             raise SnapshotDamaged(
@@ -124,7 +124,7 @@ class Seal:
             span.check(chunks[span.chunk])
 
     def to_json(self) -> str:
-        """The seal as canonical JSON, with a checksum of its own."""
+        """The seal as canonical JSON, with a checksum of the JSON."""
         form = self._to_dict()
         return canonical_json(form | {"checksum": _checksum_of(form)})
 
@@ -142,10 +142,10 @@ class Seal:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Seal:
-        """The seal of that JSON, from whatever source: nothing in it is trusted.
+        """Reads a seal from JSON, which is untrusted.
 
         Raises SnapshotMiss for another version of the form, which another kvtide reads, and
-        SnapshotDamaged for what isn't whole.
+        SnapshotDamaged for anything that isn't a complete seal.
         """
         try:
             form = json.loads(text)
@@ -153,7 +153,7 @@ class Seal:
                 raise _damaged(f"it is {shown(form)}, not an object")
             checksum = form.pop("checksum", None)
             found = _checksum_of(form)
-        except (ValueError, RecursionError) as error:  # no JSON, or a number that JSON lacks
+        except (ValueError, RecursionError) as error:  # not JSON, or NaN or Infinity
             raise _damaged(f"it isn't JSON ({error})") from error
         if integer_of(form.get("form")) != FORM_VERSION:
             raise SnapshotMiss(
@@ -196,16 +196,16 @@ def _checksum_of(form: Mapping[str, Any]) -> str:
     return f"{xxhash.xxh3_64_intdigest(canonical_json(form).encode()):016x}"
 
 
-# ---- what comes from outside ------------------------------------------------------------
+# ---- reading untrusted JSON --------------------------------------------------------------
 
 
 def _from_dict(form: Mapping[str, Any]) -> Seal:
-    """A seal of JSON values whose checksum is right. An attacker can make that too: check all."""
+    """A seal from JSON values with a right checksum, which an attacker can make, too."""
     fields = {"form", "geometry", "key", "token_count", "tokens", "lasts", "chunk_bytes", "spans"}
     if set(form) != fields:
         raise _damaged(f"its fields are {sorted(form)}, not {sorted(fields)}")
     if not isinstance(form["key"], str) or not isinstance(form["geometry"], dict):
-        raise _damaged("its key isn't a text, or its geometry no object")
+        raise _damaged("its key isn't a text, or its geometry isn't an object")
     _check_depth(form["geometry"])
     token_count = _integer(form["token_count"], LARGEST)
     most = max(1, token_count)  # a row of the request's own is there with token 0 in any case
@@ -248,7 +248,7 @@ def _check_groups(seal: Seal, groups: Sequence[object]) -> None:
 
 
 def _check_order(seal: Seal) -> None:
-    """SnapshotDamaged unless the spans cover each chunk from byte 0 on, without a gap."""
+    """Raises SnapshotDamaged unless the spans cover each chunk from byte 0 on, without a gap."""
     chunk, stop = 0, 0
     for span in seal.spans:
         if span.chunk == chunk + 1 and stop:
@@ -262,7 +262,7 @@ def _to_ranges(lists: Any, token_count: int) -> Ranges:
     ranges: list[range] = []
     for fields in _list(lists):
         if len(_list(fields)) != 3:
-            raise _damaged(f"{shown(fields)} is no range of tokens")
+            raise _damaged(f"{shown(fields)} isn't a range of tokens")
         start, stop, step = (_integer(field, token_count) for field in fields)
         if not (ranges[-1][-1] < start if ranges else True) or not start < stop or step < 1:
             raise _damaged(f"tokens {start} to {stop} in steps of {step} aren't ascending")
@@ -272,10 +272,10 @@ def _to_ranges(lists: Any, token_count: int) -> Ranges:
 
 def _to_span(fields: Any) -> Span:
     if len(_list(fields)) != 4:
-        raise _damaged(f"{shown(fields)} is no span")
+        raise _damaged(f"{shown(fields)} isn't a span")
     *numbers, checksum = fields
     if not isinstance(checksum, str) or len(checksum) != 16 or set(checksum) - set(_HEX):
-        raise _damaged(f"{shown(checksum)} is no checksum of 16 hexadecimal digits")
+        raise _damaged(f"{shown(checksum)} isn't a checksum of 16 hexadecimal digits")
     chunk, first, stop = (_integer(number, LARGEST) for number in numbers)
     return Span(chunk, first, stop, int(checksum, 16))
 

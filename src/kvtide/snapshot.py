@@ -1,4 +1,4 @@
-"""Snapshot: what a request left behind, sealed, in host memory."""
+"""Snapshot: the bytes of a request in host memory, with a seal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvtide.ticket import Ticket
 @final
 @dataclass(slots=True)
 class Snapshot:
-    """All that some token slots owned, in host memory, in the order of those slots.
+    """The rows of some token slots in host memory, in the order of the slots.
 
-    It owns its memory until it is discarded (`Tide.discard`); the slots it came from don't
-    matter any more. `readers` are the restores of it that are under way.
+    It owns its memory until it is discarded (`Tide.discard`), and is independent of the slots.
+    `readers` has the tickets of its restores that have not ended.
     """
 
     seal: Seal
@@ -30,38 +30,38 @@ class Snapshot:
 
     @property
     def token_count(self) -> int:
-        """Tokens in it; the slots that it is restored to must be as many."""
+        """How many tokens it has. A restore needs as many slots."""
         return self.seal.token_count
 
     @property
     def size_bytes(self) -> int:
-        """Host memory that it takes of the arena's limit; 0 once discarded."""
+        """Bytes of the arena's limit that it takes; 0 once discarded."""
         return self.lease.size_bytes
 
     @property
     def chunks(self) -> list[memoryview]:
-        """The used bytes of each chunk: the snapshot's own memory, valid until it is discarded.
+        """The used bytes of each chunk: views of the snapshot's memory, valid until `discard`.
 
-        With `seal.to_json()` they are all of the snapshot: see `load`. Raises SnapshotMiss once it
-        is discarded.
+        These bytes and `seal.to_json()` are the whole snapshot: see `load`. Raises SnapshotMiss
+        once the snapshot is discarded.
         """
         self.require_held()
         blocks = zip(self.lease.blocks, self.seal.used_bytes, strict=True)
         return [block.bytes_view(size_bytes).toreadonly() for block, size_bytes in blocks]
 
     def verify(self) -> None:
-        """Raises SnapshotDamaged, naming the first bad chunk, unless all bytes are as sealed.
+        """Raises SnapshotDamaged, which names the first bad chunk, if a byte differs from the seal.
 
-        Reads host memory alone. Raises SnapshotMiss once the snapshot is discarded.
+        Reads only host memory. Raises SnapshotMiss once the snapshot is discarded.
         """
         self.seal.check_bytes(self.chunks)
 
     @classmethod
     def load(cls, arena: HostArena, seal: Seal, chunks: Sequence[memoryview | bytes]) -> Snapshot:
-        """A snapshot with a copy of `chunks`, which are what `Snapshot.chunks` gave for that seal.
+        """Makes a snapshot from a seal and a copy of `chunks` (see `Snapshot.chunks`).
 
-        Raises SnapshotDamaged where a byte isn't the sealed one, SnapshotMiss for chunks that the
-        arena's blocks can't hold, ArenaFull; nothing is held then.
+        Raises SnapshotDamaged if a byte differs from the seal, SnapshotMiss if a chunk is larger
+        than the arena's blocks, ArenaFull if there is no room. After an error nothing is kept.
         """
         seal.check_bytes(chunks)
         largest = max(seal.used_bytes, default=0)
@@ -76,7 +76,7 @@ class Snapshot:
             for block, chunk, size_bytes in zip(lease.blocks, chunks, seal.used_bytes, strict=True):
                 block.bytes_view(size_bytes)[:] = memoryview(chunk)[:size_bytes]
             snapshot = cls(seal, lease)
-            snapshot.verify()  # the bytes that were copied, and not those that were read before
+            snapshot.verify()  # checks the copy: the source may have changed meanwhile
             return snapshot
         except BaseException:
             lease.release()
@@ -88,23 +88,23 @@ class Snapshot:
             raise SnapshotMiss(f"snapshot of {self.token_count} tokens was discarded already")
 
     def rows_in(self, group: int, target: Rows, *, keep_extra_rows: bool = False) -> Ids:
-        """The rows of `target` that this snapshot's rows of a group go to, in the snapshot's order.
+        """The rows of `target` for this snapshot's rows of a group, in the snapshot's order.
 
-        Raises SnapshotMiss where a token that has a row here has none there, or where tokens that
-        share a row here are in two there: what they owned would be lost. Also where a token that
-        has a row there has none here: that row would keep another request's bytes, unless
-        `keep_extra_rows` says that this is meant.
+        Raises SnapshotMiss in three cases. A token has a row here and none in the target. Tokens
+        share a row here and have different rows in the target: bytes would be lost. A token has a
+        row in the target and none here: the row would keep another request's bytes, unless
+        `keep_extra_rows` allows that.
         """
         sealed = self.seal.tokens[group], self.seal.lasts[group]
         if sealed == (ranges_of(target.tokens), ranges_of(target.lasts)):
-            return target.ids  # token for token, as mostly
+            return target.ids  # the usual case: rows of the same tokens
         tokens = self.seal.tokens_of(group)
         found = target.of_tokens(tokens)
         if found is None:
             missing = tokens[~np.isin(tokens, target.tokens)][0]
             raise SnapshotMiss(
                 f"snapshot has a row for token {missing} of {self.token_count}, the target none: "
-                "its window, or its share of the context, is another one"
+                "its window, or its share of the context, differs"
             )
         if target.lasts is not None and tokens.size:
             if tokens.size != self.seal.lasts_of(group).size:
@@ -118,20 +118,20 @@ class Snapshot:
             extra = target.tokens[~np.isin(target.tokens, tokens)][0]
             raise SnapshotMiss(
                 f"the target has a row for token {extra} of {self.token_count}, the snapshot none: "
-                "it would keep another request's bytes; map that token to no row, or say that "
-                "this is meant by keep_extra_rows=True"
+                "it would keep another request's bytes; map that token to no row, or allow this "
+                "with keep_extra_rows=True"
             )
         return found
 
     def _require_same_rows(self, group: int, tokens: Ids, target: Rows) -> None:
-        """Raises SnapshotMiss where the target begins a row at a token that shares a row here."""
+        """Raises SnapshotMiss if a row of the target begins inside a row of the snapshot."""
         begun = target.tokens[(target.tokens > tokens[0]) & ~np.isin(target.tokens, tokens)]
         holders = np.searchsorted(tokens, begun) - 1
         begun = begun[begun <= self.seal.lasts_of(group)[holders]]
         if begun.size:
             raise SnapshotMiss(
-                f"the target begins a row at token {begun[0]}, the snapshot has that token in "
-                "a row with others; restore to slots that fill rows as those it is from did"
+                f"a row of the target begins at token {begun[0]}, which is inside a row of the "
+                "snapshot; restore to slots that fill rows in the same manner as the source"
             )
 
     def _require_same_lasts(

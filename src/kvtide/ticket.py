@@ -1,4 +1,4 @@
-"""Ticket: a move under way."""
+"""Ticket: a move that goes on while the caller does other work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 @final
 class Ticket(Generic[T]):
-    """A move under way. The memory at both its ends belongs to it until it is settled.
+    """A move, until its outcome is known.
 
-    Only the thread that schedules may call its methods.
+    Until then the memory at both ends belongs to the move. Only the thread that schedules may call
+    these methods.
     """
 
     def __init__(
@@ -26,8 +27,8 @@ class Ticket(Generic[T]):
         fail: Callable[[], None] = lambda: None,
         forget: Callable[[Ticket[T]], None] = lambda _: None,
     ) -> None:
-        """For Tide: `succeed` makes the ticket's result of the job's, `fail` gives back what the
-        move held, and `forget` is told once the outcome is known. All three are repeatable."""
+        """Called by Tide. `succeed` makes the ticket's result from the job's result. `fail` frees
+        what the move holds. `forget` is called once the outcome is known. All are repeatable."""
         self._job = job
         self._succeed = succeed
         self._fail = fail
@@ -37,33 +38,33 @@ class Ticket(Generic[T]):
 
     @property
     def settled(self) -> bool:
-        """Whether the outcome is known here; doesn't ask the device."""
+        """Whether the outcome is known. Doesn't ask the device."""
         return bool(self._result) or self._error is not None
 
     def done(self) -> bool:
-        """Whether the move has ended, well or badly; doesn't block."""
+        """Whether the move has ended, well or badly. Doesn't block."""
         if not self.settled and self._job.done():
             self.settle()
         return self.settled
 
     def settle(self) -> None:
-        """Blocks until the move has ended. Raises nothing of the move's: `wait` does."""
+        """Blocks until the move has ended. Doesn't raise the move's error; `wait` does."""
         if self.settled:
             return
         try:
             results = self._job.wait()
         except BaseException as error:
             if not self._raises_again(type(error)):
-                raise  # by a signal handler: the job still runs, so no outcome is recorded
+                raise  # a signal handler raised it: the job still runs, so record no outcome
             self._fail()
             self._error = to_keep(error)
         else:
             self._result.append(self._succeed(results))
         self._forget(self)
-        del self._succeed, self._fail, self._forget  # and what they hold
+        del self._succeed, self._fail, self._forget  # frees what these functions hold
 
     def _raises_again(self, kind: type[BaseException]) -> bool:
-        """Whether an error is the job's own, which is raised each time the job is asked."""
+        """Whether an error is the job's: the job raises its error at each `wait`."""
         try:
             if self._job.done():
                 self._job.wait()
@@ -72,7 +73,7 @@ class Ticket(Generic[T]):
         return False
 
     def wait(self) -> T:
-        """Blocks until the move has ended; gives its result or raises its error, each time."""
+        """Blocks until the move has ended; gives its result or raises its error, at each call."""
         self.settle()
         if self._error is not None:
             raise to_raise(self._error)

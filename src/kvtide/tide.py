@@ -1,4 +1,4 @@
-"""Tide: a request's KV, there and back.
+"""Tide: moves a request's KV to host memory and back.
 
 offload                                 restore
   find the rows      (pool)               check the target     (seal)
@@ -38,7 +38,7 @@ T = TypeVar("T")
 @final
 @dataclass(slots=True)
 class TideStats:
-    """What moved so far, counted when it has arrived."""
+    """Counts of moves that have ended, and their bytes."""
 
     offloads: int = 0
     restores: int = 0
@@ -48,13 +48,12 @@ class TideStats:
 
 @final
 class Tide:
-    """Takes token slots of one pool to an arena, and back into any slots of an equal pool.
+    """Moves token slots of a pool to an arena, and back into any slots of such a pool.
 
-    `offload`, `restore`, `discard` know slots, and the caller knows who holds them; `retract` and
-    `resume` also acquire and release pages at a PageAllocator. `start_offload` and
-    `start_restore` return a Ticket at once. After an error that isn't kvtide's own, such as Ctrl-C,
-    a call waits until nothing moves on the device, other requests' moves included. Not thread-safe:
-    one thread schedules.
+    `offload`, `restore` and `discard` take slots; the caller must hold them. `retract` and `resume`
+    also release and acquire pages of a PageAllocator. The `start_` forms return a Ticket at once.
+    After an error that isn't a KvtideError, such as Ctrl-C, a call waits until all jobs of the
+    device have ended, those of other requests included. Not thread-safe: one thread schedules.
     """
 
     def __init__(self, pool: Pool, arena: HostArena, pages: PageAllocator | None = None) -> None:
@@ -71,12 +70,12 @@ class Tide:
     # ---- slots: the caller holds them ------------------------------------------------
 
     def offload(self, slots: Any, *, key: str = "", request: RequestRows = None) -> Snapshot:
-        """Copies what `slots` (integers [token]) own to host memory, and seals it.
+        """Copies the rows of `slots` (integers [token]) to host memory, and seals them.
 
-        `request` is the request's own row, an integer, where the layout has such planes, or its
-        rows by their kinds, one for each. Blocks until that is done; the slots may then be reused.
-        Raises SlotError for invalid slots or rows, ArenaFull when the arena has no room. After an
-        error, or Ctrl-C, nothing is kept of it.
+        `request` is the row of the request, an integer, if the layout has planes of requests, or
+        its rows by their kinds. Blocks until the copy is done; the slots may then be reused. Raises
+        SlotError for invalid slots or rows, ArenaFull if the arena has no room. After an error or
+        Ctrl-C nothing is kept in the arena.
         """
         lease = Lease(self.arena)
         try:
@@ -90,7 +89,7 @@ class Tide:
     def start_offload(
         self, slots: Any, *, key: str = "", request: RequestRows = None
     ) -> Ticket[Snapshot]:
-        """Like `offload`, without waiting; the slots must not be written before it is done."""
+        """Like `offload`, but doesn't wait. Don't write the slots before the ticket is done."""
         lease = Lease(self.arena)
         try:
             rows, seal = self._owned(slots, key, request)
@@ -106,7 +105,7 @@ class Tide:
             raise
 
     def _owned(self, slots: Any, key: str, request: RequestRows) -> tuple[list[Ids], Seal]:
-        """The rows that `slots` own, for each group of planes, and a seal that has no spans yet."""
+        """The rows of `slots`, for each group of planes, and a seal without spans."""
         slot_ids = self._checked(slots)
         groups = self.pool.rows_of(slot_ids, request)
         seal = Seal(
@@ -121,10 +120,7 @@ class Tide:
         return [group.ids for group in groups], seal
 
     def _gather(self, rows: Sequence[Ids], lease: Lease, *, at_once: bool) -> Job[list[list[Span]]]:
-        """Extends `lease`, which has no blocks yet, and submits the copy into its blocks.
-
-        After an error, here or later, the caller releases the lease.
-        """
+        """Starts the copy into an empty lease, which the caller releases after an error."""
         chunk_bytes = self.arena.block_bytes
         sections = self._mover.sections(chunk_bytes)
         lease.extend(sum(section.chunk_count(rows[section.group].size) for section in sections))
@@ -144,11 +140,11 @@ class Tide:
         return checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
 
     def _give_up(self, lease: Lease, error: BaseException) -> None:
-        """Gives back what an offload that ended with `error` had; repeatable."""
+        """Releases the lease of an offload that ended with `error`. Repeatable."""
         try:
             self._settle_after(error)
         finally:
-            lease.release()  # as soon as nothing moves, if that isn't now
+            lease.release()  # if a job still uses the blocks, they are free when it ends
 
     def restore(
         self,
@@ -161,15 +157,17 @@ class Tide:
     ) -> None:
         """Writes a snapshot's bytes to `slots` (integers [token], as many as its tokens).
 
-        Blocks until that is done; the snapshot stays. Raises SlotError; SnapshotMiss if it is of
-        another geometry, key or length, or was discarded, or if a token has a row in the snapshot
-        and none here. A token that has a row here and none in the snapshot (a window reaches
-        farther back here) is a SnapshotMiss too, since its row would keep the bytes that it has,
-        which are another request's; `keep_extra_rows` says that this is meant, as nothing reads
-        them. Raises SnapshotDamaged if a byte has changed, SlotsLost if the device fails while it
-        writes. After SlotsLost the slots may hold neither the old bytes nor the new, and after
-        Ctrl-C, or whatever else a signal handler raises: release them, nothing writes there any
-        more. After any other error no byte of the pool has changed.
+        Blocks until the copy is done; the snapshot stays valid. Raises SlotError for invalid slots
+        or rows. Raises SnapshotMiss if the snapshot has another geometry, key or length, was
+        discarded, or has a row for a token that has none here. A token may also have a row here and
+        none in the snapshot, if a window reaches farther back here. That row would keep the bytes
+        of another request, so this is a SnapshotMiss, too, unless `keep_extra_rows` says that
+        nothing reads such rows.
+
+        Raises SnapshotDamaged if a byte has changed, SlotsLost if the device fails while it writes.
+        After SlotsLost, and after Ctrl-C, the slots may hold neither the old bytes nor the new, and
+        nothing writes them any more: release them. After any other error no byte of the pool has
+        changed.
         """
         try:
             rows = self._target_rows(snapshot, slots, key, request, keep_extra_rows)
@@ -188,10 +186,10 @@ class Tide:
         request: RequestRows = None,
         keep_extra_rows: bool = False,
     ) -> Ticket[None]:
-        """Like `restore`, without waiting; the slots must not be read before it is done.
+        """Like `restore`, but doesn't wait. Don't read the slots before the ticket is done.
 
-        What can be told at once is raised at once; damage, and slots that are lost, by the ticket.
-        Until it is done nobody else gets the snapshot's memory, whatever becomes of the snapshot.
+        The ticket raises SnapshotDamaged and SlotsLost; this call raises the other errors. The
+        snapshot's memory isn't reused before the ticket is done, even if the snapshot is discarded.
         """
         try:
             rows = self._target_rows(snapshot, slots, key, request, keep_extra_rows)
@@ -219,7 +217,7 @@ class Tide:
         request: RequestRows,
         keep_extra_rows: bool,
     ) -> list[Ids]:
-        """The rows that the snapshot goes to, for each group of planes."""
+        """The rows to which the snapshot is restored, for each group of planes."""
         slot_ids = self._checked(slots)
         snapshot.seal.check_target(self._geometry, key, slot_ids.size)
         snapshot.require_held()
@@ -256,12 +254,12 @@ class Tide:
         self.stats.restored_bytes += sum(snapshot.seal.used_bytes)
 
     def _settle_after(self, error: BaseException) -> None:
-        """Waits until nothing moves: Ctrl-C may end the wait for a move while copying goes on."""
+        """Waits until no job runs: Ctrl-C may end the wait for a job while the job goes on."""
         if not isinstance(error, KvtideError):
             drain(self.pool.device)
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Gives a snapshot's host memory back; waits for restores of it under way. Repeatable."""
+        """Waits for restores of a snapshot, and gives its host memory back. Repeatable."""
         for reader in tuple(snapshot.readers):
             reader.settle()
         snapshot.lease.release()
@@ -278,10 +276,10 @@ class Tide:
     ) -> Snapshot:
         """Offloads the first `token_count` tokens of a request's pages, then releases the pages.
 
-        `request` is its own row, where the layout has such planes; who holds that row is the
-        caller's affair. Raises ArenaFull when the arena has no room, SlotError for more tokens
-        than the pages hold or a page that isn't held. After an error, or Ctrl-C, the request keeps
-        its pages, and nothing is kept of it in the arena.
+        `request` is the row of the request if the layout has planes of requests; the caller holds
+        that row. Raises ArenaFull if the arena has no room, SlotError for more tokens than the
+        pages hold and for a page that isn't held. After an error or Ctrl-C the request keeps its
+        pages, and nothing is kept in the arena.
         """
         books = self._books
         held = books.check_held(pages)
@@ -313,11 +311,11 @@ class Tide:
         request: RequestRows = None,
         keep_extra_rows: bool = False,
     ) -> list[int] | None:
-        """Acquires `page_count` pages, restores into the first of them, discards the snapshot.
+        """Acquires `page_count` pages, restores the snapshot into the first, and discards it.
 
-        Returns None, and changes nothing, when fewer pages are free. Raises as `restore` does, and
-        SlotError for fewer pages than the snapshot's tokens need. After an error, or Ctrl-C, the
-        pages are free again, and the caller still has to discard the snapshot.
+        Returns the pages, or None, without any change, if fewer pages are free. Raises the errors
+        of `restore`, and SlotError if the pages are too few for the snapshot's tokens. After an
+        error or Ctrl-C the pages are free again, and the snapshot isn't discarded.
         """
         page_count = checked_integer(page_count, "page_count")
         if page_count * self.pool.page_size < snapshot.token_count:
@@ -341,18 +339,18 @@ class Tide:
                 self._undo_resume(error, pages, snapshot, released)
                 raise
         except BaseException as error:
-            # Once more: Ctrl-C may have come while another error was being undone.
+            # Again, since Ctrl-C may have come in the handler of another error.
             self._undo_resume(error, pages, snapshot, released)
             raise
 
     def _undo_resume(
         self, error: BaseException, pages: list[int], snapshot: Snapshot, released: list[int]
     ) -> None:
-        """Frees the pages, and gives the snapshot the blocks back that its lease may have released.
+        """Frees the pages; undoes the snapshot's release if `released` has its block count.
 
-        `released` has their number once they may be released, and is empty before. Repeatable.
+        Repeatable.
         """
-        self._settle_after(error)  # what writes the pages must end first
+        self._settle_after(error)  # the job that writes the pages must end first
         self._books.give_back(pages)
         for block_count in released:
             snapshot.lease.hold_again(block_count)
@@ -360,7 +358,7 @@ class Tide:
     def slots_of(self, pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The slots of `pages` in order, int64 [len(pages) * page_size].
 
-        Raises SlotError for a page that the pool hasn't.
+        Raises SlotError for a page outside the pool.
         """
         size, ids = self.pool.page_size, integers_of(pages, "page", "page")
         outside = (ids < 0) | (ids >= self.pool.page_count)
@@ -370,7 +368,7 @@ class Tide:
         return (ids[:, None] * size + np.arange(size)).reshape(-1)
 
     def close(self) -> None:
-        """Waits for all moves under way. The pool, arena and device stay the caller's."""
+        """Waits for all moves. Doesn't close the pool, the arena or the device."""
         for ticket in self._pending[::-1]:
             ticket.settle()
         self._pending.clear()
@@ -381,7 +379,7 @@ class Tide:
         return ticket
 
     def _forget(self, ticket: Ticket[Any]) -> None:
-        """Lets go of a ticket whose outcome is known: only the caller still holds it."""
+        """Drops a ticket whose outcome is known, and so the memory that it holds."""
         take_out(self._pending, ticket)
 
     @property

@@ -131,7 +131,13 @@ def test_pages_that_are_filled_otherwise_are_refused() -> None:
     """Tokens that shared a page can't go to two, nor those of two pages into one."""
     pool, _ = saved("mla_nz")
     copy = pool.get_cpu_copy(list(range(4, 12)))
-    refuses(pool, copy, [20, 21, 24, 25, 28, 29, 30, 31], SnapshotMiss, "begins a row at token 2")
+    refuses(
+        pool,
+        copy,
+        [20, 21, 24, 25, 28, 29, 30, 31],
+        SnapshotMiss,
+        "row of the target begins at token 2",
+    )
     refuses(pool, copy, [20, 21, 24, 25, 26, 27, 32, 33], SnapshotMiss, "token 4")
     short_pages = pool.get_cpu_copy([4, 5, 8, 9])
     refuses(pool, short_pages, [20, 21, 22, 23], SnapshotMiss, "token 2")

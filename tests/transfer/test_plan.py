@@ -344,9 +344,9 @@ def test_no_slots_are_valid(slots: Any) -> None:
         ([3, 11, -1], r"slot 11 at position 1"),
         (np.array([1, 2**63 + 1], np.uint64), r"slot 9223372036854775809 at position 1"),
         (np.array([-128], np.int8), r"slot -128 at position 0"),
-        ([7, 3, 7, 3], r"slot 7 at position 2 is there already"),
-        ([1, 3, 2, 3, 1, 2], r"slot 3 at position 3 is there already"),
-        ([0, 0], r"slot 0 at position 1 is there already"),
+        ([7, 3, 7, 3], r"slot 7 at position 2 is repeated"),
+        ([1, 3, 2, 3, 1, 2], r"slot 3 at position 3 is repeated"),
+        ([0, 0], r"slot 0 at position 1 is repeated"),
     ],
 )
 def test_the_first_bad_slot_is_named(slots: Any, message: str) -> None:

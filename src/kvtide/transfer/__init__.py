@@ -1,4 +1,4 @@
-"""Slots to chunks to bytes, and back: plan everything, bind it to buffers and blocks, run it."""
+"""Copies rows of a pool to blocks and back in three stages: plan, bind to memory, run."""
 
 from kvtide.transfer.chunk_size import chunk_bytes_for
 from kvtide.transfer.mover import Mover

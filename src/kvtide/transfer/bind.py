@@ -1,4 +1,4 @@
-"""Stage 2: what a plan is bound to: the memory of blocks, and buffers that are read as units."""
+"""Stage 2: binds a plan to memory: views of blocks, and views of buffers as units."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 from kvtide.device import Block
 from kvtide.transfer.plan import BufferPlan
 
-# numpy moves a unit several times as fast as one item than as a row of bytes. But with fewer than
-# 500 items it holds the interpreter's lock meanwhile. So fewer units are items only where all of
-# them are so small that nobody waits for long.
+# numpy releases the interpreter's lock for rows of bytes, and for single items only if they are at
+# least 500. But items are several times as fast. So fewer units are items only if they are short.
 _MANY_UNITS = 500
 _SMALL_BYTES = 16 << 10
 
 
 def numpy_element(plan: BufferPlan) -> str:
-    """The dtype by which numpy moves a plan's units: whole items (`V16`), or bytes (`uint8`)."""
+    """How numpy moves the units of a plan: as whole items (`V16`) or as rows of bytes (`uint8`)."""
     count = min(plan.units.shape[1], plan.most_units)
     are_items = count >= _MANY_UNITS or count * plan.unit_bytes <= _SMALL_BYTES
     return f"V{plan.unit_bytes}" if are_items else "uint8"
@@ -27,9 +26,9 @@ def numpy_element(plan: BufferPlan) -> str:
 def torch_element(
     plan: BufferPlan, bits: int, blocks: Sequence[Block], elements: Sequence[torch.dtype]
 ) -> torch.dtype:
-    """The dtype by which torch moves a plan's units: the widest of `elements` that fits everywhere.
+    """The dtype in which torch moves the units of a plan: the widest of `elements` that fits.
 
-    `bits` are the addresses and sizes of the plan's buffers, or-ed: see `bits_of`.
+    `bits` is the OR of the addresses and sizes of the plan's buffers: see `bits_of`.
     """
     # A power of two divides the OR of some numbers only if it divides each of them.
     bits |= plan.block_offset | plan.skip_bytes | plan.unit_bytes
@@ -41,7 +40,7 @@ def torch_element(
 
 
 def memories_of(blocks: Sequence[Block]) -> list[memoryview]:
-    """Each block's bytes, and those behind them in its slab: the slab's own memory."""
+    """For each block a view of its slab's memory that begins with the block."""
     slabs = {id(block.slab): block.slab for block in blocks}
     arrays = {number: slab.numpy().data for number, slab in slabs.items()}
     return [arrays[id(block.slab)][block.offset :] for block in blocks]
@@ -50,7 +49,7 @@ def memories_of(blocks: Sequence[Block]) -> list[memoryview]:
 def view_of(
     buffer: torch.Tensor, skip_bytes: int, unit_bytes: int, element: str | torch.dtype
 ) -> Any:
-    """A buffer less its first bytes, as units: [unit, element], or [unit] of one numpy item."""
+    """A view of a buffer, without its first bytes, as units: [unit, element] or [unit] of items."""
     units = buffer
     if buffer.dim() == 1:  # without gaps
         units = buffer[skip_bytes:]
@@ -62,12 +61,11 @@ def view_of(
 
 
 def suits_numpy(buffer: torch.Tensor) -> bool:
-    """Whether numpy can move it. With gaps numpy would copy it whole to take units of it."""
+    """Whether numpy can move units of it. With gaps numpy would first copy the whole buffer."""
     return buffer.is_cpu and buffer.is_contiguous()
 
 
 def bits_of(tensor: torch.Tensor) -> int:
-    """Its address, its offset and its size in bytes, or-ed; and how far apart its rows are where
-    they have gaps."""
+    """The OR of a tensor's address, offset, size in bytes, and the step between rows with gaps."""
     step = tensor.stride(0) if tensor.dim() == 2 else 0
     return tensor.data_ptr() | int(tensor.storage_offset()) | tensor.numel() | step

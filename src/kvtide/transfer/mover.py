@@ -32,7 +32,7 @@ from kvtide.transfer.plan import (
 )
 from kvtide.transfer.run import Copier, DeviceCopier, HostCopier, Task
 
-# So many views of buffers are kept from one request to the next; each is some hundred bytes.
+# The most views of buffers that are cached; each takes some hundred bytes.
 _MOST_VIEWS = 4096
 # Chunk sizes whose sections are kept: the arena's, and the ones of snapshots from elsewhere.
 _MOST_CHUNK_SIZES = 16
@@ -42,12 +42,12 @@ _Phases = Iterator[Sequence[Step[list[Span]]]]
 
 @final
 class Mover:
-    """Copies rows between a pool and host blocks, a chunk of rows a block.
+    """Copies rows between a pool and host blocks; each chunk of rows has a block.
 
-    All copying is of bytes, so every dtype moves, NaN payloads included. Rows come checked
-    (`Pool.rows_of`), one array for each group of planes; a block is uint8 [block_bytes], of which
-    a chunk of up to `chunk_bytes` fills the beginning. Both directions return a job, which with
-    `at_once` may have ended.
+    It copies bytes, so every dtype moves, NaN payloads included. The rows must be checked
+    (`Pool.rows_of`), an array for each group of planes. A chunk of up to `chunk_bytes` fills the
+    beginning of its block, uint8 [block_bytes]. Both directions return a job, which may have ended
+    already if `at_once` was given.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -58,7 +58,7 @@ class Mover:
         self._sections: dict[int, list[tuple[Section, list[BufferGroup]]]] = {}
 
     def sections(self, chunk_bytes: int) -> list[Section]:
-        """The sections of the pool's geometry; LayoutError for a row that can't be split to fit."""
+        """The geometry's sections. Raises LayoutError if a row can't be split to fit a chunk."""
         return [section for section, _ in self._bound_sections(chunk_bytes)]
 
     def gather(
@@ -71,15 +71,15 @@ class Mover:
         at_once: bool = False,
         owner: object = None,
     ) -> Job[list[list[Span]]]:
-        """Rows to blocks. The job's results are the spans of the chunks in order, sealed.
+        """Copies rows to blocks. The job's results are the spans of the chunks, in order.
 
-        Without `seal` they are empty: for benchmarks. `at_once`: see Device.submit. The blocks
-        belong to the job until it has ended, and the rows must not be written. `owner`, who owns
-        the blocks, is kept alive until then.
+        Without `seal`, for benchmarks, they are empty. `at_once`: see Device.submit. Until the job
+        has ended the blocks belong to it, and the rows must not be written. The job keeps `owner`,
+        the owner of the blocks, alive until then.
         """
 
         def phases() -> _Phases:
-            _ = owner  # whatever holds this function also holds the owner
+            _ = owner  # this function holds it
             for tasks in self._tasks(rows, blocks, chunk_bytes):
                 if seal:
                     yield [Step(task.seal, task.gather_hashing) for task in tasks]
@@ -98,12 +98,12 @@ class Mover:
         at_once: bool = False,
         owner: object = None,
     ) -> Job[list[list[Span]]]:
-        """Blocks to rows, after all `spans` have been found to be as they were sealed.
+        """Checks all `spans` of the blocks, then copies the blocks to rows.
 
-        The job raises SnapshotDamaged, naming the first bad span, before anything is written, and
-        SlotsLost where the device fails after that. Bytes that no span covers aren't checked:
-        `Seal.check_coverage` refuses such a seal. The blocks and the rows belong to the job until
-        it has ended. `at_once`: see Device.submit; `owner`: see `gather`.
+        The job raises SnapshotDamaged, which names the first bad span, before anything is written,
+        and SlotsLost if the device fails while it writes. Bytes in no span aren't checked: see
+        `Seal.check_coverage`. The blocks and the rows belong to the job until it has ended.
+        `at_once`: see Device.submit; `owner`: see `gather`.
         """
         writing: list[bool] = []
 
@@ -121,7 +121,7 @@ class Mover:
     def _tasks(
         self, rows: Sequence[Ids], blocks: Sequence[Block], chunk_bytes: int
     ) -> Iterator[list[Task]]:
-        """All tasks of a request, part by part: plan it, then bind it; the device runs it."""
+        """Plans and binds the tasks of a request, part by part. The device runs them."""
         device = self._pool.device
         for plans in plan_in_parts(
             self._bound_sections(chunk_bytes),
@@ -135,10 +135,10 @@ class Mover:
             yield tasks
 
     def _bind(self, plan: ChunkPlan, blocks: Sequence[Block]) -> list[Task]:
-        """The tasks of a plan.
+        """Binds a plan to memory: gives its tasks.
 
-        All that can be done once for several chunks is done here, before the lanes begin: while
-        one lane runs Python code, the others wait for the interpreter's lock.
+        All work that serves several chunks is done here, not in the lanes: while a lane runs
+        Python code the other lanes wait for the interpreter's lock.
         """
         first_chunk, buffer_plans, task_plans = plan
         blocks = blocks[first_chunk : first_chunk + len(buffer_plans[0].units)]
@@ -163,7 +163,7 @@ class Mover:
         return DeviceCopier(views, units, blocks, plan.block_offset)
 
     def _views_of(self, plan: BufferPlan, element: str | torch.dtype) -> list[Any]:
-        """The buffers of a plan as units of such elements; most often kept from the last time."""
+        """The buffers of a plan as units of `element`, mostly from the cache."""
         numbers = plan.group.buffers
         key = (numbers, plan.skip_bytes, plan.unit_bytes, element)
         if key not in self._views:
@@ -205,10 +205,7 @@ class Mover:
 
 @final
 class _WritingJob:
-    """A job of a restore. `writing` is empty until it begins to write to the pool.
-
-    An error before that leaves the rows as they were; an error after that becomes SlotsLost.
-    """
+    """A job that raises SlotsLost for errors once `writing` isn't empty."""
 
     def __init__(self, job: Job[list[list[Span]]], writing: Sequence[bool]) -> None:
         self._job = job
@@ -223,11 +220,11 @@ class _WritingJob:
         try:
             return self._job.wait()
         except Exception as error:
-            # If the job isn't done, a signal handler raised this error, and not the job.
+            # If the job isn't done, a signal handler raised the error.
             if not self._writing or not self._job.done():
                 raise
             raise SlotsLost(
-                f"a restore broke off while it wrote ({first_line(error)}): its slots hold neither "
+                f"a restore failed while it wrote ({first_line(error)}): its slots hold neither "
                 "the old bytes nor the new; release them, and restore the snapshot elsewhere or "
                 "recompute this request"
             ) from error

@@ -1,10 +1,8 @@
-"""Stage 1: which bytes move, and in which calls. Pure: no torch, no I/O, no memory of a device.
+"""Stage 1: plans which bytes move, and by which calls. Pure: no torch, no I/O, no memory.
 
-Stage 2 (kvtide.transfer.bind) and stage 3 (kvtide.transfer.run) carry the plan out.
-
-The chunks of a section hold the same rows of each of its buffers. A request's rows become units
-(rows that adjoin move as one), the units of a chunk become calls, and calls become tasks, which
-lanes share. The plan is the same for both directions.
+A chunk of a section holds the same rows of each of the section's buffers. Neighbouring rows are
+joined to units, the units of a chunk are joined to calls, and calls to tasks, which the lanes
+share. The same plan serves both directions.
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from kvtide.form import FULL_RUN_ROWS, Section
 from kvtide.integers import integers_of
 from kvtide.layout import BufferRows, Ids
 
-# A plan takes some ten bytes for each row of each layer. Rows beyond so many are planned later.
+# The most rows, counted in each layer, that are planned at once. Each takes some ten bytes.
 _PLANNED_ROWS = 1 << 20
-# A call of this size takes so long that waiting for the interpreter's lock before it costs little.
+# For a call of this size it hardly matters if a lane has to wait for the interpreter's lock.
 _LONG_CALL_BYTES = 128 << 10
-# Several buffers with few units move in one call, if it moves no more than is hashed at once.
+# Buffers with few units share a call of up to this size, which is also hashed at once.
 _JOINED_BYTES = 256 << 10
 
 
 class BufferGroup(NamedTuple):
-    """Buffers that follow each other in a chunk and have equal rows: one plan serves them all.
+    """Consecutive buffers of a chunk with equal row sizes and first rows, so they share a plan.
 
-    `buffers` are their numbers in the pool. A row has `row_bytes` in them, and their i-th layer
-    begins at row `first_rows[i]` (int64 [layer]). `is_padded`: rows have gaps between them.
+    `buffers` has their numbers in the pool. A row has `row_bytes`; the i-th layer of each buffer
+    begins at row `first_rows[i]` (int64 [layer]). `is_padded`: there are gaps between rows.
     """
 
     buffers: tuple[int, ...]
@@ -41,12 +39,11 @@ class BufferGroup(NamedTuple):
 
 
 class BufferPlan(NamedTuple):
-    """The units of a buffer group that go to some chunks of equal length.
+    """The units of a buffer group for some chunks of equal length.
 
-    Each buffer, less its first `skip_bytes`, is read as units of `unit_bytes`. Chunk i takes the
-    units `units[i]` (int64 [chunk, unit]) of each buffer. In its block they lie without gaps from
-    byte `block_offset` on, one buffer after the other. A call moves `most_units` of one buffer, or
-    fewer.
+    Each buffer, without its first `skip_bytes`, is divided into units of `unit_bytes`. Chunk i has
+    the units `units[i]` (int64 [chunk, unit]) of each buffer, without gaps from byte `block_offset`
+    of its block on, buffer after buffer. A call moves at most `most_units` of a buffer.
     """
 
     group: BufferGroup
@@ -58,28 +55,25 @@ class BufferPlan(NamedTuple):
 
 
 CopyCall = tuple[int, range, slice | None, int]
-"""(plan, buffers, units, stop): what one call of a copier moves.
-
-`plan` is the number of a buffer plan, and `buffers` are numbers of buffers within that plan's
-group. The call moves all units of these buffers if `units` is None; otherwise there is one buffer,
-and it moves this slice of its units. What it moves ends at byte `stop` of the block."""
+"""(plan, buffers, units, stop): a call of a copier, for buffers of the buffer plan number `plan`.
+`buffers` counts within the plan's group. The call moves all units of these buffers, or the slice
+`units` of a single buffer. Its bytes end at byte `stop` of the block."""
 
 TaskPlan = tuple[tuple[tuple[int, int], ...], tuple[CopyCall, ...]]
-"""(spans, calls): what one lane does at once for a chunk: some whole spans, each (first, stop) in
-bytes of the chunk, and the calls that move them."""
+"""(spans, calls): the work of a lane at a time: some whole spans (first, stop) of a chunk."""
 
 ChunkPlan = tuple[int, list[BufferPlan], list[TaskPlan]]
-"""(first chunk, buffer plans, tasks): the plan of one or more consecutive chunks of equal length.
-Each buffer plan has one line of units for each of these chunks; the tasks are the same for all."""
+"""(first chunk, buffers, tasks): the plan of consecutive chunks of equal length. There are as many
+chunks as lines in `units`."""
 
 
 def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
-    """A copy of `slots` as int64 [token], so that later changes of the caller's array can't matter.
+    """A checked copy of `slots` as int64 [token]. Later changes of the caller's array don't matter.
 
-    Takes whatever numpy takes for integers, and tensors that lie on a device; for those it
-    blocks. Raises SlotError, naming the first bad id, for slots that aren't integers in one
-    dimension, are negative, beyond the pool, repeated, or among the first `padding_slots`, which
-    belong to no token: an engine's table has slot 0 where a token has none.
+    Takes integers in a sequence, an array or a tensor; blocks for a tensor on a device. Raises
+    SlotError, which names the first bad id, for slots that aren't integers in one dimension, or are
+    negative, outside the pool or repeated. The first `padding_slots` slots belong to no token and
+    are refused, too: an engine's table has 0 for a token without a slot.
     """
     ids = integers_of(slots, "slot")
     if not ids.size:
@@ -91,21 +85,21 @@ def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
     if ordered[0] < padding_slots:
         bad = int((ids < padding_slots).argmax())
         raise SlotError(
-            f"slot {ids[bad]} at position {bad} is padding, so that token has none: the slots that "
-            f"this pool hands out begin at {padding_slots}"
+            f"slot {ids[bad]} at position {bad} is padding, so its token has no slot: the slots of "
+            f"this pool begin at {padding_slots}"
         )
     if (ordered[1:] == ordered[:-1]).any():
         order = np.argsort(ids, kind="stable")
         bad = int(order[1:][np.diff(ids[order]) == 0].min())
-        raise SlotError(f"slot {ids[bad]} at position {bad} is there already")
+        raise SlotError(f"slot {ids[bad]} at position {bad} is repeated")
     return ids
 
 
 def buffer_groups(section: Section, buffer_rows: Sequence[BufferRows]) -> list[BufferGroup]:
-    """The buffers of a pool that a section's chunks hold, in the order of their bytes.
+    """The buffers of a pool that belong to a section, in the order of their bytes in a chunk.
 
-    `buffer_rows` are the pool's, plane after plane. Raises LayoutError where a row would have to
-    be split that has gaps behind it: its parts wouldn't lie evenly in the buffer.
+    `buffer_rows` are the pool's, plane after plane. Raises LayoutError if a row with gaps behind it
+    would have to be split, since its parts wouldn't be rows of the buffer.
     """
     groups: list[BufferGroup] = []
     for plane, layers, width in zip(section.planes, section.layers, section.widths, strict=True):
@@ -146,10 +140,11 @@ def plan_in_parts(
     call_bytes: int,
     task_bytes: int,
 ) -> Iterator[list[ChunkPlan]]:
-    """Plans for all chunks of a request's rows (checked, for each group of planes), part by part.
+    """Plans all chunks of a request's rows (checked, for each group of planes), part by part.
 
-    Each part has so few rows that its plan is small; most requests are one. A call is no longer
-    than `call_bytes` unless a single unit is, and a task has `task_bytes` or a little more.
+    A part has a limited number of rows, so that its plan is small; most requests have a single
+    part. A call moves at most `call_bytes`, unless a single unit is larger. A task has `task_bytes`
+    or a little more.
     """
     part: list[ChunkPlan] = []
     planned_rows, chunk = 0, 0
@@ -177,7 +172,7 @@ def plan_chunks(
     call_bytes: int,
     task_bytes: int,
 ) -> list[ChunkPlan]:
-    """Plans for the chunks of the section's `rows`: for the full chunks, then for the last one."""
+    """Plans the chunks of a section's `rows`: the full chunks, then a shorter last chunk."""
     full = rows.size - rows.size % section.chunk_rows
     parts = (rows[:full].reshape(-1, section.chunk_rows), rows[full:].reshape(1, -1))
     plans: list[ChunkPlan] = []
@@ -191,7 +186,7 @@ def plan_chunks(
 
 
 def _plan_buffers(groups: Sequence[BufferGroup], chunks: Ids, call_bytes: int) -> list[BufferPlan]:
-    """For chunks of equal length, rows int64 [chunk, row]."""
+    """Buffer plans for chunks of equal length. `chunks` has their rows, int64 [chunk, row]."""
     run_rows, skip_rows = _runs_in(chunks)
     plans: list[BufferPlan] = []
     block_offset = 0
@@ -206,7 +201,7 @@ def _plan_buffers(groups: Sequence[BufferGroup], chunks: Ids, call_bytes: int) -
 
 
 def _units_of(group: BufferGroup, chunks: Ids, run_rows: int, skip_rows: int) -> tuple[int, Ids]:
-    """How many rows of these buffers are a unit, and the units, int64 [chunk, unit]."""
+    """(unit_rows, units): the rows of a unit in these buffers, and the units [chunk, unit]."""
     # A unit must not straddle two layers, so each layer has to begin at a unit.
     unit_rows = 1 if group.is_padded else min(run_rows, _alignment_of(group.first_rows))
     firsts, first_rows = chunks, group.first_rows
@@ -217,11 +212,13 @@ def _units_of(group: BufferGroup, chunks: Ids, run_rows: int, skip_rows: int) ->
 
 
 def _runs_in(chunks: Ids) -> tuple[int, int]:
-    """(run_rows, skip_rows): each chunk is runs of `run_rows` consecutive rows, and every run
-    begins `skip_rows` behind a multiple of `run_rows`. `run_rows` is the largest power of two for
-    which that holds."""
-    # A power of two divides the OR of some numbers only if it divides each of them. So `bits` has
-    # or-ed: the places in the chunks where runs begin, and the distances between their first rows.
+    """(run_rows, skip_rows): how the rows of the chunks are divided into runs.
+
+    A run is `run_rows` consecutive rows and begins `skip_rows` behind a multiple of `run_rows`,
+    which is the largest possible power of two.
+    """
+    # A power of two divides the OR of some numbers only if it divides each of them. These numbers
+    # are the places in the chunks at which runs begin, and the distances of their first rows.
     bits = chunks.shape[1] | FULL_RUN_ROWS
     if bits & 1:
         return 1, 0
@@ -242,10 +239,10 @@ def _alignment_of(rows: Ids) -> int:
 def _plan_tasks(
     plans: Sequence[BufferPlan], span_stops: Sequence[int], task_bytes: int
 ) -> list[TaskPlan]:
-    """The tasks of a chunk: spans until there are `task_bytes`, and the calls that move them.
+    """The tasks of a chunk. A task takes whole spans until it has `task_bytes`.
 
-    A chunk isn't shared among lanes where the calls of its layers are short: lanes would wait for
-    the interpreter's lock longer than they gain.
+    A chunk whose calls are short is a single task: if lanes shared it, they would lose more time at
+    the interpreter's lock than they gain.
     """
     tasks: list[TaskPlan] = []
     calls: list[CopyCall] = []
@@ -270,9 +267,9 @@ def _is_long(plans: Sequence[BufferPlan], stop: int) -> bool:
 
 
 def _calls_of(number: int, plan: BufferPlan, first: int, stop: int) -> Iterator[CopyCall]:
-    """The calls for what a buffer plan has of the bytes `first` to `stop` of a chunk.
+    """The calls that move a buffer plan's part of the bytes `first` to `stop` of a chunk.
 
-    Buffers move together where their units are few, one by one or in slices where they are many.
+    Buffers with few units share a call. Buffers with many units have a call each, or several.
     """
     per_buffer, unit_bytes = plan.units.shape[1], plan.unit_bytes
     unit_count = len(plan.group.buffers) * per_buffer

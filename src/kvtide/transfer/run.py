@@ -15,18 +15,18 @@ from kvtide.layout import Ids
 from kvtide.seal import Span
 from kvtide.transfer.plan import TaskPlan
 
-# So many bytes are hashed at once, as soon as they are copied: with the bytes that they were copied
-# from they still fit in the core's own cache.
+# This many bytes are hashed as soon as they are copied: then both the source and the copy are still
+# in the core's cache.
 _HASHED_BYTES = 256 << 10
 
 
 @final
 class HostCopier:
-    """Moves the units of one buffer plan in host memory, by numpy.
+    """Moves the units of a buffer plan in host memory, by numpy.
 
-    A call of numpy takes a microsecond, a call of torch eight, and while one lane is in the
-    interpreter the others can't begin a call. And numpy moves a unit as a whole in both directions,
-    while torch's index_copy_ moves element by element.
+    A call of numpy takes a microsecond, a call of torch eight, and a lane blocks the other lanes
+    while it is in the interpreter. numpy also moves a unit as a whole in both directions; torch's
+    index_copy_ moves element by element.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class HostCopier:
         memories: Sequence[memoryview],
         block_offset: int,
     ) -> None:
-        """`buffers` are read as units, [unit] or [unit, byte]. `units` says for each chunk which of
-        them go to its block, int64 [chunk, unit], from byte `block_offset` of its memory on."""
+        """`buffers` are views as units, [unit] or [unit, byte]. `units` has the units of each
+        chunk, int64 [chunk, unit]; in its memory they begin at byte `block_offset`."""
         self._buffers = buffers
         self._units = units
         self._block_offset = block_offset
@@ -45,26 +45,26 @@ class HostCopier:
         self._parts = [self._part(memory) for memory in memories]
 
     def _part(self, memory: memoryview) -> NDArray[Any]:
-        """Where the units lie in a block, or in staging: [buffer, unit, …]."""
+        """The place of the units in a block or in staging, as a view [buffer, unit, …]."""
         return np.ndarray(self._shape, self._buffers[0].dtype, memory, self._block_offset)
 
     def gather(
         self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
-        """Copies units of chunk `number` to its block, or to `staging` if there is any.
+        """Copies units of chunk `number` to its block, or to `staging` if that isn't None.
 
-        They are all units of these buffers, or the slice `only` of the units of one buffer.
+        It copies all units of these buffers, or the units in `span`.
         """
         units, part = self._ends(number, only, staging)
         for buffer in buffers:
-            # The rows were checked before. With "raise", numpy would copy through a buffer.
+            # The units are valid, so "clip" clips none. For "raise" numpy would copy twice.
             self._buffers[buffer].take(units, 0, part[buffer], "clip")
 
     def scatter(
         self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
         """Copies the same units back."""
-        units, part = self._ends(number, only, staging)
+        units, part = self._ends(number, span, staging)
         for buffer in buffers:
             self._buffers[buffer][units] = part[buffer]
 
@@ -78,10 +78,9 @@ class HostCopier:
 
 @final
 class DeviceCopier:
-    """Moves the units of one buffer plan by torch: on any device, and rows with gaps on the host.
+    """Moves the units of a buffer plan by torch: on any device, and rows with gaps on the host.
 
-    In inference mode: an engine's tensors may have been made in it, and such tensors can't be
-    written outside.
+    It works in inference mode: tensors that an engine made in that mode can't be written outside.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class DeviceCopier:
         blocks: Sequence[Block],
         block_offset: int,
     ) -> None:
-        """`buffers` are read as units, [unit, element]. `units` says for each chunk which of them
-        go to its block, int64 [chunk, unit] where kernels read it, from byte `block_offset` on."""
+        """`buffers` are views as units, [unit, element]. `units` has the units of each chunk, int64
+        [chunk, unit], uploaded; in the chunk's block they begin at byte `block_offset`."""
         self._buffers = buffers
         self._units = units.unbind()
         self._blocks = blocks
@@ -136,7 +135,7 @@ Copier = HostCopier | DeviceCopier
 
 @final
 class Task:
-    """What one lane does at once: some whole spans of a chunk, most often all of them."""
+    """The work of a lane at a time: some whole spans of a chunk, most often all of them."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Task:
         copiers: Sequence[Copier],
         plan: TaskPlan,
     ) -> None:
-        """`number` is the chunk's among those that `copiers` know, `memory` is its block's."""
+        """`number` counts the chunks that `copiers` know. `memory` is the block's memory."""
         self._chunk = chunk
         self._number = number
         self._block = block
@@ -159,7 +158,7 @@ class Task:
         self._sealed: list[Span] = []
 
     def gather(self, staging: torch.Tensor | None) -> None:
-        """Units of the buffers go to the block, by way of `staging` if there is any."""
+        """Copies units to the block, through `staging` if that isn't None."""
         for plan, buffers, units, _ in self._calls:
             self._copiers[plan].gather(self._number, buffers, units, staging)
         if staging is not None:
@@ -167,7 +166,7 @@ class Task:
             target.copy_(staging[self._first : self._stop], non_blocking=True)
 
     def gather_hashing(self, staging: torch.Tensor | None) -> None:
-        """As `gather`. Without staging, a large task is hashed while it is copied; see `seal`."""
+        """Copies like `gather`. Without staging it also computes the checksums."""
         if staging is not None or self._stop - self._first <= _HASHED_BYTES:
             self.gather(staging)
             return
@@ -190,7 +189,7 @@ class Task:
             hashed = copied
 
     def scatter(self, staging: torch.Tensor | None) -> None:
-        """The block goes to units of the buffers, by way of `staging` if there is any."""
+        """Copies the block to units, through `staging` if that isn't None."""
         if staging is not None:
             source = self._block.tensor(self._first, self._stop)
             staging[self._first : self._stop].copy_(source, non_blocking=True)
