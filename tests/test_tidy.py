@@ -59,6 +59,9 @@ INPUT_OUTPUT = {"asyncio", "io", "mmap", "os", "pathlib", "shutil", "socket", "s
 TRANSFORMERS_USERS = {"serve/adapter.py", "serve/adapter_files.py"}
 DEVICE_MODULES = {"cuda", "npu", "xpu", "mps"}
 UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+# Names that say nothing about a value, and texts that docstrings, comments and errors don't use.
+EMPTY_NAMES = {"one", "own", "of", "at"}
+UNWANTED_TEXTS = {"can't be meant": "say `invalid`", "``": "a name stands in single backticks"}
 
 
 @functools.cache
@@ -264,6 +267,37 @@ def check_docstrings(source: Source, documented: dict[str, set[str]]) -> list[st
     return problems
 
 
+def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line and the name of each variable, parameter, field and alias that is bound."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.lineno, node.name
+
+
+def check_words(source: Source) -> list[str]:
+    """Names say what a value is, and the text uses the words of the project."""
+    problems = [
+        f"{source.path}:{line}: {name!r} doesn't say what the value is"
+        for line, name in bound_names(source.tree)
+        if name in EMPTY_NAMES
+    ]
+    words = " ".join(source.text.replace("#", " ").split())  # a text may go on in the next line
+    problems += [
+        f"{source.path}: {text}: {remedy}"
+        for text, remedy in UNWANTED_TEXTS.items()
+        for _ in range(words.count(text))
+    ]
+    return problems
+
+
 @functools.cache
 def read_package() -> list[Source]:
     """All files of the package."""
@@ -288,8 +322,9 @@ CHECKS: list[Check] = [
     check_pickles,
     check_lengths,
     lambda source: check_docstrings(source, documented_in_package()),
+    check_words,
 ]
-NAMES = ["order", "dependencies", "devices", "pickles", "lengths", "docstrings"]
+NAMES = ["order", "dependencies", "devices", "pickles", "lengths", "docstrings", "words"]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=NAMES)
@@ -353,11 +388,27 @@ def test_modules_in_a_row_are_no_circle() -> None:
     assert [] == circles(sources_of(row))
 
 
+@functools.cache
+def read_tests() -> list[Source]:
+    """All files of the tests."""
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    return [Source(path.name, path.read_text(encoding="utf-8")) for path in paths]
+
+
 def test_tests_have_short_functions() -> None:
     """A test is read more often than anything else."""
-    texts = [Source(p.name, p.read_text(encoding="utf-8")) for p in (ROOT / "tests").rglob("*.py")]
-    problems = [problem for source in texts for problem in check_lengths(source)]
+    problems = [problem for source in read_tests() for problem in check_lengths(source)]
     assert [] == [problem for problem in problems if " has " in problem]
+
+
+def test_tests_name_their_values() -> None:
+    """A reader of a test must know what each value is, too."""
+    assert [] == [
+        f"{source.path}:{line}: {name}"
+        for source in read_tests()
+        for line, name in bound_names(source.tree)
+        if name in EMPTY_NAMES
+    ]
 
 
 BAD = [
@@ -392,6 +443,15 @@ BAD = [
     ("docstrings", "tide.py", "x = 1"),
     ("docstrings", "tide.py", '"""Doc."""\ndef f(): pass'),
     ("docstrings", "tide.py", '"""Doc."""\nclass C:\n    """Doc."""\n    def f(self): pass'),
+    ("words", "tide.py", "x = [one for one in y]"),
+    ("words", "tide.py", "def f(own): pass"),
+    ("words", "tide.py", "class C:\n    of: int"),
+    ("words", "tide.py", "self.at = 1"),
+    ("words", "tide.py", "try:\n    f()\nexcept E as one:\n    pass"),
+    ("words", "tide.py", "import numpy as of"),
+    ("words", "tide.py", 'raise SlotError("a slot that can\'t be meant")'),
+    ("words", "tide.py", "# It raises SlotError for a slot that can't\n# be meant."),
+    ("words", "tide.py", "# See ``Job."),
 ]
 
 
@@ -413,6 +473,7 @@ GOOD = [
     ("pickles", "snapshot.py", "import json\njson.load"),
     ("lengths", "tide.py", "def f():\n" + "    x = 1\n" * (LONGEST_FUNCTION - 1)),
     ("docstrings", "tide.py", '"""Doc."""\ndef _f(): pass'),
+    ("words", "tide.py", '"""See `Job`, one of them."""\nx = one.own'),
 ]
 
 
