@@ -1,12 +1,12 @@
-"""Where engines meet kvtide. The files here are what every engine needs; a folder knows one engine.
+"""Plugins for engines. The files here serve every engine; each folder serves a single engine.
 
-description    what a pool of an engine's consists of: parts, and the rules of their rows
-refusals       why a pool is left to the engine, or a move failed: errors, and a word for each
-keeper         saves and restores requests; books: what it counts
-ranks          how the ranks of a server come to one answer
-host_memory    what the arenas of a host's ranks may take together
-metrics        the counters as Prometheus metrics; status: what a keeper covers, in words
-reader         the attributes of an engine's objects that kvtide reads, each of them in a table
+description    describes an engine's pool: its parts, and the rules of their rows
+refusals       errors for a pool that is left to the engine, and for failed moves
+keeper         saves and restores requests; books: its counters
+ranks          makes the ranks of a server agree
+host_memory    divides a host's memory among the arenas of its ranks
+metrics        the counters as Prometheus metrics; status: describes a keeper in a line
+reader         reads attributes of an engine's objects, which are listed in tables
 package        an engine's package: where it defines the classes that kvtide knows
 source         what the text of that package says of its classes
 versions       whether an untested version still has what kvtide reads

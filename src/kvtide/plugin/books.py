@@ -1,4 +1,4 @@
-"""Counters: what a keeper writes down of its moves."""
+"""Counters: a keeper's counts of its moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import final
 @final
 @dataclass(slots=True)
 class Counters:
-    """What happened so far on this rank. Seconds are how long the scheduler was held up."""
+    """Counts so far on this rank. Seconds are the time for which the scheduler was blocked."""
 
     saves: int = 0
     restores: int = 0
@@ -20,23 +20,23 @@ class Counters:
     save_s: float = 0.0
     restore_s: float = 0.0
     refused_saves: Counter[str] = field(default_factory=Counter)
-    """How many saves raised, by the reason (`refusals.reason_of`)."""
+    """Saves that failed, by `refusals.reason_of` the error."""
     failed_restores: Counter[str] = field(default_factory=Counter)
-    """How many restores raised, by the reason."""
+    """Restores that failed, likewise."""
 
     @property
     def retractions(self) -> int:
-        """Requests that were to be saved, whether they were or not."""
+        """Requests that kvtide was asked to save, whether it saved them or not."""
         return self.saves + self.refused_saves.total()
 
     def saved(self, size_bytes: int, seconds: float) -> None:
-        """A request was saved."""
+        """Counts a saved request."""
         self.saves += 1
         self.saved_bytes += size_bytes
         self.save_s += seconds
 
     def restored(self, size_bytes: int, seconds: float) -> None:
-        """A request was restored."""
+        """Counts a restored request."""
         self.restores += 1
         self.restored_bytes += size_bytes
         self.restore_s += seconds

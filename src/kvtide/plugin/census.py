@@ -1,7 +1,7 @@
-"""All classes of KV pools that an engine's source has, and what becomes of each.
+"""Finds all classes of KV pools in an engine's source, and says what kvtide does with each.
 
-A class that kvtide doesn't know is left to the engine when a server starts with it; here it is
-found before.
+kvtide leaves a pool of an unknown class to the engine. A census finds such a class before a server
+starts with it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvtide.plugin.source import Source, SourceClass
 @final
 @dataclass(frozen=True, slots=True)
 class PoolKinds:
-    """How an engine's pools are told from its other classes, and what kvtide knows of each.
+    """How to find an engine's pools, and what kvtide knows about each class.
 
-    A pool is what derives from one of `roots`, or has a method of its own of the name of one of
-    `copy_methods`, but for what derives from `allocators`.
+    A class is a pool if it derives from one of `roots` or defines one of `copy_methods`, unless it
+    derives from `allocators`.
     """
 
     roots: Collection[str]
@@ -31,18 +31,18 @@ class PoolKinds:
     refused: Mapping[str, str]
     """Classes that are never moved, and why."""
     within: Mapping[str, str]
-    """Classes whose objects are part of another's, which describes them."""
+    """Classes whose objects are parts of another pool, which describes them."""
     abstract: Mapping[str, str]
-    """Classes without objects of their own, and what they are for."""
+    """Abstract classes, and their purpose."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PoolClass:
-    """A class of the engine's, in `file` below its package's folder.
+    """A class of the engine, in `file` below its package's folder.
 
-    `verdict` is `known`, `refused` (whatever the pool is like), `within` or `abstract` (never a
-    server's pool), or `unknown`; `reason` says why, or of which pool it is a part.
+    `verdict` is `known`, `refused` (every pool of that class), `within` or `abstract` (never a
+    server's pool), or `unknown`. `reason` says why, or to which pool it belongs.
     """
 
     name: str
@@ -52,13 +52,13 @@ class PoolClass:
 
 
 def census(source: Source, package: EnginePackage, kinds: PoolKinds) -> list[PoolClass]:
-    """Each class of pools in the source, by name."""
+    """All classes of pools in the source, sorted by name."""
     verdicts = [_verdict(found, package, kinds) for found in _pools(source, kinds)]
     return sorted(verdicts, key=lambda verdict: (verdict.name, verdict.file))
 
 
 def _pools(source: Source, kinds: PoolKinds) -> list[SourceClass]:
-    """The classes that are pools: by what they derive from, or by a copy method of their own."""
+    """The classes that are pools: they derive from a root or define a copy method."""
     found = [kind for method in kinds.copy_methods for kind in source.defining(method)]
     names = {*kinds.roots, *kinds.within, *(kind.name for kind in found)}
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""Part and Description: what a pool of an engine's consists of, in kvtide's words."""
+"""Part and Description: describe an engine's pool in kvtide's terms."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvtide.pool import Pool
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Tensors of one kind, one a layer: [row, …], gaps between rows allowed, none within one.
+    """Tensors of the same kind, one per layer: [row, …]. Gaps may lie between rows, not within.
 
-    `rules` lead from a request's token slots to rows, as a Plane's do.
+    `rules` map a request's token slots to rows, like a Plane's rules.
     """
 
     name: str
@@ -32,12 +32,13 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """A pool's parts. `slot_count` is one more than the highest slot that the engine hands out, and
-    `padding_slots` is the lowest; None where page 0 is padding.
+    """A pool's parts and sizes.
 
-    `maps` are what the rules look up, as `Pool.adopt` takes them. `first_layer` is the first of the
-    pipeline stage, `rank` the rank among the ranks that divide a request's KV. `shares_memory` says
-    that parts lie in the same bytes, which the engine gives to one of them at a time.
+    The engine hands out slots from `padding_slots` to `slot_count` - 1; a `padding_slots` of None
+    means that page 0 is padding. `maps` are the maps that the rules use, as in `Pool.adopt`.
+    `first_layer` is the first layer of the pipeline stage. `rank` is this rank's number among the
+    ranks that divide a request's KV. `shares_memory` says that parts share bytes, and that the
+    engine gives each byte to only one of them at a time.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Description:
     padding_slots: int | None = None
 
     def renamed(self, prefix: str, *rules: Rule) -> tuple[Part, ...]:
-        """The parts for a composite pool: `prefix.name`, their rows named by `rules` first."""
+        """The parts for a composite pool: named `prefix.name`, with `rules` before their rules."""
         return tuple(
             replace(part, name=f"{prefix}.{part.name}", rules=(*rules, *part.rules))
             for part in self.parts
@@ -59,13 +60,13 @@ class Description:
 
     @property
     def request_kinds(self) -> frozenset[str]:
-        """The kinds of rows that a request has of its own, with or without bytes on this rank."""
+        """The kinds of rows that belong to a request, with or without bytes on this rank."""
         return request_kinds(rule for part in self.parts for rule in part.rules)
 
     def adopt(self, device: Device) -> Pool:
-        """A kvtide pool over the tensors. Raises LayoutError where they can't be copied exactly.
+        """Makes a pool over the tensors. Raises LayoutError if they can't be copied exactly.
 
-        Parts of empty tensors are left out.
+        Parts with empty tensors are left out.
         """
         parts = [
             replace(part, tensors=[_plain(tensor) for tensor in part.tensors])
@@ -115,7 +116,7 @@ def _plane(part: Part) -> Plane:
 
 
 def _is_dense(part: Part) -> bool:
-    """Whether the tensors have rows for all slots, in order."""
+    """Whether the tensors have a row for every slot, in order."""
     return all(rule.is_dense for rule in part.rules)
 
 
@@ -124,6 +125,6 @@ def _tokens_per_row(part: Part) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes, at least [row, 1], in a dtype that layouts know."""
+    """A view of the same bytes, at least [row, 1], in a dtype that layouts know."""
     rows = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
     return rows if dtype_name(rows.dtype) in DTYPE_BYTES else rows.view(torch.uint8)

@@ -1,10 +1,10 @@
-"""What an operator sets: variables of the environment, or of a TOML file under the same names.
+"""An operator's settings: variables of the environment, or of a TOML file under the same names.
 
     KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
-    KVTIDE_CONFIG            the path of a file with the others in it; the environment wins
+    KVTIDE_CONFIG            the path of a file with other variables; the environment wins
 
-An engine's plugin has more of them. An invalid value is an error that names it: a server that came
-up without what was asked for would be found out under load.
+An engine's plugin adds variables. An invalid value is an error that names it. Otherwise an operator
+would notice only under load that a setting has no effect.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Value = TypeVar("Value")
 def read_values(
     names: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The values of these variables that are set, in this process's environment or `environment`.
+    """The values of the variables that are set, in this process's environment or `environment`.
 
-    Raises UsageError, which names the file, where that can't be read, or has another name in it.
+    Raises UsageError, which names the file, if the file can't be read or has an unknown name.
     """
     given = os.environ if environment is None else environment
     path = given.get(CONFIG, "").strip()
@@ -43,7 +43,7 @@ def read_values(
 def choice(
     values: Mapping[str, str], name: str, accepted: Mapping[str, Value], default: str
 ) -> Value:
-    """What the variable's text stands for. Raises UsageError for a text that isn't accepted."""
+    """The value for a variable's text. Raises UsageError for a text that isn't accepted."""
     text = values.get(name, default)
     if text not in accepted:
         raise UsageError(f"{name}: {shortened(text)!r} is none of {', '.join(accepted)}")
@@ -51,13 +51,13 @@ def choice(
 
 
 def host_memory_bytes(values: Mapping[str, str]) -> int | None:
-    """The limit of all arenas of this host's ranks; None where it isn't set. Raises UsageError."""
+    """The limit of all arenas of this host's ranks together, or None. Raises UsageError."""
     text = values.get(HOST_MEMORY)
     return None if text is None else parse_size(text, name=HOST_MEMORY)
 
 
 def _read_config(path: str, names: Sequence[str]) -> dict[str, str]:
-    """The file's values as the environment would have them."""
+    """The file's values, in the form that the environment would have."""
     values: dict[str, str] = {}
     for name, value in _parse(path).items():
         if name not in names:
@@ -80,13 +80,13 @@ def _parse(path: str) -> dict[str, Any]:
         parsed: dict[str, Any] = toml.loads(content.decode())
     except OSError as error:
         raise UsageError(f"{CONFIG}: {path} can't be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, not UTF-8, or no path at all
+    except ValueError as error:  # not TOML, not UTF-8, or an invalid path
         raise UsageError(f"{CONFIG}: {path} isn't a TOML file: {error}") from error
     return parsed
 
 
 def _toml() -> Any:
-    """Python's parser, which 3.10 doesn't have yet, or the package that became it."""
+    """Python's TOML parser, or for Python 3.10 the package tomli."""
     for name in ("tomllib", "tomli"):
         try:
             return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""HostMemory: what the ranks of a host may take of its memory, all of them together."""
+"""HostMemory: divides a host's memory among the arenas of its ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvtide.transfer import chunk_bytes_for
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _REFUSED = -1
-"""What a rank says of its limit when it refuses its pool."""
+"""The limit that a rank sends to the others when it refuses its pool."""
 
 
 @final
 class HostMemory:
-    """The memory that the arenas of a host's `rank_count` ranks share in equal parts.
+    """The memory for the arenas of a host's `rank_count` ranks; each arena gets an equal part.
 
-    `limit_bytes` is the limit of all these arenas together; None means a part of what is free. Each
-    rank must ask for its arena exactly once, or refuse, in the same order as the others.
+    `limit_bytes` limits all these arenas together; None means a share of the free memory. Each rank
+    must ask for its arena exactly once, or refuse, in the same order as the others.
     """
 
     def __init__(self, limit_bytes: int | None, rank_count: int, ranks: Ranks) -> None:
@@ -35,8 +35,7 @@ class HostMemory:
 
     @contextmanager
     def refusing_together(self) -> Iterator[None]:
-        """Put code that may refuse a pool in this context: after an error in it, the other ranks,
-        which wait in `arena_for`, are told."""
+        """Tells the other ranks, which ask for their arenas, if the block raises an error."""
         try:
             yield
         except BaseException:
@@ -45,9 +44,9 @@ class HostMemory:
             raise
 
     def arena_for(self, pool: Pool) -> HostArena:
-        """This rank's arena, as large as the smallest among the ranks that schedule together.
+        """This rank's arena. Its limit is the least of the ranks that schedule in step.
 
-        Raises RankFailed where another of these ranks refused its pool.
+        Raises RankFailed if another of these ranks refused its pool.
         """
         limit_bytes = self._ranks.least(self._part_of(pool))
         if limit_bytes < 0:
@@ -57,12 +56,12 @@ class HostMemory:
         return HostArena(pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
 
     def measure(self, untouched_bytes: int) -> tuple[int, int]:
-        """The bytes that the pools of a host's ranks have yet to take, and the bytes free there.
+        """(untouched, free): bytes that the host's pools will still take, and its free bytes.
 
-        `untouched_bytes` is what this rank's pool has yet to take. All ranks of a host get the same
-        two numbers, whichever of them have written to their pools already. First all ranks say what
-        their pools have yet to take, then all say what is free, and only then does any rank take
-        memory. A rank of the host that doesn't take part is counted with this rank's number.
+        `untouched_bytes` is the number for this rank's pool. All ranks of a host get the same
+        result, even if some of them have already written to their pools. First all ranks tell
+        their untouched bytes, then all tell the free bytes, and only then does any rank go on and
+        take memory. A rank that doesn't take part counts like this rank.
         """
         here = _host_id()
         untouched = [
@@ -75,7 +74,7 @@ class HostMemory:
         return sum(untouched) + others * untouched_bytes, min(free)
 
     def _part_of(self, pool: Pool) -> int:
-        # Also with a limit that was set: ranks of other hosts may have none, and wait for this one.
+        # Measures even if a limit is set: ranks of other hosts may have none, and wait for all.
         untouched, free = self.measure(untouched_bytes_of(pool.buffers))
         together = self._limit_bytes
         if together is None:
@@ -84,7 +83,7 @@ class HostMemory:
 
 
 def _host_id() -> int:
-    """One number for all processes under one kernel, in whatever container they are."""
+    """A number that all processes under the same kernel share, in any container."""
     try:
         return zlib.crc32(_BOOT.read_bytes())
     except OSError:

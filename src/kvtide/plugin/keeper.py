@@ -1,15 +1,14 @@
-"""Keeper: what kvtide does for the scheduler of an engine, in kvtide's own words.
+"""Keeper: saves and restores requests for an engine's scheduler.
 
-One for each scheduler process, over the pools of its rank:
+Each scheduler process has a keeper, over the pools of its rank:
 
     keeper = Keeper(description, tide, requests, ranks)
     backup = keeper.save(request)        # before the engine gives the request's slots away
     keeper.restore(request, backup)      # once it has slots again; the backup is gone then
     keeper.discard(backup)               # aborted instead
 
-It decides nothing about requests: errors say what happened, and the caller what becomes of the
-request. Ranks that schedule together must decide alike, so they agree: a request is saved, or
-restored, by all of them or by none.
+A keeper raises errors; its caller decides what happens to the request. Ranks that schedule in step
+must decide alike. So they agree: all of them save or restore a request, or none does.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ logger = logging.getLogger(__name__)
 
 
 class Requests(ABC):
-    """What a keeper asks about a request. The keeper never looks into the request itself."""
+    """What a keeper must know about an engine's requests."""
 
     @abstractmethod
     def id_of(self, request: Any) -> str:
-        """Its name in the log. A backup is restored to a request of the same name only."""
+        """The request's name in the log. A backup is only restored to the request of its name."""
 
     @abstractmethod
     def slots_of(self, request: Any) -> torch.Tensor:
-        """The slots of its tokens that have KV, [token], on the CPU, in the order of the tokens.
+        """The slots of the tokens that have KV, [token], on the CPU, in the order of the tokens.
 
-        Raises a KvtideError where they aren't known.
+        Raises a KvtideError if they are unknown.
         """
 
     def rows_of(self, request: Any) -> Mapping[str, int]:
-        """The request's own rows, of the kinds that the pool has (`Description.request_kinds`).
+        """The rows of the request, by the kinds that the pool has (`Description.request_kinds`).
 
-        Raises a KvtideError where the request has rows that the description doesn't know of.
+        Raises a KvtideError if the request has rows that aren't in the description.
         """
         return {}
 
     def is_ahead(self, request: Any) -> bool:
-        """Whether its recurrent state is a step ahead of its answer. Then no save is possible."""
+        """Whether its recurrent state is a step ahead of its answer. Then it isn't saved."""
         return False
 
 
@@ -72,20 +71,20 @@ class Backup:
 
     @property
     def token_count(self) -> int:
-        """Tokens in it: all of the request's that had KV when it was saved."""
+        """How many tokens it has: all that had KV when the request was saved."""
         return self.snapshot.token_count
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of the arena's limit; 0 once it is restored or discarded."""
+        """Bytes of the arena's limit that it takes; 0 once it is restored or discarded."""
         return self.snapshot.size_bytes
 
 
 @final
 class Keeper:
-    """Saves and restores requests of one scheduler. Not thread-safe: the scheduler's thread calls.
+    """Saves and restores requests of a scheduler. Not thread-safe: the scheduler's thread calls.
 
-    `counters` are read by the metrics, `description` says what is moved.
+    The metrics read `counters`. `description` describes the pool.
     """
 
     def __init__(
@@ -95,24 +94,24 @@ class Keeper:
         requests: Requests,
         ranks: Ranks | None = None,
     ) -> None:
-        """`tide.pool` is the pool that `description` adopted. Without `ranks` there is one rank."""
+        """`tide.pool` is the pool of the description. Without `ranks` the keeper is alone."""
         self.description = description
         self.tide = tide
         self.counters = Counters()
         self.draft_refusal = ""
-        """Why the draft model's KV isn't kept: the answers stay right, guesses get worse."""
+        """Why the draft model's KV isn't kept. Answers stay right; only its guesses get worse."""
         self._requests = requests
         self._ranks = ranks or Ranks()
         self._changed: Callable[[Keeper], None] = lambda keeper: None
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token owns on this rank; state that a request owns as a whole aside."""
+        """Bytes of a token on this rank, without the state of the request."""
         return self.tide.pool.geometry.token_bytes
 
     @property
     def request_kinds(self) -> frozenset[str]:
-        """The kinds of rows that a request has of its own on this rank."""
+        """The kinds of rows that belong to a request on this rank."""
         return self.tide.pool.request_kinds
 
     @property
@@ -121,11 +120,11 @@ class Keeper:
         return self.tide.arena
 
     def save(self, request: Any) -> Backup:
-        """Copies what the request owns to the arena; its slots may be given away afterwards.
+        """Copies the rows of a request to the arena. Its slots may be given away afterwards.
 
-        Blocks until it is done, and first until nothing on the device writes these slots any more.
-        Raises ArenaFull, SlotError, StateAhead, RankFailed or DeviceFailed; nothing is kept of it
-        then.
+        Blocks until the copy is done; it begins when nothing on the device writes these slots any
+        more. Raises ArenaFull, SlotError, StateAhead, RankFailed or DeviceFailed; then nothing is
+        kept in the arena.
         """
         began, before = time.perf_counter(), self.tide.stats.offloaded_bytes
         name = self._requests.id_of(request)
@@ -143,10 +142,10 @@ class Keeper:
         return Backup(name, snapshot)
 
     def restore(self, request: Any, backup: Backup) -> None:
-        """Writes a backup to the slots that the request has now, and discards it, well or badly.
+        """Writes a backup to the request's present slots, and discards it, also after an error.
 
-        Blocks until it is done. Raises SnapshotDamaged, SnapshotMiss, SlotError, SlotsLost,
-        RankFailed or DeviceFailed: then the request has no KV, and must not go on.
+        Blocks until the copy is done. Raises SnapshotDamaged, SnapshotMiss, SlotError, SlotsLost,
+        RankFailed or DeviceFailed. Then the request has no KV and must not go on.
         """
         began, before = time.perf_counter(), self.tide.stats.restored_bytes
         name, token_count = self._requests.id_of(request), backup.token_count
@@ -162,7 +161,7 @@ class Keeper:
         self._tell()
 
     def discard(self, backup: Backup) -> None:
-        """Forgets a backup whose request won't come back. Repeatable."""
+        """Discards a backup whose request won't come back. Repeatable."""
         if not backup.snapshot.lease.released:
             self.counters.discards += 1
             logger.debug("kvtide discarded request %r", backup.request_id)
@@ -170,12 +169,12 @@ class Keeper:
         self._tell()
 
     def decline(self) -> None:
-        """Counts a request that wasn't saved since it is of a kind that can't come back."""
+        """Counts a request that isn't saved, because requests of its kind can't come back."""
         self.counters.refused_saves["request"] += 1
         self._tell()
 
     def _tell(self) -> None:
-        """Lets whoever follows see the counters; what fails there is no failure of a move."""
+        """Calls the follower of the counters. An error there doesn't fail the move."""
         try:
             self._changed(self)
         except Exception:
@@ -183,16 +182,16 @@ class Keeper:
             self._changed = lambda keeper: None
 
     def follow(self, changed: Callable[[Keeper], None]) -> None:
-        """From now on `changed` is called with this keeper after each of its moves, and now."""
+        """Calls `changed` with this keeper now, and from now on after each of its moves."""
         self._changed = changed
         changed(self)
 
     def close(self) -> None:
-        """Waits for what is under way, and frees what the device holds. Repeatable."""
+        """Waits for all moves and closes the device. Repeatable."""
         self.tide.close()
         self.tide.pool.device.close()
 
-    # ---- one move, on this rank alone -------------------------------------------------
+    # ---- a single move, on this rank ---------------------------------------------------
 
     def _offload(self, name: str, request: Any) -> Snapshot:
         if self._requests.is_ahead(request):
@@ -208,7 +207,7 @@ class Keeper:
         self.tide.restore(backup.snapshot, slots, key=name, request=rows)
 
     def _try(self, move: Callable[[], Any]) -> tuple[Any, KvtideError | None]:
-        """The move's result, or its error of any kind: the other ranks wait to hear how it went."""
+        """The move's result or its error. It never raises: the other ranks wait for this rank."""
         try:
             return move(), None
         except KvtideError as error:
@@ -222,7 +221,7 @@ class Keeper:
             return None, failed
 
     def _agreed(self, error: KvtideError | None, otherwise: str) -> KvtideError | None:
-        """This rank's error; if only another rank has one, an error with the text `otherwise`."""
+        """This rank's error, or RankFailed(`otherwise`) if only another rank has an error."""
         if self._ranks.agree(error is None) or error is not None:
             return error
         return RankFailed(otherwise)
@@ -234,7 +233,7 @@ class Keeper:
         return error
 
     def _synchronise(self) -> None:
-        """Waits for all that this process gave the device to do, on whatever stream."""
+        """Waits for all work of this process on the device, on all streams."""
         device = self.tide.pool.device.torch_device
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""The keeper's counters as Prometheus metrics, by an engine's own kinds of metric and labels."""
+"""Exports a keeper's counters as Prometheus metrics, with an engine's metric types and labels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _TOTALS = {
     "save_s": ("save_seconds", "Seconds that the scheduler waited for saves."),
     "restore_s": ("restore_seconds", "Seconds that the scheduler waited for restores."),
 }
-"""For each counter of the keeper: the metric's name after `kvtide:`, and what it says."""
+"""For each counter of the keeper: the metric's name after `kvtide:`, and its help text."""
 
 
 @final
 class Metrics:
-    """Follows a keeper's counters and its arena. `update` after each move."""
+    """Shows a keeper's counters and its arena. Call `update` after each move."""
 
     def __init__(self, labels: Mapping[str, Any], counter: Any, gauge: Any) -> None:
-        """`labels`: the engine's. `counter` and `gauge` make metrics as prometheus_client does."""
+        """`labels` are the engine's. `counter` and `gauge` are classes like prometheus_client's."""
         self._labels = dict(labels)
         names = list(labels)
         self._totals = {
@@ -58,7 +58,7 @@ class Metrics:
         self._seen: dict[Any, float] = {}
 
     def update(self, keeper: Keeper) -> None:
-        """Brings the metrics to what the keeper has counted."""
+        """Sets the metrics to the keeper's counts."""
         counters = keeper.counters
         for field, total in self._totals.items():
             self._advance(total, field, getattr(counters, field))

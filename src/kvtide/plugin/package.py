@@ -1,7 +1,7 @@
-"""EnginePackage: an engine's package, and where it defines the classes that kvtide knows.
+"""EnginePackage: an engine's package, and the modules of the classes that kvtide knows.
 
-A class is known by its module and its name: another package may derive a pool from the engine's,
-give it the same name, and keep more in it.
+kvtide identifies a class by its module and its name, because another package may derive a pool with
+the same name that holds more.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvtide.plugin.versions import installed_version
 @final
 @dataclass(frozen=True)
 class EnginePackage:
-    """A package by its `name`, under which it is installed and imported.
+    """An engine's package, which is installed and imported as `name`.
 
-    `title` is what messages call it. Its classes are in `folder`. `homes` has the names of the
-    known ones by their modules below the folder, each name once. `assembled` has, of classes whose
-    fields come from others at run time, the files that have these (see Source). `tested` are the
-    versions that kvtide was tested with.
+    Messages call it `title`. Its classes are in `folder`. `homes` has the names of the known
+    classes by their modules below the folder, each name once. `assembled` is for classes that get
+    fields from other classes at run time: it has the files of those (see Source). `tested` has the
+    versions with which kvtide was tested.
     """
 
     title: str
@@ -35,18 +35,17 @@ class EnginePackage:
 
     @property
     def version(self) -> str:
-        """The version in this environment, as the package says."""
+        """The version that is installed in this environment."""
         return installed_version(self.name)
 
     def source(self) -> Source:
-        """The text of its classes. Raises ModuleNotFoundError where it isn't installed."""
+        """The source of its classes. Raises ModuleNotFoundError if it isn't installed."""
         return Source.of_installed(self.name, self.folder, self.assembled)
 
     def name_of(self, thing: object) -> str:
-        """The class of a thing of the engine's by its name alone, if it is a known one.
+        """The name of an object's class: the bare name if kvtide knows the class, else the full.
 
-        Of any other class that is the full name, so that it is none of the engine's, whatever it is
-        called.
+        A full name never equals a known bare name, so an unknown class is never taken for a known.
         """
         kind = type(thing)
         if self._module_of.get(kind.__qualname__) == kind.__module__:
@@ -54,7 +53,7 @@ class EnginePackage:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def is_at_home(self, name: str, file: str) -> bool:
-        """Whether a class that the package has in `file` (below its folder) is the known one."""
+        """Whether kvtide knows the class of that name in `file`, below the package's folder."""
         module = file.removesuffix(".py").replace("/", ".")
         return name in self.homes.get(module, ())
 

@@ -1,4 +1,4 @@
-"""Ranks: how the processes of a server that hold shares of the same requests come to one answer."""
+"""Ranks: lets the processes of a server that share requests agree on an answer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Group = torch.distributed.ProcessGroup
 
 
 class Ranks:
-    """This rank among the others. All of them must ask the same, in the same order.
+    """This rank and the ranks that share requests with it. All must call the same, in order.
 
-    `in_step` are the groups of ranks that schedule the same requests together: each request has a
-    share on all of them. `on_hosts` is the group of all ranks that may have a host in common. The
-    groups talk over the CPU. Without groups this rank is alone.
+    `in_step` has the process groups of the ranks that schedule in step: each of them has a share of
+    each request. `on_hosts` is the process group of all ranks that may be on the same host. The
+    groups communicate over the CPU. Without groups this rank is alone.
     """
 
     def __init__(self, in_step: Sequence[Group] = (), on_hosts: Group | None = None) -> None:
@@ -22,11 +22,11 @@ class Ranks:
         self._on_hosts = on_hosts if on_hosts is not None and _size(on_hosts) > 1 else None
 
     def agree(self, went_well: bool) -> bool:
-        """Whether it went well on this rank and on every rank that schedules together with it."""
+        """Whether `went_well` is true on every rank that schedules in step."""
         return bool(self.least(int(went_well)))
 
     def least(self, value: int) -> int:
-        """The least `value` that any of the ranks that schedule together gives."""
+        """The least `value` of the ranks that schedule in step."""
         for group in self._in_step:
             on_host = torch.tensor([value], dtype=torch.int64)
             torch.distributed.all_reduce(on_host, torch.distributed.ReduceOp.MIN, group=group)
@@ -34,7 +34,7 @@ class Ranks:
         return value
 
     def gather(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
-        """The numbers that each rank of `on_hosts` gives. All ranks must give equally many."""
+        """The numbers of each rank in `on_hosts`; all ranks give equally many."""
         if self._on_hosts is None:
             return [numbers]
         said = torch.tensor(numbers, dtype=torch.int64)

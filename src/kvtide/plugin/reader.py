@@ -1,7 +1,7 @@
-"""Reader: the attributes of an engine's objects that kvtide reads, each of them in a table.
+"""Reader: reads attributes of an engine's objects. Tables list all that kvtide reads.
 
-Engines move things between releases. What isn't where the table says is found at the start, by
-name, instead of in the middle of a retraction.
+Engines rename things between releases. Thanks to the tables a missing attribute is found and named
+at the start, and not in the middle of a retraction.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, final
 from kvtide.plugin.refusals import Refused
 
 Table = Mapping[str, tuple[str, ...]]
-"""What is read of each class, by its name. An entry that ends in `?` may be absent or None."""
+"""For each class name the attributes that are read. One that ends in `?` may be absent or None."""
 
 
 @final
 class Reader:
-    """Reads what the tables list for an object's class and for the classes that it derives from.
+    """Reads the attributes that the tables list for an object's class and its base classes.
 
-    `reads["k_buffer"]` gives the attribute; it raises Refused where the object has none of that
-    name, or has None where the table doesn't allow it.
+    `reads["k_buffer"]` gives the attribute. It raises Refused if the object has no such attribute,
+    or if its value is None and the table doesn't allow that.
     """
 
     def __init__(self, owner: object, *tables: Table) -> None:
@@ -31,7 +31,7 @@ class Reader:
 
     def __getitem__(self, name: str) -> Any:
         kind = type(self.owner).__name__
-        assert name in self._optional, f"{kind}.{name} isn't in the table of what is read"
+        assert name in self._optional, f"{kind}.{name} isn't in the tables"
         value = getattr(self.owner, name, None)
         if value is None and not self._optional[name]:
             raise Refused(

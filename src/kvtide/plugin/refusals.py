@@ -1,4 +1,4 @@
-"""What plugins raise: a pool that is left to the engine, and moves that failed; a word for each."""
+"""Errors of plugins: a pool is left to the engine, or a move failed. Each has a word for counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtide.errors import (
 
 
 class Refused(KvtideError):
-    """A pool that kvtide leaves to the engine; the message says which, and why."""
+    """kvtide leaves a pool to the engine; the message says which pool, and why."""
 
 
 class RankFailed(KvtideError):
@@ -22,7 +22,7 @@ class RankFailed(KvtideError):
 
 
 class StateAhead(KvtideError):
-    """A request's recurrent state has taken a step that its answer hasn't."""
+    """A request's recurrent state is a step ahead of its answer."""
 
 
 class DeviceFailed(KvtideError):
@@ -41,9 +41,9 @@ _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (DeviceFailed, "device"),
 )
 REASONS = tuple(reason for _, reason in _REASONS)
-"""All that `reason_of` gives; `request`: of a kind that can't come back. A metric's label."""
+"""All values of `reason_of`, as a metric's label. `request`: the request can't come back."""
 
 
 def reason_of(error: KvtideError) -> str:
-    """The error of a move in a word, for counting."""
+    """The word for a move's error, for counts."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "device")

@@ -1,7 +1,7 @@
-"""What the source of an engine says of its classes, read without importing it.
+"""Reads an engine's classes from its source, without importing it.
 
-Some of its modules need an accelerator to import. Their text says as well which classes there are,
-from which they derive, and which attributes they give their objects.
+Some modules can only be imported with an accelerator. The source also shows which classes exist,
+their base classes, and the attributes of their objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 @final
 @dataclass(frozen=True)
 class SourceClass:
-    """A class of the engine's: its file below the root, and the names of what it derives from."""
+    """A class of the engine: its file below the root, and the names of its base classes."""
 
     name: str
     file: str
@@ -33,25 +33,25 @@ class SourceClass:
 
     @property
     def methods(self) -> list[str]:
-        """The names of the methods that it defines itself, properties too."""
+        """The names of the methods and properties that it defines itself."""
         return [method.name for method in self.node.body if isinstance(method, _FUNCTIONS)]
 
     @cached_property
     def attributes(self) -> frozenset[str]:
-        """What it defines itself: fields, properties, methods, and what its methods set of it."""
+        """The attributes that it defines: fields, properties, methods, and those it sets."""
         return frozenset(_attributes_of(self.node))
 
 
 @final
 class Source:
-    """The classes below a folder of Python files, parsed as they are asked for.
+    """The classes in a folder of Python files. A file is parsed when it is needed.
 
-    `assembled` has, of classes whose fields the engine takes from others at run time, the files
-    below the folder that have these: a file's path, or the beginning of several.
+    `assembled` is for classes that get fields from other classes at run time: it has the files of
+    those, by a path below the folder or the common beginning of several paths.
     """
 
     def __init__(self, root: Path, assembled: Mapping[str, str] | None = None) -> None:
-        """Reads all files; raises OSError for one that can't be read."""
+        """Reads all files. Raises OSError for a file that can't be read."""
         self.root = root
         self._assembled = assembled or {}
         self._texts = {path: path.read_text("utf-8") for path in sorted(root.rglob("*.py"))}
@@ -70,7 +70,7 @@ class Source:
     ) -> Source:
         """The classes in a folder of an installed package.
 
-        Raises ModuleNotFoundError where this environment has no package of that name.
+        Raises ModuleNotFoundError if the package isn't installed in this environment.
         """
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -84,7 +84,7 @@ class Source:
         return [found for found in self._classes_in(self._defined_in, name) if found.name == name]
 
     def derived(self, name: str) -> list[SourceClass]:
-        """All that derive from a class of that name, directly or not, in no order."""
+        """All classes that derive from a class of that name, directly or not; in no order."""
         found: dict[tuple[str, str], SourceClass] = {}
         waiting = [name]
         while waiting:
@@ -101,7 +101,7 @@ class Source:
         return [kind for path in paths for kind in self._parse(path) if method in kind.methods]
 
     def attributes(self, found: SourceClass) -> frozenset[str]:
-        """What objects of that class have, by it or by what it derives from."""
+        """The attributes of the class's objects, inherited ones included."""
         attributes: set[str] = set()
         seen, waiting = {found.name}, [found]
         while waiting:
@@ -132,9 +132,9 @@ class Source:
 
 
 def gone(source: Source, tables: Iterable[Table]) -> list[str]:
-    """All that the tables list and the source doesn't define, in order.
+    """All entries of the tables that the source doesn't define, in order.
 
-    Where there are several classes of a name, one of them must have it all.
+    If several classes have the same name, one of them must have all the attributes.
     """
     listed: dict[str, set[str]] = {}
     for table in tables:
@@ -150,7 +150,7 @@ def gone(source: Source, tables: Iterable[Table]) -> list[str]:
 
 
 def _names(nodes: Iterable[ast.expr]) -> Iterator[str]:
-    """The last part of each name: that of `memory_pool.KVCache` and of `Generic[T]` too."""
+    """The last part of each name: KVCache for `memory_pool.KVCache`, Generic for `Generic[T]`."""
     for node in nodes:
         bare = node.value if isinstance(node, ast.Subscript) else node
         if isinstance(bare, ast.Attribute):
@@ -173,7 +173,7 @@ def _attributes_of(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _set_by(method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """The attributes that a method sets of its object, by name or by `setattr`."""
+    """The attributes that a method sets on its object, by assignment or by `setattr`."""
     parameters = [*method.args.posonlyargs, *method.args.args]
     if not parameters:
         return

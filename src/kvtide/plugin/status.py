@@ -1,4 +1,4 @@
-"""What a keeper covers, and what it lacks, in words for one line of an engine's log."""
+"""Describes a keeper for a line of an engine's log: what it covers, and what is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvtide.sizes import format_size
 
 
 def coverage(keeper: Keeper) -> str:
-    """The pool, its planes, what a token takes, and for how many tokens the arena has room."""
+    """The pool, its planes, the bytes of a token, and the room of the arena in tokens."""
     names = [plane.name for plane in keeper.tide.pool.geometry.planes]
     return (
         f"covers {keeper.description.name} ({', '.join(names)}), {keeper.token_bytes} bytes a "
@@ -17,7 +17,7 @@ def coverage(keeper: Keeper) -> str:
 
 
 def without_room(keeper: Keeper) -> str:
-    """Why no request can be saved, where the arena has no room for any; nothing otherwise."""
+    """Why no request can be saved, if the arena is too small for any; otherwise empty."""
     arena = keeper.arena
     if arena.limit_bytes < arena.block_bytes:
         return f"that holds not even one block of {arena.block_bytes} bytes"
@@ -25,6 +25,6 @@ def without_room(keeper: Keeper) -> str:
 
 
 def without_draft(keeper: Keeper) -> str:
-    """Why the draft model's KV isn't kept; nothing where it is, or where there is none."""
+    """Why the draft model's KV isn't kept; empty if it is kept, or if there is no draft model."""
     refusal = keeper.draft_refusal
     return f"the draft model's KV isn't kept: {refusal}" if refusal else ""

@@ -1,8 +1,8 @@
-"""Which versions of an engine kvtide was tested with, and whether another has what kvtide reads.
+"""Checks the version of an engine: is it tested, or does it have all that kvtide reads?
 
-An attribute that may be absent is left out where it is: under a new name in a later version it
-would be left out, too, and a request would come back without those bytes. So what the tables list
-is looked for in the source first.
+Some attributes may be absent, and then kvtide leaves them out. If a later version renamed such an
+attribute, a request would come back without its bytes. So for an untested version all names in the
+tables are first looked up in the source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMED_COUNT = 5
 
 
 def installed_version(package: str) -> str:
-    """The version of a package in this environment, as the package says."""
+    """The installed version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -28,7 +28,7 @@ def installed_version(package: str) -> str:
 
 
 def tables_in(packages: Sequence[str]) -> list[Table]:
-    """What a plugin reads of its engine: the `READS` of the modules in these packages of it."""
+    """The tables of what a plugin reads: the `READS` of the modules in these packages."""
     names = [
         f"{package}.{module.name}"
         for package in packages
@@ -41,10 +41,10 @@ def tables_in(packages: Sequence[str]) -> list[Table]:
 def refuse_if_gone(
     title: str, found: str, tested: Sequence[str], what_is_gone: Callable[[], Sequence[str]]
 ) -> None:
-    """Raises Refused where an engine's version isn't a tested one, and lacks what kvtide reads.
+    """Raises Refused if an engine's version isn't tested and lacks something that kvtide reads.
 
-    `found` is the installed version. `what_is_gone` names what it lacks (`source.gone`), and is
-    called for other than tested ones only: it takes seconds.
+    `found` is the installed version. `what_is_gone` lists the missing names (`source.gone`). It is
+    only called for an untested version, since it takes seconds.
     """
     if found in tested:
         return

@@ -2,7 +2,7 @@
 
     pip install kvtide        # into SGLang's environment; KVTIDE_SGLANG=0 turns it off
 
-`describe` makes a layout of a pool, `keeper` moves what a request owns of it, `hooks` stands where
+`describe` describes a pool, `keeper` moves a request's rows, `hooks` wraps the functions in which
 SGLang saves, restores and forgets a retracted request.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """SGLang's plugin interface: called once in each process, before anything is served."""
+    """SGLang calls this once in each process, before it serves anything."""
     from kvtide.plugin.sglang.hooks import register_hooks
 
     register_hooks()

@@ -1,13 +1,12 @@
-"""Attachment: kvtide at the scheduler of this process, from the moment the scheduler has its pools.
+"""Attachment: connects kvtide to this process's scheduler, once the scheduler has its pools.
 
-`hooks` and `ordinary.hooks` stand where SGLang decides something; what they do, they do through
-this. An attachment has a keeper, which moves, or says why it has none. Backups have two owners,
-since SGLang has a place for them in one kind of server only:
+The hooks call an attachment. It has a keeper, which moves requests, or the reason why there is
+none. Backups have two owners, because SGLang has a place for them in only one kind of server:
 
-    a decode server     SGLang keeps a backup in `req.kv.retraction_backup`, hands it to whoever
-                        restores the request, and says when to forget it. kvtide's lies there, too.
-    an ordinary server  SGLang saves nothing, and says nothing when a waiting request is gone. So a
-                        shelf (`ordinary.shelf`) has the backups, and looks up who is waiting.
+    a decode server     SGLang keeps a backup in `req.kv.retraction_backup`, passes it to the
+                        restore, and says when to forget it. kvtide keeps its backup there, too.
+    an ordinary server  SGLang saves nothing, and doesn't tell when a waiting request is gone. So a
+                        shelf (`ordinary.shelf`) has the backups, and looks at the waiting queue.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ READS: Table = {
 @final
 @dataclass
 class Attachment:
-    """What a scheduler's requests are saved and restored by; or why they aren't."""
+    """Saves and restores a scheduler's requests, or says why it doesn't."""
 
     scheduler: Any
     settings: Settings
@@ -65,22 +64,22 @@ class Attachment:
     refusal: str = ""
     """Why there is no keeper."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Why requests couldn't be restored, by their ids. Whoever resumed them takes them out."""
+    """Why requests couldn't be restored, by id. The hook that resumes requests empties it."""
     is_yielding: bool = False
-    """Whether SGLang is at a request that isn't saved: see `yielding`."""
+    """Whether SGLang now handles a request that isn't saved: see `yielding`."""
     allocator: Any = None
-    """SGLang's, whose pool the keeper has adopted."""
+    """SGLang's allocator of the pool that the keeper has adopted."""
     results: UnseenResults = field(init=False)
 
     def __post_init__(self) -> None:
         self.results = UnseenResults(self.scheduler)
 
     def covers(self, allocator: Any) -> bool:
-        """Whether requests in this allocator's slots are kvtide's to save."""
+        """Whether kvtide saves requests with slots of this allocator."""
         return self.keeper is not None and allocator is self.allocator
 
     def save(self, req: Any) -> bool:
-        """Saves the request; False, and why in the log, where that can't be."""
+        """Saves the request. Returns False, and logs the reason, if that fails."""
         assert self.keeper is not None, "asked only where there is a keeper"
         try:
             req.kv.retraction_backup = self.keeper.save(req)
@@ -91,13 +90,13 @@ class Attachment:
         return True
 
     def must_look(self, batch: Any) -> bool:
-        """Whether results on their way matter to what may now be saved of this batch."""
+        """Whether unseen results must be processed before requests of this batch are saved."""
         has_state = self.keeper is not None and STATE in self.keeper.request_kinds
         return has_state and self.results.is_due(batch)
 
     @contextmanager
     def yielding(self) -> Iterator[None]:
-        """Meanwhile SGLang is told what it would be told without kvtide."""
+        """Inside this context the hooks answer as SGLang would without kvtide."""
         before, self.is_yielding = self.is_yielding, True
         try:
             yield
@@ -105,16 +104,16 @@ class Attachment:
             self.is_yielding = before
 
     def prefill_computes_again(self) -> bool:
-        """Whether SGLang asks the prefill server for the KV of requests that aren't saved."""
+        """Whether the prefill server computes the KV of unsaved requests again."""
         from sglang.srt.mem_cache.common import dsv4_needs_rebootstrap
 
         with self.yielding():
             return bool(dsv4_needs_rebootstrap(self.allocator))
 
     def restore(self, req: Any) -> bool:
-        """Restores the request; False where that can't be: then it must not go on.
+        """Restores the request. Returns False if that fails; then the request must not go on.
 
-        Its backup is gone either way.
+        The backup is discarded in both cases.
         """
         assert self.keeper is not None, "asked only where there is a keeper"
         backup, req.kv.retraction_backup = req.kv.retraction_backup, None
@@ -127,19 +126,19 @@ class Attachment:
         return True
 
     def discard(self, req: Any) -> None:
-        """Forgets the request's backup."""
+        """Discards the request's backup."""
         assert self.keeper is not None, "asked only where there is a keeper"
         self.keeper.discard(req.kv.retraction_backup)
         req.kv.retraction_backup = None
 
     def close(self) -> None:
-        """At the scheduler's orderly end."""
+        """Closes the keeper when the scheduler ends."""
         if self.keeper is not None:
             self.keeper.close()
 
 
 def is_saved(req: Any) -> bool:
-    """Whether what SGLang keeps as the request's backup is one of kvtide's."""
+    """Whether the request's backup is kvtide's, not SGLang's."""
     return isinstance(req.kv.retraction_backup, Backup)
 
 
@@ -147,12 +146,12 @@ _attachments: list[Attachment] = []
 
 
 def attached() -> Attachment | None:
-    """The attachment at this process's scheduler; None before it has its pools."""
+    """This process's attachment; None before the scheduler has its pools."""
     return _attachments[-1] if _attachments else None
 
 
 def saves_requests(settings: Settings) -> bool:
-    """Whether this server retracts requests for kvtide to save, as it is set up."""
+    """Whether this server, with its settings, retracts requests that kvtide saves."""
     from sglang.srt.runtime_context import get_disagg
 
     disagg = get_disagg()
@@ -161,7 +160,7 @@ def saves_requests(settings: Settings) -> bool:
 
 
 def attach(scheduler: Any, settings: Settings) -> Attachment:
-    """Makes the process's attachment. Raises nothing: `refusal` says what was wrong."""
+    """Makes the process's attachment. Raises nothing; `refusal` has the reason of a failure."""
     attachment = Attachment(scheduler, settings)
     _attachments[:] = [attachment]
     try:
@@ -182,7 +181,7 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
 
 
 def _serve(scheduler: Any, keeper: Keeper) -> None:
-    """Lets the metrics follow the keeper, and an ordinary server use it."""
+    """Connects the metrics to the keeper, and in an ordinary server a shelf."""
     from sglang.srt.runtime_context import get_disagg
 
     try:
@@ -196,7 +195,7 @@ def _serve(scheduler: Any, keeper: Keeper) -> None:
 
 
 def would_cover(request_pool: Any, allocator: Any) -> bool:
-    """Whether a pool is one that a keeper can be made of, before there is a scheduler."""
+    """Whether a keeper can be made for a pool; asked before there is a scheduler."""
     try:
         _refuse_pipelines()
         refuse_if_moved()
@@ -235,7 +234,7 @@ def _keeper_of(scheduler: Any, settings: Settings, results: UnseenResults) -> Ke
 
 
 def rank_count(parallel: Any) -> int:
-    """The ranks of a server on this host: tensor, pipeline and data parallel, rounded up."""
+    """The number of a server's ranks on this host (tensor, pipeline and data parallel)."""
     replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
     total = parallel.tp_size * parallel.pp_size * replicas
     return int(max(1, -(-total // parallel.nnodes)))
@@ -244,9 +243,9 @@ def rank_count(parallel: Any) -> int:
 def _window_tokens(reads: Reader) -> int | None:
     """How many of a request's last tokens have rows in a window when it comes back.
 
-    Where a decode server has a prefix cache, a resumed request gets slots for what that cache
-    calls a whole window at the last page's boundary, and it may take in all of them. In an ordinary
-    server kvtide takes them itself.
+    In a decode server with a prefix cache, a resumed request gets slots for a whole window as the
+    cache counts it, from the boundary of the last page. In an ordinary server kvtide acquires the
+    slots itself.
     """
     from sglang.srt.runtime_context import get_disagg
 
@@ -264,9 +263,9 @@ def _window_tokens(reads: Reader) -> int | None:
 
 
 def draft_pools(scheduler: Any) -> list[Any]:
-    """The pools of the draft model, which use the target's slots and rows; none without one.
+    """The pools of the draft model, which uses the target's slots and rows; maybe none.
 
-    A draft that reads the target's KV, or its recurrent state, has no pool of its own.
+    A draft model that reads the target's KV or recurrent state has no pool for it.
     """
     reads = Reader(scheduler, READS)
     worker, target = reads["draft_worker"], reads["token_to_kv_pool_allocator"].get_kvcache()
@@ -282,6 +281,6 @@ def draft_pools(scheduler: Any) -> list[Any]:
 
 
 def _state_pool(request_pool: Any) -> Any:
-    """What a request pool has of recurrent state; None for a pool without."""
+    """The pool of recurrent state in a request pool, or None."""
     kinds = {kind.__name__ for kind in type(request_pool).__mro__}
     return Reader(request_pool, READS)["mamba_pool"] if "HybridReqToTokenPool" in kinds else None

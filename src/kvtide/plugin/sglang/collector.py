@@ -1,7 +1,7 @@
-"""kvtide's counters among SGLang's own, in the scheduler's Prometheus metrics.
+"""Adds kvtide's counters to SGLang's Prometheus metrics.
 
-They carry SGLang's labels, are exported by its endpoint, and exist with --enable-metrics only, on
-the ranks that report: one of the ranks that schedule together, or all of them with
+They have SGLang's labels and are exported by its endpoint. They exist only with --enable-metrics,
+on the ranks that report: a single one of the ranks that schedule in step, or all of them with
 --enable-metrics-for-all-schedulers.
 """
 
@@ -13,10 +13,10 @@ from kvtide.plugin.metrics import Metrics
 
 
 def metrics_of(context: Any) -> Metrics | None:
-    """Metrics beside the scheduler's own, or None where SGLang exports none.
+    """The metrics, or None if SGLang exports none.
 
-    `context` is its SchedulerMetricsCollectorContext. Its collector may stand for another library
-    than prometheus_client, which is imported here because SGLang must have set it up before.
+    `context` is SGLang's SchedulerMetricsCollectorContext; its collector may use another library
+    than prometheus_client. The import is here because SGLang must set up prometheus_client first.
     """
     if not context.current_scheduler_metrics_enabled or context.collector is None:
         return None

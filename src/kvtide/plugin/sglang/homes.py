@@ -59,21 +59,21 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "hardware_backend.mlx.model_runner_stub": ("_DummyKVCache",),
     "layers.attention.minicpm.cache": ("MiniCPMCompressedCache",),
 }
-"""The names of classes by their modules below `sglang.srt`; each name is there once."""
+"""The names of classes by their modules below `sglang.srt`; each name occurs once."""
 
 SGLANG = EnginePackage(
     "SGLang",
     "sglang",
     "srt",
     HOMES,
-    # SGLang makes these two of the fields that these files have.
+    # SGLang assembles these two classes from the fields in these files.
     assembled={
         "ServerArgs": "arg_groups/fields/",
         "ParallelContext": "arg_groups/fields/parallel.py",
     },
     tested=("0.5.23",),
 )
-"""The package, and the versions of it that kvtide was tested with."""
+"""SGLang's package, and the versions with which kvtide was tested."""
 
 name_of = SGLANG.name_of
-"""The class of a thing of SGLang's, by its name alone if kvtide knows it: see EnginePackage."""
+"""The name of an object's class, the bare name if kvtide knows the class: see EnginePackage."""

@@ -1,17 +1,17 @@
-"""Where kvtide stands in SGLang: around the few functions that save and restore requests.
+"""kvtide's hooks in SGLang, around the few functions that save and restore requests.
 
-    backup_kv_cache           saves a retracted request, or says False: SGLang aborts it
-    dsv4_needs_rebootstrap    whether it asks the prefill server instead: not for what is saved
-    DecodePreallocQueue.add   queues a request: asks that for one that isn't saved
-    restore_kv_cache          restores it into new slots
-    resume_retracted_reqs     takes out, and aborts, what couldn't be restored
-    discard_kv_cache_backup   forgets it: aborted, or the server lets go of its memory
-    Req.offload_kv_cache, Req.load_kv_cache   the same for whoever calls these two directly
-    resolve_decode_retraction_backup   no second host pool beside the arena, unless asked for
+    backup_kv_cache           saves a retracted request; after False SGLang aborts the request
+    dsv4_needs_rebootstrap    whether the prefill server computes it again: only if it isn't saved
+    DecodePreallocQueue.add   queues a request; asks the function above if it isn't saved
+    restore_kv_cache          restores a request into new slots
+    resume_retracted_reqs     removes and aborts requests that couldn't be restored
+    discard_kv_cache_backup   discards a backup: its request was aborted, or the server ends
+    Req.offload_kv_cache, Req.load_kv_cache   save and restore for callers of these methods
+    resolve_decode_retraction_backup   avoids a second host pool, unless an operator asks for it
     Scheduler.__init__, release_host_resources   begin and end
 
-What isn't kvtide's goes SGLang's own way: pools that are refused, the backend `none`, and backups
-that SGLang made itself. Everything runs in the scheduler's thread.
+SGLang's functions run unchanged for refused pools, for the backend `none`, and for backups that
+SGLang made. Everything runs in the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from kvtide.plugin.sglang.status_line import report
 logger = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
-"""A function that SGLang calls in place of another, which is the first argument (`AROUND`)."""
+"""All hooks here have SGLang's type AROUND: they get the original function as first argument."""
 
 
 def register_hooks(settings: Settings | None = None) -> None:
-    """Registers all hooks with SGLang, which applies them when its plugins are loaded.
+    """Registers all hooks with SGLang, which applies them when it loads its plugins.
 
-    `settings` are the environment's if not given. Ends the process with a message where they
-    are invalid, and under `strict` where this SGLang lacks a function: an exception would
-    only be logged, and the server would come up without what was asked for.
+    `settings` are the environment's by default. Ends the process with a message if they are
+    invalid, and under `strict` if this SGLang lacks a function. SGLang would only log an exception,
+    and the server would start without kvtide.
     """
     try:
         settings = settings or read_settings()
@@ -73,7 +73,7 @@ def register_hooks(settings: Settings | None = None) -> None:
 
 
 def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
-    """The functions of SGLang's by their full names, the hook of each, and its kind."""
+    """The full names of SGLang's functions, with the hook of each and its type."""
     common, queue = "sglang.srt.mem_cache.common", "sglang.srt.disaggregation.decode"
     batch, scheduler = "sglang.srt.managers.schedule_batch", "sglang.srt.managers.scheduler"
     builder = "sglang.srt.mem_cache.kv_cache_builder"
@@ -100,8 +100,8 @@ def hooks_for(settings: Settings) -> list[tuple[str, Hook, str]]:
 def hooks_not_in_place(settings: Settings) -> list[str]:
     """The names under which SGLang would call a function without kvtide's hook.
 
-    SGLang logs a failure to apply hooks, and goes on. It also has to find every module that
-    imported the function by name.
+    If SGLang can't apply a hook, it only logs that. It may also miss a module that has imported the
+    function by name.
     """
     loose, hidden = [], set[int]()
     for target, hook, _ in hooks_for(settings):
@@ -117,14 +117,14 @@ def hooks_not_in_place(settings: Settings) -> list[str]:
 
 
 def _chain_of(function: Any) -> Iterator[Any]:
-    """The function that is called, what it wraps, and so on down to SGLang's own."""
+    """The function, the function that it wraps, and so on down to SGLang's original."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
 
 
 def _calls(wrapper: Any, hook: Hook) -> bool:
-    """Whether this is SGLang's wrapper for the hook: it holds it, or one of the same name."""
+    """Whether this is SGLang's wrapper of the hook: it holds the hook, or one of the same name."""
     held = [cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ()]
     wanted = (hook.__module__, hook.__qualname__)
     return any(
@@ -145,18 +145,18 @@ def _exists(target: str) -> bool:
 
 def _beginning(settings: Settings) -> Hook:
     def begin(original: Hook, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """Attaches once the scheduler has its pools, and says in one line what came of it.
+        """Attaches kvtide once the scheduler has its pools, and logs the result in a line.
 
-        Under `strict` raises Refused where a pool is left to SGLang: an error of the scheduler's
-        initialisation ends the server.
+        Under `strict` raises Refused if a pool is left to SGLang. An error in the scheduler's
+        `__init__` ends the server.
         """
         original(scheduler, *args, **kwargs)
         try:
-            # With a hook missing, the other hooks would leave half done what they begin.
+            # If a hook is missing, the others must not begin anything: it would stay half done.
             loose = hooks_not_in_place(settings)
             is_needed = not loose and saves_requests(settings)
             refusal = report(attach(scheduler, settings) if is_needed else None, loose)
-        except Exception as error:  # the server would come up without kvtide, so it does with it
+        except Exception as error:  # an error of kvtide must not keep the server from starting
             logger.exception("kvtide can't read this SGLang")
             refusal = f"{type(error).__name__}: {error}"
         if refusal and settings.mode == "strict":
@@ -166,7 +166,7 @@ def _beginning(settings: Settings) -> Hook:
 
 
 def end(original: Hook, scheduler: Any) -> None:
-    """Waits for what is under way, and lets go of host memory with SGLang."""
+    """Closes kvtide together with SGLang's host resources."""
     try:
         original(scheduler)
     finally:
@@ -177,7 +177,7 @@ def end(original: Hook, scheduler: Any) -> None:
 
 def _choosing(settings: Settings) -> Hook:
     def choose(original: Hook, *args: Any, tp_worker: Any, **kw: Any) -> Any:
-        """See resolve_decode_retraction_backup; SGLang's own choice if a hook is missing."""
+        """See resolve_decode_retraction_backup. If a hook is missing SGLang chooses itself."""
         if hooks_not_in_place(settings):
             return original(*args, tp_worker=tp_worker, **kw)
         return resolve_decode_retraction_backup(original, *args, tp_worker=tp_worker, **kw)
@@ -186,10 +186,10 @@ def _choosing(settings: Settings) -> Hook:
 
 
 def resolve_decode_retraction_backup(original: Hook, *args: Any, tp_worker: Any, **kw: Any) -> Any:
-    """`cpu_tensor` where SGLang would choose for itself and kvtide covers the pool.
+    """Chooses `cpu_tensor` if the operator chose no backend and kvtide covers the pool.
 
-    Its other choice, `host_pool`, takes host memory at the start for what the arena holds. An
-    operator who asked for that pool has it: other things than retraction use it, too.
+    SGLang's other choice, `host_pool`, would allocate host memory that kvtide's arena replaces. An
+    operator who asks for that pool gets it, since it also serves other purposes.
     """
     from sglang.srt.runtime_context import get_context, get_disagg
 
@@ -206,7 +206,7 @@ def resolve_decode_retraction_backup(original: Hook, *args: Any, tp_worker: Any,
 
 
 def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
-    """SGLang retracts in here. Recurrent states mustn't be a step ahead of the answers by then."""
+    """SGLang retracts requests in here. First no recurrent state may be ahead of its answer."""
     attachment = attached()
     if attachment is None or not attachment.must_look(batch):
         return original(scheduler, batch)
@@ -215,7 +215,7 @@ def update_running_batch(original: Hook, scheduler: Any, batch: Any) -> Any:
 
 
 def process_batch_result(original: Hook, scheduler: Any, batch: Any, result: Any) -> None:
-    """Does nothing for a result that kvtide had SGLang process early: SGLang comes to it again."""
+    """Skips a result that was processed early when SGLang comes to it again."""
     attachment = attached()
     if attachment is None or not attachment.results.is_repeated(result):
         original(scheduler, batch, result)
@@ -234,9 +234,9 @@ def cumulate_penalty_output_tokens(original: Hook, batch: Any) -> None:
 def backup_kv_cache(
     original: Hook, req: Any, tree_cache: Any, request_pool: Any, allocator: Any, backend: str
 ) -> bool:
-    """False where the arena has no room, or the copy fails: SGLang aborts this request.
+    """Returns False if the arena has no room or the copy fails; then SGLang aborts the request.
 
-    Where the prefill server can compute it anew, SGLang decides.
+    If the prefill server can compute the request again, SGLang's function decides instead.
     """
     attachment = attached()
     if attachment is None or backend == "none" or not attachment.covers(allocator):
@@ -252,7 +252,7 @@ def backup_kv_cache(
 def add_to_queue(
     original: Hook, queue: Any, req: Any, is_retracted: bool = False, *args: Any, **kwargs: Any
 ) -> None:
-    """A retracted request that isn't saved goes the way that it would go without kvtide."""
+    """A retracted request that isn't saved is queued as without kvtide."""
     attachment = attached()
     is_left = attachment is not None and is_retracted and not is_saved(req)
     with attachment.yielding() if attachment is not None and is_left else nullcontext():
@@ -262,7 +262,7 @@ def add_to_queue(
 def restore_kv_cache(
     original: Hook, req: Any, tree_cache: Any, request_pool: Any, allocator: Any, backend: str
 ) -> None:
-    """What fails is noted, and taken out by `resume_retracted_reqs`."""
+    """Restores a request. `resume_retracted_reqs` removes it if that fails."""
     attachment = attached()
     if attachment is None or not is_saved(req):
         original(req, tree_cache, request_pool, allocator, backend)
@@ -271,10 +271,10 @@ def restore_kv_cache(
 
 
 def resume_retracted_reqs(original: Hook, queue: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """The requests that are resumed, but for requests whose KV couldn't be restored.
+    """The resumed requests, without requests whose KV couldn't be restored.
 
-    SGLang would put the lost ones on its waiting queue and run them. They end as SGLang ends
-    requests whose transferred KV fails its checksum.
+    SGLang would put those on its waiting queue and run them. They are aborted in the same manner as
+    SGLang aborts requests whose transferred KV fails its checksum.
     """
     resumed: list[Any] = original(queue, *args, **kwargs)
     attachment = attached()
@@ -298,7 +298,7 @@ def _abort(req: Any, scheduler: Any, reason: str) -> None:
 
 
 def discard_kv_cache_backup(original: Hook, req: Any, tree_cache: Any, backend: str) -> None:
-    """Gives an aborted request's part of the arena back."""
+    """Discards the backup of an aborted request."""
     attachment = attached()
     if attachment is None or not is_saved(req):
         original(req, tree_cache, backend)
@@ -307,9 +307,9 @@ def discard_kv_cache_backup(original: Hook, req: Any, tree_cache: Any, backend: 
 
 
 def dsv4_needs_rebootstrap(original: Hook, allocator: Any) -> bool:
-    """Whether the prefill server must compute a retracted request anew, as for DeepSeek-V4.
+    """Whether the prefill server must compute a retracted request again, as for DeepSeek-V4.
 
-    SGLang asks by pool and not by request: where it means one that isn't saved, kvtide yields.
+    SGLang asks for a pool, not for a request. While it handles an unsaved request, kvtide yields.
     """
     attachment = attached()
     if attachment is None or attachment.is_yielding or not attachment.covers(allocator):
@@ -318,7 +318,7 @@ def dsv4_needs_rebootstrap(original: Hook, allocator: Any) -> bool:
 
 
 def offload_kv_cache(original: Hook, req: Any, request_pool: Any, allocator: Any) -> None:
-    """For callers that don't come through backup_kv_cache. Raises KvtideError."""
+    """Saves for callers that don't use backup_kv_cache. Raises KvtideError."""
     attachment = attached()
     if attachment is None or attachment.keeper is None or not attachment.covers(allocator):
         original(req, request_pool, allocator)
@@ -327,7 +327,7 @@ def offload_kv_cache(original: Hook, req: Any, request_pool: Any, allocator: Any
 
 
 def load_kv_cache(original: Hook, req: Any, request_pool: Any, allocator: Any) -> None:
-    """For callers that don't come through restore_kv_cache. Raises KvtideError."""
+    """Restores for callers that don't use restore_kv_cache. Raises KvtideError."""
     attachment = attached()
     if attachment is None or attachment.keeper is None or not is_saved(req):
         original(req, request_pool, allocator)

@@ -1,4 +1,4 @@
-"""open_keeper: a keeper over the pools of a rank of SGLang's, the target's and the draft's."""
+"""open_keeper: makes a keeper for the pools of a rank, the target's and the draft model's."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ def open_keeper(
     ranks: Ranks | None = None,
     is_ahead: Callable[[Any], bool] = lambda req: False,
 ) -> Keeper:
-    """A keeper of the subject's pool and the draft model's, which share its slots.
+    """Makes a keeper for the subject's pool and for draft pools, which share its slots.
 
-    All `ranks` say what they leave of the host's memory, and then agree on the least that a rank
-    has for its arena, whether this rank refuses or not. A draft pool that is refused is left out:
-    the keeper's `draft_refusal` says why. `is_ahead`: see SGLangRequests. Raises Refused,
-    LayoutError where the pool's tensors can't be copied exactly, RankFailed where another rank
-    refused; nothing is held then.
+    All `ranks` take part in dividing the host's memory, even if this rank refuses; the arenas get
+    the least share of a rank. A refused draft pool is left out, and the keeper's `draft_refusal`
+    says why. `is_ahead`: see SGLangRequests. Raises Refused, LayoutError if the pool's tensors
+    can't be copied exactly, RankFailed if another rank refused. After an error nothing stays open.
     """
     if not isinstance(getattr(subject.request_pool, "req_to_token", None), torch.Tensor):
         name = type(subject.request_pool).__name__
-        raise Refused(f"{name} has no table 'req_to_token': where a request lies isn't known")
+        raise Refused(f"{name} has no table 'req_to_token', so the slots of requests are unknown")
     ranks = ranks or Ranks()
     memory = HostMemory(settings.host_memory_bytes, settings.rank_count, ranks)
     device = open_device(torch.device(subject.pool.device).type)
@@ -62,7 +61,7 @@ def open_keeper(
 def _adopt(
     subject: Subject, draft_pools: Sequence[Any], device: Device
 ) -> tuple[Description, Pool, str]:
-    """The target's pool and the draft's as one, or the target's alone and why."""
+    """The target's pool with the draft pools, or without them and the reason."""
     refusal = ""
     if draft_pools:
         try:

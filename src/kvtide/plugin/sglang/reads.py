@@ -1,4 +1,4 @@
-"""What kvtide reads of SGLang, and whether the installed one still has it."""
+"""The names that kvtide reads of SGLang, and whether the installed version has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtide.plugin.source import gone
 from kvtide.plugin.versions import refuse_if_gone, tables_in
 
 PACKAGES = tuple(f"kvtide.plugin.sglang{below}" for below in ("", ".pools", ".ordinary"))
-"""Packages whose modules say in `READS` what they read of SGLang."""
+"""Packages whose modules list in `READS` what they read of SGLang."""
 
 
 def tables() -> list[Table]:
@@ -17,14 +17,14 @@ def tables() -> list[Table]:
 
 
 def what_is_gone() -> list[str]:
-    """All of it that the installed SGLang doesn't define: `Class.attribute`, or `class Class`.
+    """The names that the installed SGLang doesn't define: `Class.attribute`, or `class Class`.
 
-    Takes two seconds. Raises ImportError where there is no SGLang, and OSError, ValueError or
-    SyntaxError for source that can't be read.
+    Takes two seconds. Raises ImportError without SGLang, and OSError, ValueError or SyntaxError for
+    source that can't be read.
     """
     return gone(SGLANG.source(), tables())
 
 
 def refuse_if_moved() -> None:
-    """Raises Refused if this SGLang isn't a tested one, and lacks something that kvtide reads."""
+    """Raises Refused if this SGLang is untested and lacks something that kvtide reads."""
     refuse_if_gone(SGLANG.title, SGLANG.version, SGLANG.tested, what_is_gone)

@@ -1,4 +1,4 @@
-"""SGLangRequests: what a keeper asks of a request of SGLang's: its slots, and its own rows."""
+"""SGLangRequests: tells a keeper the slots and the rows of SGLang's requests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ READS: Table = {
     "Req": ("rid", "kv", "seqlen"),
     "ReqKvInfo": ("req_pool_idx", "mamba_pool_idx?"),
 }
-"""Read by name: a request pool of another class will do as well, if it has the table."""
+"""These are read by name, so a request pool of another class with the table is accepted."""
 
 STATE = "mamba"
-"""The kind of a request's row of recurrent state, which each of its steps changes."""
+"""The kind of row that has a request's recurrent state. Each step of the request changes it."""
 
 
 @final
 class SGLangRequests(Requests):
-    """A scheduler's requests, whose slots are in `request_pool`, SGLang's req_to_token_pool.
+    """The requests of a scheduler. `request_pool`, SGLang's req_to_token_pool, has their slots.
 
     `kinds` are the kinds of rows that the described pool has on this rank. `is_ahead` says whether
-    a request is part of a step whose result is on its way: see `unseen_results`.
+    a request is part of a step whose result SGLang hasn't seen: see `unseen_results`.
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class SGLangRequests(Requests):
         return rid
 
     def slots_of(self, request: Any) -> torch.Tensor:
-        """The slots of the request's tokens that have KV, or only of its window's tokens, [token].
+        """The slots of the tokens with KV, [token]; in a model of windows only of the last ones.
 
-        Its first `seqlen - 1` tokens have KV: the last token has none yet.
+        The first `seqlen - 1` tokens have KV; the last token has none yet.
         """
         table: torch.Tensor = self._request_pool.req_to_token
         token_count = request.seqlen - 1
-        # In a model of windows alone, the slots of earlier tokens are somebody else's by now.
+        # If all layers have windows, the slots of earlier tokens belong to other requests now.
         first = 0 if self._window is None else self._window.first(token_count)
         return table[request.kv.req_pool_idx, first:token_count].cpu()
 
     def rows_of(self, request: Any) -> Mapping[str, int]:
-        """See Requests: `request` is its row in SGLang's tables, `mamba` that of its state.
+        """See Requests. `request` is the row in SGLang's tables, `mamba` the row of the state.
 
-        Raises SlotError for a recurrent state that the description doesn't know of, and for row 0,
-        which is SGLang's padding.
+        Raises SlotError for a recurrent state that isn't in the description, and for row 0, which
+        is SGLang's padding.
         """
         held = {"request": request.kv.req_pool_idx, STATE: request.kv.mamba_pool_idx}
-        # A state's row is a tensor, which may lie on the device.
+        # The row of a state is a tensor, which may be on the device.
         rows = {
             kind: row.cpu() if hasattr(row, "cpu") else row
             for kind, row in held.items()
@@ -88,11 +88,11 @@ class SGLangRequests(Requests):
         return moved
 
     def is_ahead(self, request: Any) -> bool:
-        """See Requests. Without a recurrent state a step more is no matter."""
+        """See Requests. Without a recurrent state a further step doesn't matter."""
         return STATE in self._kinds and self._is_ahead(request)
 
 
 def _window_of(description: Description) -> LastTokens | None:
-    """What leaves out all but the last tokens of a request, if all of its parts do."""
+    """The window rule of the description, if all its parts have the same; otherwise None."""
     parts = [part for part in description.parts if any(tensor.numel() for tensor in part.tensors)]
     return window_of(part.rules for part in parts)

@@ -1,4 +1,4 @@
-"""Row rules that only SGLang's pools need; kvtide.layout.rules has the rules of all engines."""
+"""Row rules that only SGLang's pools need. kvtide.layout.rules has the rules for all engines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from kvtide.layout.rule import require_integer, require_name
 @final
 @dataclass(frozen=True, slots=True)
 class LastTokens(Rule):
-    """Only the last `count` tokens of a request, from the beginning of a page: its window.
+    """Keeps only the last `count` tokens of a request, from the beginning of a page: the window.
 
-    SGLang frees slots that have left a window from time to time, not at once. So a request may
-    have more slots of a window now than it gets when it comes back. The slots that decoding reads
-    are among them both times.
+    SGLang frees the slots of earlier tokens only now and then. So a request may have more slots
+    before a retraction than after its return. Both times it has the slots that decoding reads.
     """
 
     form_name: ClassVar[str] = "sglang.last_tokens"
@@ -28,16 +27,16 @@ class LastTokens(Rule):
     page_size: int
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a count below 0, or pages of no token."""
+        """Raises LayoutError for a count below 0 or an empty page."""
         require_integer(self, "count", 0)
         require_integer(self, "page_size", 1)
 
     def first(self, token_count: int) -> int:
-        """The number of the first token that is kept of `token_count` tokens."""
+        """The number of the first kept token, of `token_count` tokens."""
         return max(0, token_count - self.count) // self.page_size * self.page_size
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """See Rule. It must be the first of its chain, as it counts the request's tokens."""
+        """See Rule. It must be the first of its chain, since it counts the request's tokens."""
         kept = rows.tokens >= self.first(rows.ids.size)
         return rows.only(kept, rows.ids[kept])
 
@@ -54,10 +53,10 @@ class LastTokens(Rule):
 @final
 @dataclass(frozen=True, slots=True)
 class PagesOfRequest(Rule):
-    """Pages that a table of the requests names: [request, page of the request's], flat as a map.
+    """Looks up a request's pages in a table [request, page of the request], flat as a map.
 
-    For caches whose pages are handed out on their own, whatever slots the tokens have: a page
-    holds `entries` entries of `tokens` tokens each. Entries that aren't complete have no page yet.
+    It is for caches whose pages are allocated independently of the tokens' slots. A page holds
+    `entries` entries, each for `tokens` tokens. Incomplete entries have no page yet.
     """
 
     form_name: ClassVar[str] = "sglang.pages_of_request"
@@ -69,13 +68,13 @@ class PagesOfRequest(Rule):
     kind: str = "request"
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for names that are no strings, and pages of no token."""
+        """Raises LayoutError for names that aren't strings, and for empty pages."""
         _check_table(self)
         require_integer(self, "tokens", 1)
         require_integer(self, "entries", 1)
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """See Rule. It must be the first of its chain. Raises SlotError for a page it hasn't: 0."""
+        """See Rule. It must be the first of its chain. Raises SlotError for a missing page (0)."""
         complete = rows.ids.size // self.tokens
         numbers = np.arange(-(-complete // self.entries), dtype=np.int64)
         pages = _in_table(self, rows, maps, numbers, ("pages", "page"))
@@ -105,10 +104,10 @@ class PagesOfRequest(Rule):
 @final
 @dataclass(frozen=True, slots=True)
 class EntriesOfRequest(Rule):
-    """Rows that a table of the requests names: [request, entry of the request's], flat as a map.
+    """Looks up a request's rows in a table [request, entry of the request], flat as a map.
 
-    Entry n is of the `count` tokens that begin with token n * `stride`, so that a token may be in
-    several of them. It has a row of its own from the step on in which the last of them is written.
+    Entry n stands for the `count` tokens from token n * `stride` on, so a token may belong to
+    several entries. An entry has a row once its last token is written.
     """
 
     form_name: ClassVar[str] = "sglang.entries_of_request"
@@ -120,13 +119,13 @@ class EntriesOfRequest(Rule):
     kind: str = "request"
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for names that are no strings, and entries of no token."""
+        """Raises LayoutError for names that aren't strings, and for empty entries."""
         _check_table(self)
         require_integer(self, "count", 1)
         require_integer(self, "stride", 1)
 
     def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """See Rule. It must be the first of its chain. Raises SlotError for a row it hasn't: 0."""
+        """See Rule. It must be the first of its chain. Raises SlotError for a missing row (0)."""
         complete = max(0, (rows.ids.size - self.count) // self.stride + 1)
         numbers = np.arange(complete, dtype=np.int64)
         ids = _in_table(self, rows, maps, numbers, ("entries", "slot for entry"))
@@ -152,9 +151,9 @@ class EntriesOfRequest(Rule):
 
 
 def window_of(chains: Iterable[Sequence[Rule]]) -> LastTokens | None:
-    """The LastTokens with which all of these chains begin; None if they don't.
+    """The LastTokens rule with which all these chains begin, or None.
 
-    Chains that begin with a request's own row don't count: they have no tokens to leave out.
+    Chains for rows of requests are ignored: they have no tokens.
     """
     firsts = {chain[0] for chain in chains if chain[0].unit != "request"}
     first = firsts.pop() if len(firsts) == 1 else None
@@ -174,9 +173,9 @@ def _in_table(
     numbers: Ids,
     words: tuple[str, str],
 ) -> Ids:
-    """What the rule's table has for the request under these numbers, 0 on: none may be 0.
+    """The request's entries in the rule's table at `numbers`. An entry of 0 is missing.
 
-    `words` say what the numbers count, and what the request lacks where it has none.
+    `words` name what the numbers count, in the plural and in the singular, for errors.
     """
     request = OfRequest(rule.kind).apply(rows, maps).ids[0]
     counted, lacking = words

@@ -1,12 +1,12 @@
-"""What an operator may set: in the environment, or in a TOML file under the same names.
+"""An operator's settings: variables of the environment, or of a TOML file under the same names.
 
     KVTIDE_SGLANG            1 (default), 0: off, strict: a pool that is refused stops the server
     KVTIDE_SGLANG_COLOCATED  1: save and restore in a server that isn't a decode server, too
     KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
-    KVTIDE_CONFIG            the path of a file with the others in it; the environment wins
+    KVTIDE_CONFIG            the path of a file with the other variables; the environment wins
 
-An invalid value is an error that names it: a server that came up without what was asked for would
-be found out under load.
+An invalid value is an error that names it. Otherwise an operator would notice only under load that
+a setting has no effect.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SWITCH = {"0": False, "1": True}
 @final
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was set, checked."""
+    """The settings, checked."""
 
     mode: Mode = "on"
     """`strict`: a pool that kvtide refuses is an error at the start."""
     is_colocated: bool = False
     """Whether a server that isn't a disaggregated decode server saves and restores as well."""
     host_memory_bytes: int | None = None
-    """The arenas of all of this host's ranks together; None for a part of what is free."""
+    """The limit of all arenas on this host together; None means a share of the free memory."""
     rank_count: int = 1
-    """How many ranks of the server share this host, and so its memory. SGLang says."""
+    """How many ranks of the server share this host's memory; SGLang tells."""
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:

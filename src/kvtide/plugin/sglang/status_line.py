@@ -1,4 +1,4 @@
-"""The one line of the server's log that says what kvtide does here, or why it does nothing."""
+"""The line of the server's log that says what kvtide does here, or why it does nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
-    """Logs the line, and gives what is wrong: nothing, or why a pool is left to SGLang.
+    """Logs the line. Returns what is wrong, such as why a pool is left to SGLang, or an empty text.
 
-    `loose` are the functions of SGLang's that are called without their hook. Of ranks that
-    schedule together one speaks for all; but each rank says itself what is wrong with it.
+    `loose` has the functions of SGLang that are called without their hook. Of the ranks that
+    schedule in step only the first logs the line, but each rank logs what is wrong with it.
     """
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
     level = logging.INFO if get_parallel().attn_tp_rank == 0 else logging.DEBUG
     versions = f"kvtide {installed_version('kvtide')} with SGLang {SGLANG.version}"
-    # SGLang settles on a backend in every server; an ordinary one never asks for it.
+    # SGLang chooses a backend in every server, but an ordinary server never uses it.
     is_ordinary = get_disagg().disaggregation_mode == "null"
     backend = None if is_ordinary else get_disagg().disaggregation_decode_retraction_backup
     named = f", backend {backend}" if backend else ""
@@ -63,7 +63,7 @@ def _shortcoming(attachment: Attachment, keeper: Keeper, is_ordinary: bool) -> s
 
 
 def _unsaved(attachment: Attachment, is_ordinary: bool) -> str:
-    """What becomes of retracted requests when none is saved."""
+    """What happens to retracted requests if none can be saved."""
     if is_ordinary:
         return "this server computes every retracted request again"
     if attachment.prefill_computes_again():

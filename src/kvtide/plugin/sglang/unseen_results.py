@@ -1,14 +1,14 @@
-"""Results that SGLang hasn't looked at yet: with overlapped scheduling, the last step's.
+"""Results that SGLang hasn't processed yet: with overlapped scheduling, those of the last step.
 
-SGLang retracts requests while their last step's token is still on its way, throws that token away,
-and computes it again later. The KV of a token may be computed twice. A recurrent state may not: it
-has taken that step already, and would take it again:
+SGLang retracts requests before it has seen the tokens of their last step. It drops these tokens and
+computes them again later. The KV of a token may be computed twice, but a recurrent state may not:
+it has taken that step already, and would take it again:
 
-    answer so far   a b c              saved: KV of a b (c's is computed again) and a state
-    step under way        c -> d       after a b c, which c is added to once more
+    answer so far    a b c             saved: the KV of a b, and a state after a b c
+    unseen step            c -> d      later c is computed again, and added to the state again
 
-So where there is such a state, the results are looked at before anybody is retracted, and a request
-whose result is still on its way isn't saved.
+So if requests have such a state, the unseen results are processed before a retraction, and a
+request with an unseen result isn't saved.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def without_last_tokens(reqs: Iterable[Any]) -> Iterator[None]:
 
 @final
 class UnseenResults:
-    """Results of a scheduler's steps that are on their way, oldest first: each with its batch."""
+    """The results that a scheduler hasn't seen, oldest first, each with its batch."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._seen: list[Any] = []
-        """Results in the queue that have been looked at: SGLang will come to them once more."""
+        """Results in the queue that were processed early. SGLang will come to them again."""
         self._uncounted: WeakSet[Any] = WeakSet()
-        """Requests, of the results looked at now, whose last token SGLang doesn't count on yet."""
+        """Requests of early results, whose last token SGLang doesn't expect yet."""
 
     def concern(self, req: Any) -> bool:
-        """Whether the request is part of a step whose result is on its way."""
+        """Whether the request has an unseen result."""
         return any(req is other for batch, _ in self._unseen() for other in batch.reqs)
 
     def is_due(self, batch: Any) -> bool:
-        """Whether results have to be looked at now, since some of the batch may be retracted."""
+        """Whether results must be processed now, because requests of the batch may be retracted."""
         from sglang.srt.managers import scheduler as sglang_scheduler
 
         if not self._unseen() or not self._scheduler.spec_algorithm.is_none():
@@ -70,7 +70,7 @@ class UnseenResults:
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """Lets SGLang process all results at once, and meanwhile see an empty queue."""
+        """Lets SGLang process all results now; inside this context it sees an empty queue."""
         queue = self._scheduler.result_queue
         entries, unseen = list(queue), self._unseen()
         queue.clear()
@@ -88,17 +88,17 @@ class UnseenResults:
                 _turn_before_a_checkpoint(batch)
 
     def is_repeated(self, result: Any) -> bool:
-        """Whether the result has been looked at already; asked once, when SGLang comes to it."""
+        """Whether the result was processed early. Call this once, when SGLang comes to it."""
         before = len(self._seen)
         self._seen = [seen for seen in self._seen if seen is not result]
         return len(self._seen) < before
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
-        """Around SGLang's counting of a batch's last tokens for penalties.
+        """SGLang counts a batch's last tokens for penalties inside this context.
 
-        While steps overlap it counts the token before the last one, since the last is on its way.
-        Of a result that was looked at early the last is there, so it is hidden from it.
+        While steps overlap SGLang takes the last known token for the last but one. After an early
+        result the last token is known, so it is hidden here.
         """
         with without_last_tokens(req for req in batch.reqs if req in self._uncounted):
             yield
@@ -109,14 +109,15 @@ class UnseenResults:
         return [(batch, result) for batch, result in queue if id(result) not in seen]
 
 
-# A recurrent state's checkpoints, for the prefix cache, are written to two slots in turn, and a
-# request says which one is next. While steps overlap SGLang turns when it looks at the result
-# before a checkpoint's, since that step has its slot by then; when nothing overlaps, after the
-# checkpoint's own. A result that is looked at early looks like the latter; its neighbours don't.
+# Checkpoints of a recurrent state, for the prefix cache, are written to two slots in turn, and a
+# request says which slot is next. If steps overlap, SGLang switches the slot when it processes the
+# result before a checkpoint's, because the checkpoint's step already has its slot then. If steps
+# don't overlap, it switches after the checkpoint's result. For an early result SGLang assumes that
+# steps don't overlap, but for the results before and after it assumes that they do.
 
 
 def _turn_after_a_checkpoint(batch: Any) -> None:
-    """Back to how it was: SGLang has turned twice for this step."""
+    """Undoes a switch: SGLang has switched the slot twice for this step."""
     if not _has_two_slots(batch):
         return
     for req, is_checkpoint, slot in zip(
@@ -127,7 +128,7 @@ def _turn_after_a_checkpoint(batch: Any) -> None:
 
 
 def _turn_before_a_checkpoint(batch: Any) -> None:
-    """The step after this one has its slot now, if its request is still there."""
+    """Switches for the step after this one, which has its slot now, if its request still runs."""
     if not _has_two_slots(batch):
         return
     for req, is_next, count in zip(

@@ -1,1 +1,1 @@
-"""Ordinary servers, without disaggregation: retracted requests are saved and restored as well."""
+"""Ordinary servers, without disaggregation: saves and restores retracted requests there, too."""

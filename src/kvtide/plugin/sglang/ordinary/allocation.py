@@ -1,9 +1,8 @@
-"""Slots for a request that comes back: a row, its tokens' slots, and a recurrent state if any.
+"""Acquires slots for a request that comes back.
 
-Where the attention keeps compressed keys of a request, they get slots as well.
-
-Layers with a sliding window have slots for a request's last tokens only: as many as
-SGLang itself leaves a running request, so that a request has after its return what it had before.
+It gets a row, slots for its tokens and its compressed keys, and a recurrent state, if it has these.
+In layers with a sliding window it gets slots for its last tokens only: as many as SGLang leaves a
+running request, so that the request has the same slots after its return as before.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ READS: Table = {
     ),
     "BasePrefixCache": ("supports_prefix_sharing", "evict_for_alloc"),
 }
-"""What `coverage` looks for when the server starts."""
+"""`coverage` checks for these when the server starts."""
 
 
 def window_tokens(window: int | None, page_size: int, *, is_shared: bool) -> int | None:
-    """How many of a request's last tokens, from the beginning of a page, have a window's slots.
+    """How many of a request's last tokens, from the beginning of a page, have slots in a window.
 
-    SGLang frees none of these while the request runs. Where prefixes are shared that is a page at
-    least: what goes into the prefix cache at the request's end must end with slots.
+    SGLang frees none of these slots while the request runs. If prefixes are shared it is at least a
+    page: at the request's end the last page in the prefix cache must have slots.
     """
     if window is None or not is_shared:
         return window
@@ -43,15 +42,15 @@ def window_tokens(window: int | None, page_size: int, *, is_shared: bool) -> int
 
 
 def longest_window_slots(scheduler: Any) -> int:
-    """The slots of each window's layer that a request takes when it comes back, at most."""
+    """The most slots that a request takes in a layer with a window when it comes back."""
     return _whole_pages(scheduler, _longest_window(scheduler) or 0)
 
 
 def take_slots(scheduler: Any, req: Any) -> bool:
-    """Gives the request a row and slots for all of its tokens that have KV; False if none are.
+    """Gives the request a row, and slots for all its tokens with KV. False if too few are free.
 
-    Compressed keys get theirs as in a forward pass that ends with these tokens: the next step then
-    finds them there, and makes only new ones.
+    Compressed keys get slots as in a forward pass that ends with these tokens. So the next step
+    finds them and makes only new ones.
     """
     from sglang.srt.mem_cache.allocation import ensure_mamba_capacity
 
@@ -63,7 +62,7 @@ def take_slots(scheduler: Any, req: Any) -> bool:
     if slots is None:
         return False
     rows.alloc([req])
-    # A recurrent state is about to be written: the next forward pass mustn't clear it.
+    # A recurrent state will be restored, so the next forward pass must not clear it.
     req.kv.mamba_needs_clear = False
     rows.write((req.kv.req_pool_idx, slice(0, token_count)), slots[:token_count])
     req.kv.kv_committed_len = req.kv.kv_allocated_len = token_count
@@ -75,14 +74,14 @@ def take_slots(scheduler: Any, req: Any) -> bool:
             req_pool_indices_cpu=torch.tensor([req.kv.req_pool_idx]),
             target_seq_lens_cpu=torch.tensor([token_count]),
         )
-    except RuntimeError:  # too few are set aside for them; nothing of it was taken
+    except RuntimeError:  # too few slots for compressed keys are free; none was taken
         give_slots_back(scheduler, req)
         return False
     return True
 
 
 def give_slots_back(scheduler: Any, req: Any) -> None:
-    """Undoes `take_slots`: the request waits as SGLang left it, without KV."""
+    """Undoes `take_slots`: the request waits without KV, as SGLang left it."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     release_kv_cache(req, scheduler.tree_cache, checkpoint=False)
@@ -96,7 +95,7 @@ def _longest_window(scheduler: Any) -> int | None:
 
 
 def _kept_tokens(scheduler: Any, token_count: int) -> int:
-    """How many of so many tokens, the last ones, have slots in every layer."""
+    """How many of `token_count` tokens, counted from the end, have slots in every layer."""
     count = _longest_window(scheduler) if scheduler.is_hybrid_swa else None
     if count is None:
         return token_count
@@ -104,15 +103,15 @@ def _kept_tokens(scheduler: Any, token_count: int) -> int:
 
 
 def _whole_pages(scheduler: Any, token_count: int) -> int:
-    """Slots of the pages that so many tokens take."""
+    """The slots of the pages that `token_count` tokens need."""
     page_size: int = scheduler.page_size
     return -(-token_count // page_size) * page_size
 
 
 def _slots(scheduler: Any, token_count: int, kept: int) -> torch.Tensor | None:
-    """New slots for so many tokens, the last `kept` in every layer; None if they aren't free.
+    """New slots for `token_count` tokens, the last `kept` of them in every layer.
 
-    What the prefix cache can do without makes room.
+    None if too few are free, even after the prefix cache has evicted what it can.
     """
     from sglang.srt.mem_cache.common import evict_from_tree_cache
 
@@ -154,7 +153,7 @@ def _paged(allocator: Any, token_count: int, kept: int) -> torch.Tensor | None:
 
 
 def _single(allocator: Any, token_count: int, kept: int) -> torch.Tensor | None:
-    """As `_paged`, which SGLang has for pages of several slots only."""
+    """Like `_paged`, for pages of a single slot, for which SGLang has no such function."""
     if allocator.full_available_size() < token_count or allocator.swa_available_size() < kept:
         return None
     slots: torch.Tensor = allocator.full_attn_allocator.alloc(token_count)
@@ -165,7 +164,7 @@ def _single(allocator: Any, token_count: int, kept: int) -> torch.Tensor | None:
 
 
 def _note_evicted(req: Any, token_count: int) -> None:
-    """Tells SGLang that the first tokens have no window's slots to be freed."""
+    """Tells SGLang that the first tokens have no slots in a window."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     req.kv.set_evicted_seqlen(ComponentType.SWA, token_count)

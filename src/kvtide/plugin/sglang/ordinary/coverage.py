@@ -1,8 +1,7 @@
-"""Which servers and which requests can resume from saved KV, and why the others can't.
+"""Lists the servers and the requests that can't resume from saved KV, with reasons.
 
-kvtide leaves the servers and requests listed here to SGLang, which computes a request's KV again.
-Most of these features keep a request's state outside of the pools that kvtide knows, or schedule in
-a way of their own.
+kvtide leaves them to SGLang, which computes the KV again. Most of them keep state of a request
+outside of the pools that kvtide knows, or schedule in an unknown manner.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.ordinary import allocation, resume
 
 Cases = tuple[tuple[Callable[[Reader], bool], str], ...]
-"""When something can't be covered, and why, in words."""
+"""Pairs of a condition and the reason why kvtide doesn't cover it."""
 
 READS: Table = {
     "Scheduler": (
@@ -57,13 +56,13 @@ ALLOCATORS = frozenset(
         "SWATokenToKVPoolAllocator",
     }
 )
-"""Allocators that give a request all that its tokens own in ways that `allocation` knows."""
+"""Allocators from which `allocation` can get everything that a request's tokens need."""
 
 TABLES = frozenset({"ReqToTokenPool", "HybridReqToTokenPool"})
 """Tables of requests' slots, and of their recurrent states."""
 
 TREES = frozenset({"RadixCache", "UnifiedRadixCache"})
-"""Prefix caches that take a request which owns its whole row."""
+"""Prefix caches that accept a request without a shared prefix."""
 
 _KNOWN = {
     "token_to_kv_pool_allocator": ALLOCATORS,
@@ -119,7 +118,7 @@ _REQUESTS: Cases = (
 
 
 def _lets_go_of_windows() -> bool:
-    """Whether a running request may lose slots of its windows that kvtide counts on."""
+    """Whether a running request may lose slots in its windows on which kvtide relies."""
     from sglang.srt.environ import envs
 
     return bool(envs.SGLANG_OPT_RELEASE_PREFILL_SWA.get())
@@ -143,7 +142,7 @@ def refuse_server(scheduler: Any) -> None:
 
 
 def _read_all(scheduler: Any) -> None:
-    """Raises Refused for what is missing of that on which requests depend later."""
+    """Raises Refused if an attribute is missing that is read later, when requests come back."""
     for table in (resume.READS, allocation.READS, unseen_results.READS):
         owners = [scheduler, scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool]
         for owner in [*owners, scheduler.tree_cache, *_adapters(scheduler)]:
@@ -154,7 +153,7 @@ def _read_all(scheduler: Any) -> None:
 
 
 def _adapters(scheduler: Any) -> list[Any]:
-    """The objects that lead from a scheduler to its LoRA adapters; none in a server without."""
+    """The objects on the path from a scheduler to its LoRA adapters; none without adapters."""
     owner, owners = scheduler, []
     for name in ("tp_worker", "model_runner", "lora_manager") if scheduler.enable_lora else ():
         owner = Reader(owner, resume.READS)[name]
@@ -172,6 +171,6 @@ def why_not(req: Any) -> str | None:
 
 
 def reasons() -> tuple[list[str], list[str]]:
-    """For the documentation: all reasons not to cover a server, and all for a request."""
+    """All reasons for servers, and all for requests; the documentation lists them."""
     servers = (*_SERVERS, *_ARGUMENTS, *_MODELS)
     return [reason for _, reason in servers], [reason for _, reason in _REQUESTS]

@@ -1,7 +1,7 @@
-"""Where kvtide stands in an ordinary server of SGLang's, besides the hooks of every server.
+"""kvtide's hooks in an ordinary server of SGLang, besides the hooks of every server.
 
-release_req               keeps a request whose slots SGLang gives away
-get_new_batch_prefill     brings back who has room, before SGLang lets others in
+release_req               saves a request whose slots SGLang gives away
+get_new_batch_prefill     resumes requests that fit, before SGLang admits new ones
 cumulate_penalty_output_tokens   see Shelf.counting
 abort_request, flush_cache, release_host_resources, update_weights_from_…   forget backups
 """
@@ -17,9 +17,9 @@ Hook = Callable[..., Any]
 
 
 def hooks() -> list[tuple[str, Hook, str]]:
-    """What has to be hooked into SGLang: the target, the hook, and its kind as SGLang names it.
+    """The functions of SGLang, with the hook of each and SGLang's name for its type.
 
-    They do nothing for a scheduler without a shelf.
+    The hooks do nothing for a scheduler without a shelf.
     """
     managers = "sglang.srt.managers"
     scheduler, batch = f"{managers}.scheduler.Scheduler", f"{managers}.schedule_batch"
@@ -62,10 +62,10 @@ def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
     if not shelf:
         return original(scheduler, running_batch)
     running_batch = shelf.resume(running_batch)
-    with shelf.aside() as anybody:
-        if anybody:
+    with shelf.aside() as has_work:
+        if has_work:
             return original(scheduler, running_batch)
-    # As SGLang would have done first: compiled grammars don't wait for requests on the shelf.
+    # SGLang does this first, too: requests with compiled grammars don't wait for the shelf.
     if scheduler.grammar_manager.has_waiting_grammars():
         for req in scheduler.grammar_manager.get_ready_grammar_requests():
             scheduler._add_request_to_queue(req)

@@ -1,12 +1,12 @@
-"""A retracted request's way back into the running batch, in SGLang's terms.
+"""Brings a retracted request back into the running batch, in SGLang's terms.
 
-All that SGLang does for a request between its waiting queue and its next decode step, but for the
-forward pass: admission, slots (`allocation`), the prefix cache, a batch with its sampling
-state. A request that comes back owns its whole row of slots; the prefix cache then shares what it
-has of it already.
+This is all that SGLang does for a request between its waiting queue and its next decode step,
+except the forward pass: admission, slots (`allocation`), the prefix cache, a batch with its
+sampling state. A request that comes back has slots for all its tokens. Then the prefix cache shares
+the slots of tokens that it already holds.
 
-Layers with a sliding window have slots for a request's last tokens only, and recurrent layers a
-state for all of them: both come back as they were, and go into the prefix cache at the end only.
+Layers with a sliding window have slots for a request's last tokens only, and recurrent layers have
+a state for all tokens. Both come back unchanged, and enter the prefix cache only at the end.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ READS: Table = {
     "PrefillAdder": ("add_one_req", "can_run_list"),
     "SchedulerWeightUpdaterManager": ("scheduler",),
 }
-"""What a request's return depends on, in `shelf` too; looked for when the server starts."""
+"""A request's return depends on these, in `shelf` too. They are checked when the server starts."""
 
 
 def bind_to_root(scheduler: Any, req: Any) -> None:
-    """Makes the request one without a cached prefix."""
+    """Makes the request a request without a cached prefix."""
     root = scheduler.tree_cache.root_node_handle(req.extra_key)
     req.last_node = req.last_host_node = req.best_match_node = root
     req.lock = None
@@ -66,11 +66,11 @@ def bind_to_root(scheduler: Any, req: Any) -> None:
 
 
 def has_adapter(scheduler: Any, req: Any, running: Any) -> bool:
-    """Whether the request's LoRA adapter has a place beside the adapters of the running batch.
+    """Whether the request's LoRA adapter fits beside the adapters of the running batch.
 
-    By SGLang's own rule, for which no adapter is one, too; it loads them before each step. It may
-    also drain an adapter, by letting in no new requests of it: one that comes back isn't new, and
-    SGLang doesn't look at its drains while all others wait.
+    SGLang's rule decides, which counts "no adapter" as an adapter; it loads adapters before each
+    step. SGLang may also drain an adapter by admitting no new requests for it. A request that comes
+    back isn't new, and SGLang ignores its drains while all other requests wait.
     """
     if not scheduler.enable_lora:
         return True
@@ -82,11 +82,11 @@ def has_adapter(scheduler: Any, req: Any, running: Any) -> bool:
 
 
 def has_room(scheduler: Any, req: Any, running: Any) -> bool:
-    """Whether SGLang would admit the request now, were it to compute all of it again.
+    """Whether SGLang would admit the request now if it computed the whole request again.
 
-    Its own rule, so that a request doesn't come back only to be retracted the next moment.
+    SGLang's rule decides, so that a request isn't retracted again right after its return.
     """
-    # In chunks of a window a request takes no more of the windows' slots than when it comes back.
+    # With chunks of a window's length a new request needs as many slots as one that comes back.
     chunk = longest_window_slots(scheduler) if scheduler.is_hybrid_swa else None
     adder = scheduler.get_prefill_adder_class()(
         scheduler.page_size,
@@ -105,7 +105,7 @@ def has_room(scheduler: Any, req: Any, running: Any) -> bool:
 
 
 def batch_of(scheduler: Any, req: Any) -> Any:
-    """A batch of this request, whose KV is in its slots, to be merged into a running one."""
+    """A batch of this request, whose KV is in its slots, to merge into the running batch."""
     from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.common import checkpoint_kv_cache
@@ -120,7 +120,7 @@ def batch_of(scheduler: Any, req: Any) -> Any:
         scheduler.spec_algorithm,
     )
     batch.prepare_for_prebuilt()
-    # The next step reads its input from there, as if the step before had just sampled it.
+    # The next step reads its input there, as if the previous step had just sampled it.
     last = torch.tensor([req.output_ids[-1]], dtype=torch.int64, device=batch.device)
     scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last))
     batch.input_ids = None
@@ -133,11 +133,11 @@ def batch_of(scheduler: Any, req: Any) -> Any:
 
 
 def recount_penalties(batch: Any, req: Any, *, is_late: bool) -> bool:
-    """Tells the penalties of a batch of one which tokens the request gave; False if it has none.
+    """Tells a batch's penalties the tokens of its only request. False if it has no penalties.
 
-    SGLang counts an answer's tokens while it decodes, and the last one only at the next step.
-    `is_late`: with overlapped scheduling it counts one step later, and the prompt's last token in
-    the first step's place.
+    SGLang counts an answer's tokens while it decodes, and the last token only at the next step.
+    With overlapped scheduling (`is_late`) it counts a step later, and counts the prompt's last
+    token in the first step.
     """
     penalties = batch.sampling_info.penalizer_orchestrator
     if not penalties.is_required:

@@ -1,18 +1,18 @@
 """Shelf: the backups of requests that an ordinary server, without disaggregation, has retracted.
 
-SGLang forgets the KV of a request that an ordinary server retracts, and computes it again. With
-kvtide its backup lies on a shelf, and the request stays where SGLang puts it, in the waiting queue,
-where aborts, timeouts, priorities and metrics find it:
+An ordinary server drops the KV of a retracted request and computes it again. With kvtide a shelf
+has the request's backup. The request stays in SGLang's waiting queue, where aborts, timeouts,
+priorities and metrics find it:
 
     retract_decode                     get_new_batch_prefill
       release_req                        Shelf.resume
-        Shelf.keep                         room?, by SGLang's own rule   (resume)
-          Keeper.save                      slots, Keeper.restore         (allocation)
-      the waiting queue                    a batch of one, merged into the running batch
+        Shelf.keep                         is there room, by SGLang's rule?   (resume)
+          Keeper.save                      slots, Keeper.restore              (allocation)
+      the waiting queue                    a batch of it joins the running batch
 
-Its next step is a decode step like any other. Retracted requests come back before new requests are
-let in. A request that has left the waiting queue loses its backup: SGLang doesn't say when it
-leaves, so the shelf looks it up.
+Its next step is an ordinary decode step. Retracted requests come back before new requests are
+admitted. When a request has left the waiting queue its backup is discarded. SGLang doesn't tell
+when it leaves, so the shelf looks at the queue.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _SHELVES: dict[Any, Shelf] = {}
 
 @final
 class Shelf:
-    """The backups of one scheduler's retracted requests, in the order of their retraction."""
+    """The backups of a scheduler's retracted requests, in the order of their retraction."""
 
     def __init__(self, scheduler: Any, keeper: Keeper) -> None:
         self._scheduler = scheduler
         self._keeper = keeper
         self._backups: dict[Any, Backup] = {}
         self._late: WeakSet[Any] = WeakSet()
-        """Requests with penalties that came back, and haven't decoded since: see `counting`."""
+        """Requests with penalties that came back and haven't decoded since: see `counting`."""
         self._is_closed = False
         """Whether an unexpected error showed that requests can't come back in this SGLang."""
 
@@ -59,7 +59,7 @@ class Shelf:
         return len(self._backups)
 
     def keep(self, req: Any) -> None:
-        """Saves a request whose slots SGLang is about to give away, if that can be of use."""
+        """Saves a request whose slots SGLang will give away, if the request can come back."""
         self._late.discard(req)
         if self._is_closed:
             return
@@ -74,14 +74,14 @@ class Shelf:
         logger.debug("kvtide: request %r will be computed again: %s", req.rid, reason)
 
     def leave(self, req: Any) -> None:
-        """Knows nothing more of a request that SGLang takes out without its KV."""
+        """Forgets a request that SGLang removes without its KV."""
         self._late.discard(req)
 
     def resume(self, running: Any) -> Any:
-        """Brings back the requests that fit, oldest first, and gives the running batch with them.
+        """Brings back the requests that fit, the oldest first; returns the running batch with them.
 
-        None while a chunked prefill is under way, which has a claim on memory that SGLang's
-        estimate doesn't know of. Requests whose LoRA adapter doesn't fit are skipped.
+        Brings back none during a chunked prefill, which will need memory that SGLang's estimate
+        doesn't include. Requests whose LoRA adapter doesn't fit are skipped.
         """
         self.sweep()
         if self._scheduler.chunked_req is not None:
@@ -120,10 +120,10 @@ class Shelf:
 
     @contextmanager
     def aside(self) -> Iterator[bool]:
-        """Takes requests out of the waiting queue, for a while, that must not be let in now.
+        """Inside this context the waiting queue lacks requests that must not be admitted now.
 
-        Requests with a backup, since SGLang would compute them again; and while there are any, all
-        others that don't outrank them. Gives whether SGLang has any request left to look at.
+        These are the requests with a backup, which SGLang would compute again, and while there are
+        any, all requests that don't outrank them. Gives whether SGLang has any request left.
         """
         scheduler, everybody = self._scheduler, list(self._scheduler.waiting_queue)
         held = self._in_order()
@@ -138,10 +138,10 @@ class Shelf:
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
-        """Around SGLang's counting of a batch's last tokens for penalties.
+        """SGLang counts a batch's last tokens for penalties inside this context.
 
-        With overlapped scheduling SGLang counts the token before the last one: the last is still
-        being computed. That isn't so for who has just come back, so the last is hidden from it.
+        With overlapped scheduling SGLang takes the last known token for the last but one. A request
+        that has just come back knows its last token, so the token is hidden here.
         """
         late = [req for req in batch.reqs if req in self._late]
         with without_last_tokens(late):
@@ -149,7 +149,7 @@ class Shelf:
         self._late.difference_update(late)
 
     def sweep(self) -> None:
-        """Discards the backups of requests that aren't waiting any more: aborted, timed out."""
+        """Discards the backups of requests that no longer wait, such as aborted ones."""
         waiting = set(self._scheduler.waiting_queue)
         for req in [req for req in self._backups if req not in waiting]:
             self._forget(req, "it isn't waiting any more")
@@ -170,11 +170,11 @@ class Shelf:
         if scheduler.get_num_allocatable_reqs(size, running_batch=running) <= 0:
             return False
         bind_to_root(scheduler, req)
-        # Alone it may try: the estimate is of what others will need.
+        # If no other request runs it may always try: the estimate concerns the other requests.
         return size == 0 or has_room(scheduler, req, running)
 
     def _restored_or_closed(self, req: Any) -> Any:
-        """As `_restored`. An unexpected error ends kvtide's part, not the scheduler."""
+        """Like `_restored`, but an unexpected error closes the shelf, not the scheduler."""
         try:
             return self._restored(req)
         except Exception:
@@ -183,13 +183,13 @@ class Shelf:
             return None
 
     def _close(self) -> None:
-        """Called while an unexpected exception is handled: no request comes back from now on."""
+        """Called in the handler of an unexpected error: from now on no request comes back."""
         logger.exception("kvtide: this SGLang takes no request back; all are computed again")
         self._is_closed = True
         self.clear("none can come back")
 
     def _restored(self, req: Any) -> Any:
-        """A batch of the request, which has its slots; None if its KV is lost."""
+        """A batch of the request, which has slots; None if its KV is lost."""
         scheduler = self._scheduler
         try:
             self._keeper.restore(req, self._backups.pop(req))
@@ -209,7 +209,7 @@ class Shelf:
 
 
 def _joined(running: Any, batch: Any) -> Any:
-    """The running batch with another, or without if there is none."""
+    """The running batch, merged with `batch` if that isn't None."""
     if batch is None:
         return running
     if running.is_empty():
@@ -219,16 +219,17 @@ def _joined(running: Any, batch: Any) -> Any:
 
 
 def open_shelf(scheduler: Any, keeper: Keeper) -> None:
-    """From now on this scheduler's retracted requests are saved. Raises Refused, with the reason.
+    """Opens the shelf of a scheduler: from now on its retracted requests are saved.
 
-    To be called when the scheduler is complete, in a server with KVTIDE_SGLANG_COLOCATED=1.
+    Call this when the scheduler is complete, in a server with KVTIDE_SGLANG_COLOCATED=1. Raises
+    Refused, with the reason.
     """
     refuse_server(scheduler)
     _SHELVES[scheduler] = Shelf(scheduler, keeper)
 
 
 def shelf_of(scheduler: Any) -> Shelf | None:
-    """The scheduler's shelf; None for a scheduler without."""
+    """The scheduler's shelf, or None."""
     return _SHELVES.get(scheduler)
 
 

@@ -1,4 +1,4 @@
-"""SGLang's pools on Ascend NPUs: all layers of a plane in one tensor, by pages."""
+"""SGLang's pools on Ascend NPUs: a tensor holds all layers of a plane, in pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe_mha(subject: Subject) -> Description:
     """Keys and values of every token, [slot, head, head_dim] in each layer.
 
     A layer is [page, token, head, head_dim] or, for fused attention (FIA), [slot, 1, head,
-    head_dim]: the same bytes.
+    head_dim]; the bytes are the same.
     """
     refuse_shares(subject)
     reads = Reader(subject.pool, READS)
@@ -41,17 +41,17 @@ def describe_mha(subject: Subject) -> Description:
 
 
 def describe_k_only(subject: Subject) -> Description:
-    """Keys alone, by which sparse layers choose tokens."""
+    """Only keys, with which sparse layers choose tokens."""
     refuse_shares(subject)
     return described(subject, Part("k", _by_slot(Reader(subject.pool, READS)["k_buffer"])))
 
 
 def describe_mla(subject: Subject) -> Description:
-    """Latent and rope, each by itself, and index keys of some layers; [slot, 1, width].
+    """Latent and rope in separate planes, and index keys of some layers; [slot, 1, width].
 
-    With fp8 both lie in one packed row, and the second plane has no width. Ranks that decode one
-    context together (DCP) take turns by pages; each has all index keys, and a draft model's pool
-    has everything.
+    With fp8 a packed row holds latent and rope, and the second plane is empty. Ranks that decode a
+    context together (DCP) take turns by pages, but each has all index keys, and a draft model's
+    pool has all tokens.
     """
     reads = Reader(subject.pool, READS)
     if reads["k_buffer"] is None:
@@ -69,7 +69,7 @@ def describe_mla(subject: Subject) -> Description:
             index += (Part(name, _by_slot(reads[f"{name}_buffer"])),)
     planes = (("latent", reads["k_buffer"]), ("rope", reads["v_buffer"]))
     if reads["use_fia_nz"] and not reads["dsa_kv_cache_store_fp8"]:
-        # Attention reads a page as [tile, token, 16]: no token's bytes lie together.
+        # Attention reads a page as [tile, token, 16], so the bytes of a token aren't contiguous.
         latent = tuple(Part(name, all_, (*rules, EveryNth(page_size))) for name, all_ in planes)
     else:
         latent = tuple(Part(name, _by_slot(all_), rules) for name, all_ in planes)
@@ -83,7 +83,7 @@ def describe_mla(subject: Subject) -> Description:
 
 
 def _by_slot(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[slot, …] of each layer's [page, token, …] or [slot, 1, …]."""
+    """Each layer as [slot, …], from [page, token, …] or [slot, 1, …]."""
     return [layer.flatten(0, 1) for layer in layers]
 
 

@@ -1,8 +1,9 @@
-"""Compressed keys: what MiniCPM's sparse attention keeps of a request beside its tokens' keys.
+"""Compressed keys, which MiniCPM's sparse attention keeps in addition to a request's keys.
 
-Each is the mean of the keys of some consecutive tokens, written once, when the last of them is, and
-read by every later step. SGLang keeps them in the pool's own buffers of keys, in slots that it sets
-aside for them. Two tables of the request pool, [request, entry], say which a request has.
+A compressed key is the mean of the keys of some consecutive tokens. It is written once, together
+with the last of these tokens, and read by every later step. SGLang keeps compressed keys in the
+pool's buffers of keys, in reserved slots. Two tables of the request pool, [request, entry], have a
+request's slots.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ READS: Table = {
     "DecodeReqToTokenPool": ("_aux_cache?",),
     "MiniCPMCompressedCache": ("kernel_size", "kernel_stride"),
 }
-"""The first two are read by name, whatever the request pool's class."""
+"""The first two are read by name, for any class of request pool."""
 
 REQUEST_POOLS = ("ReqToTokenPool", "HybridReqToTokenPool")
-"""Request pools of ordinary servers, where `ordinary.allocation` gives a request its slots."""
+"""The request pools of ordinary servers, where `ordinary.allocation` acquires the slots."""
 
 LEVELS = {"k1": 1, "k2": 4}
-"""Tables by what SGLang calls them, and how many times as many tokens an entry is of as in k1."""
+"""SGLang's names of the tables. An entry stands for this many times as many tokens as in k1."""
 
 
 def with_compressed_keys(request_pool: Any, description: Description) -> Description:
-    """The description, with the compressed keys that are attached to the request pool, if any.
+    """Adds the compressed keys that are attached to the request pool, if any.
 
-    Raises Refused for anything else that is attached, or for a pool of which SGLang's kernel
-    couldn't write such keys: it takes a slot for a row of keys as they are.
+    Raises Refused for any other attachment, and for a pool to which SGLang's kernel can't write
+    such keys, because it needs a plain row of keys for each slot.
     """
     attached = getattr(request_pool, "_aux_cache", None)
     if attached is None:
@@ -67,7 +68,7 @@ def with_compressed_keys(request_pool: Any, description: Description) -> Descrip
 
 
 def _keys(description: Description, kind: str) -> Part:
-    """The part of the tokens' keys, where there are only keys and values of every token."""
+    """The part with the tokens' keys. Raises Refused unless all parts are plain keys and values."""
     by_token = [part for part in description.parts if part.rules[0].unit != "request"]
     names = [part.name.rpartition(".")[2] for part in by_token]
     if names != ["k", "v"] or any(part.rules != (EveryToken(),) for part in by_token):
@@ -79,7 +80,7 @@ def _keys(description: Description, kind: str) -> Part:
 
 
 def _table(request_pool: Any, level: str) -> torch.Tensor:
-    """[request, entry]; MiniCPMCompressedCache makes it an attribute of the request pool."""
+    """The table [request, entry], which MiniCPMCompressedCache sets on the request pool."""
     name = f"req_to_sparse_{level}_token"
     table = getattr(request_pool, name, None)
     if not isinstance(table, torch.Tensor):

@@ -1,15 +1,15 @@
 """DeepSeek-V4's pools: a sliding window, compressed caches of several ratios, compressors' states.
 
-Where SGLang 0.5.23 keeps what a request owns of them, in pages of 256 slots:
+The parts of a request's KV in SGLang 0.5.23, with pages of 256 slots:
 
-    swa            the main cache, in pages of the window's own slots, or a ring of the request
-    c1 c2 c4 c128  one entry for that many tokens; a page's entries lie in a page of their own
-    c4_index …     the indexer's keys with their scales, in pages likewise
-    c4_state       a ring for each page of the window: what the next C4 entry is made of
-    c128_state     a ring of the request's: what the next C128 entry is made of; c2_state likewise
+    swa            the main cache, in pages of the window's slots, or in a ring of the request
+    c1 c2 c4 c128  an entry for that many tokens; a page's entries are in a separate page
+    c4_index …     the indexer's keys with their scales, also in pages
+    c4_state       a ring for each page of the window, from which the next C4 entry is made
+    c128_state     a ring of the request, from which the next C128 entry is made; also c2_state
 
-Within a page lie all data rows and then all scale rows, so that pages move whole. An entry's place
-in its page follows from the token's place in its own, which is the same wherever the page is.
+A page has first all data rows and then all scale rows, so pages move as a whole. The place of an
+entry in its page depends only on the token's place in its page.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WITHIN = (
     *("DeepSeekV4UnifiedKVPool", "CompressStatePool", "NPUDeepSeekV4SingleKVPool"),
     *("NPUDeepSeekV4IndexerPool", "NPUCompressStatePool"),
 )
-"""The classes of the pools that these consist of."""
+"""The classes of the pools inside these pools."""
 
 WINDOW = "full_to_swa"
 SIDECAR = "c128_sidecar"
@@ -68,12 +68,12 @@ OWN = (OfRequest(),)
 
 
 def describe_v4(subject: Subject) -> Description:
-    """All regions of a pool on a GPU, in whichever of its forms this server has them."""
+    """All regions of a pool on a GPU, in any of its forms."""
     reads = Reader(subject.pool, READS)
     _refuse_partly_on_host(reads)
     in_window = _window_rules(subject, reads)
     if reads["unified_kv_pool"] is not None:
-        # ROCm's one buffer a layer: the window's ring, and then the compressed entries.
+        # On ROCm each layer has a single buffer: the window's ring, then the compressed entries.
         parts = [*_unified(reads), *_index(reads), *_states(reads, OWN)]
     else:
         compressed = [*_compressed(reads), *_index(reads)]
@@ -84,9 +84,9 @@ def describe_v4(subject: Subject) -> Description:
 
 
 def describe_v4_npu(subject: Subject) -> Description:
-    """All regions on an NPU: caches have a row for each entry, but for C128.
+    """All regions on an NPU. Caches have a row for each entry, except C128.
 
-    Its pages are handed out by an allocator of their own, and a table says whose they are.
+    C128 has pages from a separate allocator, and a table says which request has which page.
     """
     reads = Reader(subject.pool, READS)
     swa = _inner(reads, reads["swa_kv_pool"])["kv_buffer"]
@@ -96,7 +96,7 @@ def describe_v4_npu(subject: Subject) -> Description:
             "that kvtide knows on an NPU"
         )
     in_window = _window_rules(subject, reads)
-    # The A5 packs its cache as fp8, and keeps the states of C4 by request as well.
+    # The A5 packs its cache as fp8, and also keeps the states of C4 by request.
     packs = bool(swa) and swa[0].dtype == torch.float8_e4m3fn
     parts = [Part("swa", _flat(swa), in_window[:-1]), *_states(reads, OWN if packs else in_window)]
     kv_pools, index_pools = reads["kv_pools"], reads["index_pools"]
@@ -104,7 +104,7 @@ def describe_v4_npu(subject: Subject) -> Description:
         tensors = _inner(reads, kv_pools[ratio])["kv_buffer"]
         parts.append(Part(f"c{ratio}", _flat(tensors), (EveryNth(ratio),)))
     for ratio in sorted(index_pools):
-        # Beside these it has the GPU's packed buffer, which nothing on an NPU writes or reads.
+        # It also has the GPU's packed buffer, which nothing on an NPU writes or reads.
         index = _inner(reads, index_pools[ratio])
         keys, scales = _flat(index["index_k_buffer"]), _flat(index["index_scale_buffer"])
         names, rules = (f"c{ratio}_index", f"c{ratio}_index_scale"), (EveryNth(ratio),)
@@ -132,7 +132,7 @@ def _described(
     mapping = reads["full_to_swa_index_mapping"]
     if reads["full_size"] is None and mapping is None:
         raise Refused(f"{_name(reads)}: neither full_size nor a map says how many slots it has")
-    # A map has an entry more than there are slots: the last one, for "no slot".
+    # The map has an entry for each slot, and a last entry for "no slot".
     size = reads["full_size"]
     slot_count = mapping.numel() - 1 if size is None else size + reads["page_size"]
     windows = {} if mapping is None else {WINDOW: mapping}
@@ -147,7 +147,7 @@ def _described(
 
 
 def _window_rules(subject: Subject, reads: Reader) -> tuple[Rule, ...]:
-    """To pages of the window, by the tokens that are still in it."""
+    """The rules from the tokens in the window to its pages."""
     tokens = subject.window_tokens or reads["sliding_window"]
     recent = LastTokens(tokens, reads["page_size"])
     return (recent, Mapped(WINDOW, hole=0), EveryNth(reads["swa_page_size"]))
@@ -183,7 +183,7 @@ def _compressed(reads: Reader) -> Iterator[Part]:
 
 
 def _index(reads: Reader) -> Iterator[Part]:
-    """The indexer's keys, by page: with their scales, or on ROCm in fp4 the scales apart."""
+    """The indexer's keys in pages, with their scales; in fp4 on ROCm the scales are separate."""
     for ratio, pool in reads["index_pools"].items():
         index = _inner(reads, pool)
         rules = (EveryNth(ratio * index["page_size"]),)
@@ -196,7 +196,7 @@ def _index(reads: Reader) -> Iterator[Part]:
 
 
 def _unified(reads: Reader) -> Iterator[Part]:
-    """ROCm's buffers, in fp8 with the rotated half in buffers of its own."""
+    """ROCm's buffers; in fp8 the rotated half is in separate buffers."""
     unified, ratios = _inner(reads, reads["unified_kv_pool"]), reads["compression_ratios"]
     halves = {"": unified["kv_buffer"]}
     if unified["fp8"]:
@@ -217,7 +217,7 @@ def _unified(reads: Reader) -> Iterator[Part]:
 
 
 def _states(reads: Reader, c4_rules: tuple[Rule, ...]) -> Iterator[Part]:
-    """The compressors' states, a ring in a row. States of ratio 4 go by `c4_rules`."""
+    """The compressors' states; a row is a ring. States of ratio 4 have the rules `c4_rules`."""
     kinds = {
         "state": reads["compress_state_pools"],
         "index_state": reads["indexer_compress_state_pools"],
@@ -234,7 +234,7 @@ def _states(reads: Reader, c4_rules: tuple[Rule, ...]) -> Iterator[Part]:
 
 
 def _rings_of_state(state: Reader) -> torch.Tensor:
-    """[ring, all of its rows]: the rows after the last whole ring are padding."""
+    """[ring, all its rows]; rows after the last whole ring are padding."""
     rows: torch.Tensor = Reader(state["kv_score_buffer"], READS)["kv_score"]
     ring = state["ring_size"]
     count = rows.shape[0] // ring
@@ -242,7 +242,7 @@ def _rings_of_state(state: Reader) -> torch.Tensor:
 
 
 def _inner(reads: Reader, pool: Any) -> Reader:
-    """A pool within, of which kvtide knows all that it holds."""
+    """Reads a pool inside this one. Raises Refused for an unknown class."""
     if name_of(pool) not in WITHIN:
         raise Refused(f"{_name(reads)}: kvtide doesn't know {name_of(pool)}, which is a part of it")
     return Reader(pool, READS)
@@ -267,7 +267,7 @@ def _refuse_partly_on_host(reads: Reader) -> None:
 
 
 def _rings(pages: Sequence[torch.Tensor], count: int, requests: int) -> list[torch.Tensor]:
-    """[request, all pages of its ring]; pages after the last ring are padding."""
+    """[request, all pages of its ring]; pages behind the last ring are padding."""
     return [layer[: count * requests].view(requests, -1) for layer in pages]
 
 

@@ -1,8 +1,7 @@
-"""describe: from a pool of SGLang's to its parts.
+"""describe: describes a pool of SGLang by its exact class.
 
-A pool is known by its exact class, which is its module and its name. A class that derives from a
-known class may hold state that the known class doesn't, so it is refused by name until it is
-described itself.
+A class is identified by its module and its name. A subclass of a known class may hold more state,
+so it is refused by name until it has a describer.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ DESCRIBERS: Mapping[str, Describer] = {
 
 
 def describe(subject: Subject) -> Description:
-    """What the pool consists of, and what the request pool keeps of a request beside it, if any.
+    """Describes the pool, and what the request pool holds for each request in addition.
 
-    Raises Refused, with the reason, for what kvtide won't move.
+    Raises Refused, with the reason, for a pool that kvtide won't move.
     """
     subject = with_describers(subject)
     description = with_state_of_requests(subject, subject.described())
@@ -47,5 +46,5 @@ def describe(subject: Subject) -> Description:
 
 
 def with_describers(subject: Subject) -> Subject:
-    """The subject, which knows how to describe the pools within its own."""
+    """The subject with all describers, for the pools inside its pool."""
     return replace(subject, describers=DESCRIBERS)

@@ -1,7 +1,8 @@
-"""A draft model's KV beside its target's: what speculative decoding keeps in the same slots.
+"""A draft model's KV, which speculative decoding keeps in the same slots as the target's.
 
-SGLang copies the target's alone. Its answers stay right without the draft's, since the target
-checks each token, but a request that comes back guesses badly until its context is written anew.
+SGLang copies only the target's KV. Answers stay right without the draft model's KV, since the
+target checks each token. But after its return a request guesses badly until its context is written
+again.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from kvtide.plugin.sglang.pools.subject import Subject
 
 
 def describe_with_draft(subject: Subject, draft_pools: Sequence[Any]) -> Description:
-    """The parts of the target and of each draft pool, `draft.k`, `draft1.k`, as one description.
+    """Describes the target and each draft pool (`draft.k`, `draft1.k`) together.
 
-    They move together or not at all. A draft pool is one of KV, or one of state in the rows that
-    the target's state has. What it shares with the target moves once. Raises Refused where either
-    is refused, or where a draft pool hasn't all of the target's slots.
+    They move together or not at all. A draft pool has KV, or state in the same rows as the target's
+    state. Tensors that it shares with the target move once. Raises Refused if a pool is refused, or
+    if a draft pool has fewer slots than the target.
     """
     subject = with_describers(subject)
     target = describe(subject)
@@ -59,10 +60,10 @@ def _describe_draft(subject: Subject, pool: Any, target: Description) -> Descrip
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Which bytes a tensor is: equal for two views of the same ones."""
+    """Identifies a tensor's bytes: equal for two views of the same bytes."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _apart(part: Part, prefix: str) -> Part:
-    """The part with its maps' names under a prefix: two pools may have maps of one name."""
+    """The part with its maps under prefixed names, since two pools may have maps of one name."""
     return replace(part, rules=tuple(rule.with_map_under(prefix) for rule in part.rules))

@@ -1,4 +1,4 @@
-"""Pools of keys and values: SGLang's MHATokenToKVPool and what derives from it."""
+"""Pools of keys and values: SGLang's MHATokenToKVPool and its subclasses."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ _PAGED_LAYOUTS = ("hnd", "vectorized_5d")
 
 
 def describe_mha(subject: Subject) -> Description:
-    """Keys and values of every token, [slot, head, head_dim] in each layer, or page by page.
+    """Keys and values of every token, [slot, head, head_dim] in each layer, or in pages.
 
-    A quantized pool has scales besides. Its dequantized workspace is made anew by each forward
-    pass, so it isn't a request's.
-
-    Ranks that decode one context together (DCP) have the rows of every `world`-th slot each, and
-    the slots of SGLang's allocator are `world` times as many as a rank's rows.
+    A quantized pool also has scales. Its dequantized workspace is written in each forward pass, so
+    it doesn't belong to a request. Of ranks that decode a context together (DCP) each has a row for
+    every `world`-th slot, so the allocator has `world` times as many slots as a rank has rows.
     """
     reads = Reader(subject.pool, READS)
     layout, quantized = reads["kv_cache_layout"], scales(subject)
@@ -65,13 +63,13 @@ def describe_mha(subject: Subject) -> Description:
 
 
 def describe_keys(subject: Subject) -> Description:
-    """Keys alone, [slot, head, head_dim], for an indexer that needs no values."""
+    """Only keys, [slot, head, head_dim], for an indexer that needs no values."""
     refuse_shares(subject)
     return described(subject, Part("k", Reader(subject.pool, READS)["k_buffer"]))
 
 
 def describe_minimax(subject: Subject) -> Description:
-    """Keys and values of all layers, and an indexer's of some layers: pools that share slots."""
+    """Keys and values of all layers, and those of an indexer in some layers; they share slots."""
     refuse_shares(subject)
     reads = Reader(subject.pool, READS)
     held = {

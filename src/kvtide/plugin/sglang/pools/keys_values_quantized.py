@@ -1,4 +1,4 @@
-"""Pools of quantized keys and values: payloads, and the scales without which they mean nothing."""
+"""Pools of quantized keys and values: payloads and their scales."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _NATIVE = {"k_native_scale": "native_k_scale_buffer", "v_native_scale": "native_
 
 
 def scales(subject: Subject) -> list[Part]:
-    """The scales that a quant_method keeps: a row for each token, and for some kernels pages.
+    """The scales of a quant_method: a row for each token, and for some kernels pages.
 
-    The native ones of NVFP4 are [page, head, token, block], the values' with four tokens
-    interleaved. Global scales are the model's, not a request's.
+    The native scales of NVFP4 are [page, head, token, block]; in those of values four tokens are
+    interleaved. Global scales belong to the model, not to a request.
     """
     reads = Reader(subject.pool, READS)
     parts = [Part(name, reads[held]) for name, held in _SCALES.items() if reads[held]]
@@ -44,15 +44,15 @@ def scales(subject: Subject) -> list[Part]:
 
 
 def describe_fp4(subject: Subject) -> Description:
-    """Packed keys and values and their scales, of every token."""
+    """Packed keys and values, and their scales, for every token."""
     refuse_shares(subject)
     return described(subject, *evenly(subject.pool, *_payload(subject), *scales(subject)))
 
 
 def describe_mxfp8(subject: Subject) -> Description:
-    """Keys and values of every token; their scales, too, unless a kernel wants them by the page.
+    """Keys and values of every token, with scales for each token or, for some kernels, in pages.
 
-    Scales by the page are [page, head, token % 32, token // 32, block].
+    Scales in pages are [page, head, token % 32, token // 32, block].
     """
     reads = Reader(subject.pool, READS)
     if not reads["mxfp8_sf_interleaved"]:
@@ -64,9 +64,9 @@ def describe_mxfp8(subject: Subject) -> Description:
 
 
 def describe_m3_pages(subject: Subject) -> Description:
-    """Pages of bytes, [page, byte]: payloads and scales of all tokens in each, one after another.
+    """Pages of bytes, [page, byte]: first the payloads, then the scales of all tokens.
 
-    They move whole, with the few bytes that align them.
+    Pages move as a whole, with the few bytes that align them.
     """
     refuse_shares(subject)
     reads = Reader(subject.pool, READS)

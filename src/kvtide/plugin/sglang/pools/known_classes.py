@@ -1,7 +1,7 @@
-"""All classes of KV pools and of recurrent state in the installed SGLang, and what becomes of each.
+"""Lists all classes of KV pools and recurrent state in the installed SGLang: does kvtide move them?
 
-`kvtide doctor --sglang` shows them. A class that kvtide doesn't know is left to SGLang when a
-server starts with it; here it is found before.
+`kvtide doctor --sglang` shows them. kvtide leaves a pool of an unknown class to SGLang; here such a
+class is found before a server starts with it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvtide.plugin.sglang.pools.subject import NeverMoved
 from kvtide.plugin.source import Source
 
 ROOTS = ("KVCache", "MambaPool", "CompressStatePool")
-"""Pools are these, all that derive from them, and what has a copy method of its own."""
+"""Pools are these classes, their subclasses, and classes that define a copy method."""
 
 COPY_METHODS = ("get_cpu_copy", "get_cpu_slots")
-"""The second one is that of state whose rows go with a MambaPool's."""
+"""The second method is for state in the rows of a MambaPool."""
 
 ABSTRACT: Mapping[str, str] = {
     "KVCache": "what all pools derive from",
     "BaseSWAKVPool": "what pools with sliding windows derive from",
     "SlotIndexedState": "what state in a MambaPool's rows has in common",
 }
-"""Classes without objects of their own, and what they are for."""
+"""Abstract classes, and their purpose."""
 
 WITHIN: Mapping[str, str] = {
     "DeepSeekV4SingleKVPool": "DeepSeekV4TokenToKVPool",
@@ -41,13 +41,13 @@ WITHIN: Mapping[str, str] = {
     "ShortConvPool": "MambaPool",
     "NGramPool": "MambaPool",
 }
-"""Classes whose objects are part of another's, which describes them."""
+"""Classes whose objects are inside a pool of another class, which describes them."""
 
 
 def known_classes(source: Source | None = None) -> list[PoolClass]:
-    """Each class of pools, by name; of `source`, or of the SGLang in this environment.
+    """All classes of pools by name, in `source` or in the installed SGLang.
 
-    Raises ModuleNotFoundError where there is none.
+    Raises ModuleNotFoundError if SGLang isn't installed.
     """
     refused = {
         name: describer.reason

@@ -1,4 +1,4 @@
-"""What all of SGLang's pools have, by their base class KVCache: slots, pages, a stage."""
+"""Common to all of SGLang's pools, by their base class KVCache: slots, pages, a stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READS: Table = {
 
 
 def described(subject: Subject, *parts: Part) -> Description:
-    """A pool of these parts. SGLang pads a pool with one page, into which nobody's tokens go."""
+    """Describes a pool of these parts. SGLang pads a pool with a page that no token uses."""
     reads = Reader(subject.pool, READS)
     return Description(
         type(subject.pool).__name__,
@@ -33,9 +33,9 @@ def described(subject: Subject, *parts: Part) -> Description:
 
 
 def evenly(pool: Any, *parts: Part) -> tuple[Part, ...]:
-    """The parts of a pool that have a tensor for each of the same layers.
+    """The parts, which must have equally many layers.
 
-    Raises Refused where one has more than another: what a layer lacks wouldn't come back.
+    Raises Refused otherwise: bytes of a layer would be missing.
     """
     counts = {part.name: len(part.tensors) for part in parts}
     if len(set(counts.values())) > 1:
@@ -47,24 +47,24 @@ def evenly(pool: Any, *parts: Part) -> tuple[Part, ...]:
 
 
 def pages(subject: Subject, name: str, tensors: Sequence[torch.Tensor], tokens: int) -> Part:
-    """A part whose rows hold `tokens` consecutive slots each, in an order of their own.
+    """A part whose rows hold `tokens` consecutive slots each, in any internal order.
 
-    They move whole. Raises Refused where a row may hold tokens of two requests, as it can't then.
+    Such rows move as a whole. Raises Refused if a row may hold tokens of two requests.
     """
     page_size = Reader(subject.pool, READS)["page_size"]
     if page_size % tokens:
         raise Refused(
             f"{type(subject.pool).__name__}: {name!r} keeps {tokens} tokens together, but pages of "
-            f"{page_size} are given to requests: two of them may share what only moves whole"
+            f"{page_size} are given to requests: two of them may share a row, which moves whole"
         )
     return Part(name, tensors, (EveryNth(tokens),))
 
 
 def share_of_context(subject: Subject) -> tuple[int, int]:
-    """(rank, world) of the ranks that divide each context (DCP); (0, 1) where this one has all.
+    """(rank, world) among the ranks that divide each context (DCP); (0, 1) if this rank has all.
 
-    SGLang widens its allocator's pages by `world`, but not the pages of a pool that has a share. A
-    draft model's pool has everything, and the allocator's page size.
+    SGLang multiplies the allocator's page size by `world`, but not the page size of a pool that has
+    a share. A draft model's pool has all tokens and the allocator's page size.
     """
     rank, world = _context_ranks()
     if world == 1:
@@ -84,7 +84,7 @@ def share_of_context(subject: Subject) -> tuple[int, int]:
 
 
 def refuse_shares(subject: Subject) -> None:
-    """Raises Refused where ranks divide contexts: SGLang writes no share of such a pool."""
+    """Raises Refused if ranks divide contexts: SGLang can't write a share of such a pool."""
     _, world = _context_ranks()
     if world > 1:
         raise Refused(
@@ -94,7 +94,7 @@ def refuse_shares(subject: Subject) -> None:
 
 
 def _context_ranks() -> tuple[int, int]:
-    """This process's rank among the ranks that decode a context together, and their number."""
+    """(rank, world): this rank among the ranks that decode a context together, and their number."""
     from sglang.srt.runtime_context import get_parallel
 
     shared = Reader(get_parallel(), READS)

@@ -1,4 +1,4 @@
-"""Pools of latents: SGLang's MLATokenToKVPool and what derives from it, on GPUs."""
+"""Pools of latents: SGLang's MLATokenToKVPool and its subclasses, on GPUs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ READS: Table = {
 def describe_mla(subject: Subject) -> Description:
     """Latent and rope of a token side by side, [slot, 1, latent + rope] in each layer.
 
-    Ranks that decode one context together (DCP) have the rows of every `world`-th slot each, and
-    the slots of SGLang's allocator are `world` times as many as a rank's rows.
+    Of ranks that decode a context together (DCP) each has a row for every `world`-th slot, so the
+    allocator has `world` times as many slots as a rank has rows.
     """
     reads = Reader(subject.pool, READS)
     rank, world = share_of_context(subject)
-    # SGLang's own word for how many slots a row stands for: 1 too where a draft model has all.
+    # SGLang's number of slots per row; 1 also for a draft model, whose pool has all tokens.
     if world != reads["_write_loc_dcp_span"]:
         raise Refused(
             f"{type(subject.pool).__name__}: {world} ranks share a context by the allocator's "
@@ -48,7 +48,7 @@ def describe_mla(subject: Subject) -> Description:
 
 
 def describe_mla_fp4(subject: Subject) -> Description:
-    """Two values a byte, and of each 16 of them a scale, [slot, (latent + rope) / 16]."""
+    """Two values per byte, and a scale for each 16 values, [slot, (latent + rope) / 16]."""
     reads, latent = Reader(subject.pool, READS), describe_mla(subject)
     if reads["_write_loc_dcp_span"] > 1:
         raise Refused(
@@ -60,11 +60,11 @@ def describe_mla_fp4(subject: Subject) -> Description:
 
 
 def describe_dsa(subject: Subject) -> Description:
-    """Latents, and of the layers that choose tokens index keys and unfinished groups of them.
+    """Latents, and in the layers that choose tokens index keys.
 
-    The index keys of a page lie in one row, the keys of all its tokens first, then their scales;
-    every rank has all of them. Where several tokens share an index key (index_kpool), those of
-    the last group wait in the request's own row until the group is whole.
+    The index keys of a page are in a row: first the keys of all tokens, then their scales. Every
+    rank has all of them. If several tokens share an index key (index_kpool), the last tokens wait
+    in the row of the request until they are enough for a key.
     """
     reads, latent = Reader(subject.pool, READS), describe_mla(subject)
     keys = _with_rows(reads["index_k_with_scale_buffer"])
@@ -78,9 +78,9 @@ def describe_dsa(subject: Subject) -> Description:
 
 
 def describe_layer_split_dsa(subject: Subject) -> Description:
-    """As `describe_dsa`, of the layers that this rank keeps; the others have no rows here.
+    """Like `describe_dsa`, for the layers of this rank; other layers have no rows here.
 
-    The remote buffers hold a copy of another rank's layer for one forward pass, and are left out.
+    The remote buffers are left out: they hold a copy of another rank's layer for a forward pass.
     """
     reads = Reader(subject.pool, READS)
     return replace(
@@ -91,7 +91,7 @@ def describe_layer_split_dsa(subject: Subject) -> Description:
 
 
 def _with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Without the layers that have no rows: SGLang keeps an empty tensor in their place."""
+    """The tensors of the layers with rows. For other layers SGLang has an empty tensor."""
     return [tensor for tensor in tensors if tensor.shape[0]]
 
 

@@ -1,6 +1,6 @@
-"""Virtual slots: under SGLang's unified memory, what a request has is looked up in a table.
+"""Virtual slots: under SGLang's unified memory a table maps a request's slots to rows.
 
-SGLang moves pages about within one buffer, and hands out numbers that stay. So the table is read
+SGLang moves pages within the buffer, but hands out numbers that don't change. So the table is read
 at each save and restore.
 """
 
@@ -24,10 +24,10 @@ READS: Table = {
 @final
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A map for a Mapped rule: from virtual slots to rows of one kind, `what`.
+    """A map for a Mapped rule, from virtual slots to rows of a kind, which errors call `what`.
 
-    `allocator` is SGLang's MultiEndedAllocator, which holds the table, [page]. Where slots may
-    have no row, as slots that have left a window, their row is -1; elsewhere that is a SlotError.
+    `allocator` is SGLang's MultiEndedAllocator, which has the table, [page]. With `may_lack` a slot
+    without a row, such as one that has left a window, maps to -1; otherwise it is a SlotError.
     """
 
     allocator: Any

@@ -1,8 +1,8 @@
-"""Recurrent state: SGLang's MambaPool, and the pools that keep attention's KV beside it.
+"""Recurrent state: SGLang's MambaPool, and the pools that hold both state and attention's KV.
 
-A request has one row of it whatever its tokens: the convolution's window, the recurrence, and what
-some models keep besides. Left out is what SGLang makes anew in each step: the states between the
-tokens of a draft, which speculative decoding needs until it knows how many of them it accepts.
+A request has a single row of state, however many tokens it has: the convolution's window, the
+recurrence, and further state of some models. The states between the tokens of a draft are left out:
+SGLang computes them in each step, until it knows how many tokens it accepts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STATE_POOLS = ("MambaPool", "UnifiedMambaPool", "UnifiedDraftMambaPool")
 
 
 def describe_hybrid(subject: Subject) -> Description:
-    """Keys and values of the layers that attend, and the state of the layers that recur."""
+    """Keys and values of layers with attention, and the state of recurrent layers."""
     reads = Reader(subject.pool, READS)
     full = subject.part(reads["full_kv_pool"])
     joined = replace(
@@ -76,16 +76,16 @@ def describe_hybrid(subject: Subject) -> Description:
 
 
 def describe_qsa(subject: Subject) -> Description:
-    """As `describe_hybrid`, and the keys by which a query chooses what it attends to.
+    """Like `describe_hybrid`, with the keys by which a query chooses tokens.
 
-    `ratio` slots share one such key. Keys of a group that isn't whole yet wait in a ring of the
-    request's own, [request, ratio, head, head_dim], with their positions, [request, ratio, 3].
+    `ratio` slots share such a key. Until there are so many, keys wait in a ring of the request,
+    [request, ratio, head, head_dim], with their positions, [request, ratio, 3].
     """
     reads, hybrid = Reader(subject.pool, READS), describe_hybrid(subject)
     ratio = reads["qsa_compress_ratio"]
     pending = [keys.unflatten(0, (-1, ratio)) for keys in reads["qsa_key_state_buffer_pool"]]
     if not pending:
-        return hybrid  # a pipeline stage without such layers: nobody writes the positions there
+        return hybrid  # a pipeline stage without such layers never writes the positions
     by_request = (OfRequest("request"),)
     return replace(
         hybrid,
@@ -103,9 +103,9 @@ def describe_qsa(subject: Subject) -> Description:
 
 
 def with_state_of_requests(subject: Subject, description: Description) -> Description:
-    """The description, with the state that SGLang keeps in the request pool instead of the pool.
+    """Adds the state that SGLang keeps in the request pool.
 
-    A pool whose own copy carries the state has it in its description already.
+    If the pool's CPU copy includes the state, its description has it already.
     """
     bases = [base.__name__ for base in type(subject.request_pool).__mro__]
     if "HybridReqToTokenPool" not in bases:
@@ -116,9 +116,9 @@ def with_state_of_requests(subject: Subject, description: Description) -> Descri
 
 
 def with_state(description: Description, pool: Any, subject: Subject) -> Description:
-    """The description and what `pool` keeps of a request. Raises Refused for an unknown class.
+    """Adds the parts of a state `pool`. Raises Refused for an unknown class.
 
-    Under unified memory a request has a virtual slot, which a table leads to a row.
+    Under unified memory a request has a virtual slot, which a table maps to a row.
     """
     name = name_of(pool)
     if name not in STATE_POOLS:
@@ -136,7 +136,7 @@ def with_state(description: Description, pool: Any, subject: Subject) -> Descrip
 
 
 def _slot_allocator(subject: Subject) -> Any:
-    """The allocator that knows in which row a request's virtual slot lies."""
+    """The allocator that has the table from virtual slots to rows."""
     for owner in (subject.allocator, subject.request_pool):
         kind = name_of(owner)
         if kind in READS and "mamba_allocator" in READS[kind]:
@@ -164,11 +164,11 @@ def _state_parts(pool: Any, whose: str, *more: Rule) -> tuple[Part, ...]:
 def _replay_parts(
     reads: Reader, cache: Reader, whose: str, state_rules: tuple[Rule, ...]
 ) -> list[Part]:
-    """What was decoded since the recurrence was last written: ReplaySSM's ring, and its cursors.
+    """ReplaySSM's ring, with the tokens since the recurrence was last written, and its cursors.
 
-    Its rows are the state's own in plain decoding. In speculative decoding they are the request's,
-    unless each step writes the recurrence (KDA) and begins the ring anew: then there are no
-    cursors, and nothing in it outlives a step.
+    In plain decoding the ring has the same row as the state. In speculative decoding it has the row
+    of the request. But if each step writes the recurrence (KDA), every step starts a new ring:
+    there are no cursors, and the ring needn't be saved.
     """
     by_state, by_request = reads["replayssm_write_pos"], reads["replayssm_spec_write_pos"]
     if by_state is not None and reads["enable_linear_replayssm_spec"]:
@@ -192,7 +192,7 @@ def _replay_parts(
 
 
 def _sibling_part(sibling: Any, whose: str, rules: tuple[Rule, ...]) -> Part:
-    """State that goes with a MambaPool's rows: [layer, row, …], or [row, token] for n-grams."""
+    """State in the rows of a MambaPool: [layer, row, …], or [row, token] for n-grams."""
     name = name_of(sibling)
     if name == "ShortConvPool":
         return Part("short_conv", _layers(Reader(sibling, READS)["conv_state"]), rules)
@@ -202,9 +202,9 @@ def _sibling_part(sibling: Any, whose: str, rules: tuple[Rule, ...]) -> Part:
 
 
 def _layers(state: torch.Tensor) -> list[torch.Tensor]:
-    """[layer, row, …] as one tensor a layer, the axes of a row in the order in which they lie.
+    """[layer, row, …] as a tensor per layer, with the axes of a row in their order in memory.
 
-    CPUs with AMX keep the convolution's window transposed.
+    On CPUs with AMX the convolution's window is transposed.
     """
     inner = sorted(range(2, state.dim()), key=state.stride, reverse=True)
     return list(state.permute(0, 1, *inner).unbind(0))

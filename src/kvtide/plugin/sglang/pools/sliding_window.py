@@ -26,21 +26,21 @@ READS: Table = {
 
 
 def describe_swa(subject: Subject) -> Description:
-    """Layers that attend to everything, by slot; layers with a window, by SGLang's map of slots.
+    """Layers with full attention by slot, layers with a window through SGLang's map of slots.
 
-    Slots that map to 0 have left the window. Where a model has windows alone, the map changes
-    nothing, and SGLang gives a slot to others as soon as it has left: only the last tokens'
-    slots are the request's.
+    A slot that maps to 0 has left the window. If all layers have windows, the map is the identity,
+    and SGLang reuses a slot once it has left the window. Then only the slots of the last tokens
+    belong to the request.
     """
     reads, name = Reader(subject.pool, READS), type(subject.pool).__name__
     if reads["swa_req_ring_size"] is not None or reads["request_window"] is not None:
-        raise Refused(f"{name}: a window in the request's own rows isn't one that kvtide knows")
+        raise Refused(f"{name}: kvtide doesn't know a window in rows of the request")
     mapping = reads["full_to_swa_index_mapping"]
     if mapping is None:
-        raise Refused(f"{name}: nothing leads from slots to the window's rows yet")
+        raise Refused(f"{name}: it has no map from slots to rows of the window yet")
     full, window = subject.part(reads["full_kv_pool"]), subject.part(reads["swa_kv_pool"])
     main = full if reads["full_layer_nums"] else window
-    # A draft model's window may reach farther than the target's, where it has a row for each slot.
+    # A draft model's window may be longer than the target's if it has a row for each slot.
     has_all = reads["swa_uses_full_indices"]
     shortened = () if has_all else last_tokens(subject, reads["page_size"])
     through = (*shortened, Mapped("swa", hole=0))
@@ -55,7 +55,7 @@ def describe_swa(subject: Subject) -> Description:
 
 
 def last_tokens(subject: Subject, page_size: int) -> tuple[Rule, ...]:
-    """The rule that leaves out what has left the window, if it is known how long that is."""
+    """The rule that leaves out tokens outside the window, if the window's length is known."""
     count = subject.window_tokens or 0
     return (LastTokens(count, page_size),) if count > 0 else ()
 

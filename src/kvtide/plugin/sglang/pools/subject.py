@@ -1,4 +1,4 @@
-"""Subject: a pool of SGLang's to be described, with all that belongs to it."""
+"""Subject: a pool of SGLang to describe, with all that belongs to it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.homes import name_of
 
 Describer = Callable[["Subject"], Description]
-"""Makes a description of a pool of its class. Raises Refused."""
+"""A function that describes pools of a class. It may raise Refused."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A pool, and where SGLang keeps what belongs to it: None in tests of pools alone."""
+    """A pool with its allocator and its request pool, which are None in tests of single pools."""
 
     pool: Any
     allocator: Any = None
     request_pool: Any = None
-    """SGLang's req_to_token_pool, which has the recurrent state of some models."""
+    """SGLang's req_to_token_pool. For some models it has the recurrent state."""
     window_tokens: int | None = None
-    """How far sliding-window attention looks back, where the model has any: SGLang's
-    sliding_window_size."""
+    """SGLang's sliding_window_size: how far back attention with a window looks, or None."""
     describers: Mapping[str, Describer] = field(default_factory=dict)
-    """The describer of each known class, by its name in SGLang; `describe` fills it in."""
+    """The describer of each known class, by the class's name. `describe` fills it in."""
 
     @classmethod
     def in_scheduler(
         cls, allocator: Any, request_pool: Any, window_tokens: int | None = None
     ) -> Subject:
-        """The pool that the allocator hands out slots of, in a scheduler with this request pool."""
+        """The pool of this allocator, in a scheduler with this request pool."""
         return cls(allocator.get_kvcache(), allocator, request_pool, window_tokens)
 
     def part(self, pool: Any) -> Description:
-        """The description of a pool within this one. Raises Refused."""
+        """Describes a pool inside this pool. Raises Refused."""
         return replace(self, pool=pool).described()
 
     def described(self) -> Description:
-        """The description of the pool alone, by the exact class. Raises Refused."""
+        """Describes this pool by its exact class. Raises Refused."""
         name = name_of(self.pool)
         describer = self.describers.get(name)
         if describer is None:
@@ -52,7 +51,7 @@ class Subject:
 @final
 @dataclass(frozen=True, slots=True)
 class NeverMoved:
-    """A describer of a class that kvtide won't move, and why."""
+    """The describer of a class that kvtide never moves, with the reason."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""Unified memory: SGLang's pools that lie in one buffer, each byte of which belongs to one of them.
+"""Unified memory: SGLang's pools that share a buffer; at any time each byte belongs to one pool.
 
-A slot's rows of all layers stand side by side, so a layer's rows have gaps. Which rows a slot
-has, only SGLang's tables say.
+The rows of a slot in all layers are side by side, so the rows of a layer have gaps between them.
+Only SGLang's tables say which rows a slot has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ READS: Table = {
 
 
 def describe_rows(subject: Subject) -> Description:
-    """Keys and values, or latents, by row: what a slot's row is, the pool around it knows."""
+    """Keys and values, or latents, by row. The outer pool knows which row a slot has."""
     reads = Reader(subject.pool, READS)
     if "MLATokenToKVPool" in [base.__name__ for base in type(subject.pool).__mro__]:
         return described(subject, Part("latent", reads["kv_buffer"]))
@@ -46,7 +46,7 @@ def describe_rows(subject: Subject) -> Description:
 
 
 def describe_unified_hybrid(subject: Subject) -> Description:
-    """Keys and values, or latents, of layers that attend; the state of layers that recur."""
+    """Keys and values, or latents, of layers with attention; the state of recurrent layers."""
     reads = Reader(subject.pool, READS)
     full = subject.part(reads["full_kv_pool"])
     owner = Reader(_allocator(subject), READS)["full_attn_allocator"]
@@ -59,9 +59,9 @@ def describe_unified_hybrid(subject: Subject) -> Description:
 
 
 def describe_unified_swa(subject: Subject) -> Description:
-    """Layers that attend to everything and layers with a window, each kind by a table of its own.
+    """Layers with full attention and layers with a window; each kind has a table.
 
-    State that the model keeps besides is the request pool's.
+    The request pool has the state of such a model, if it has any.
     """
     reads = Reader(subject.pool, READS)
     full, window = subject.part(reads["full_kv_pool"]), subject.part(reads["swa_kv_pool"])
@@ -79,9 +79,9 @@ def describe_unified_swa(subject: Subject) -> Description:
 
 
 def describe_draft(subject: Subject) -> Description:
-    """A draft model's keys and values, in the same rows as the target's layers beside them.
+    """A draft model's keys and values, in the same rows as the target's layers.
 
-    SGLang itself has no copy of them.
+    SGLang doesn't copy them.
     """
     reads = Reader(subject.pool, READS)
     where, host = reads["_host_sub_pool_name"], reads["host_allocator"]
@@ -97,7 +97,7 @@ def describe_draft(subject: Subject) -> Description:
 
 
 def describe_draft_swa(subject: Subject) -> Description:
-    """A draft model with windows: a pool of either kind, where it has layers of that kind."""
+    """A draft model with windows: a pool for each kind of layers that it has."""
     reads = Reader(subject.pool, READS)
     sides = [reads["full_kv_pool"], reads["swa_kv_pool"]]
     found = [subject.part(side) for side in sides if side is not None]
@@ -110,10 +110,10 @@ def describe_draft_swa(subject: Subject) -> Description:
 
 
 def _by_table(rows: Description, owner: Any, name: str) -> Description:
-    """The description by virtual slots, which MultiEndedAllocator's table leads to its rows."""
+    """The description by virtual slots, which MultiEndedAllocator's table maps to rows."""
     table = PageTable(owner, name)
     reads = Reader(owner, READS)
-    # Ranks that share a context count slots together: each has `world` times as many as rows.
+    # Ranks that share a context count slots in common: `world` times as many as a rank's rows.
     world = reads["page_size"] // reads["pool_page_size"]
     rank = _context_rank() if world > 1 else 0
     turns: tuple[Rule, ...] = (Striped(rank, world),) if world > 1 else ()
