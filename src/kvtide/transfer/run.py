@@ -53,7 +53,7 @@ class HostCopier:
     ) -> None:
         """Copies units of chunk `number` to its block, or to `staging` if that isn't None.
 
-        It copies all units of these buffers, or the units in `span`.
+        It copies all units of these buffers, or the units in `only`.
         """
         units, part = self._ends(number, only, staging)
         for buffer in buffers:
@@ -64,7 +64,7 @@ class HostCopier:
         self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
         """Copies the same units back."""
-        units, part = self._ends(number, span, staging)
+        units, part = self._ends(number, only, staging)
         for buffer in buffers:
             self._buffers[buffer][units] = part[buffer]
 
