@@ -16,7 +16,7 @@ import torch
 from kvtide.arena import HostArena
 from kvtide.conformance.reference import map_rules
 from kvtide.conformance.samples import sample
-from kvtide.conformance.subjects import KINDS, Subject
+from kvtide.conformance.subjects import KINDS, PoolUnderTest
 from kvtide.device import AcceleratorDevice, CPUDevice, Device
 from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss
 from kvtide.layout import GQA, Geometry
@@ -354,7 +354,7 @@ GOLDEN = ("gqa", "dsa-tails", "mla_nz-one-tile", "window_and_full", "recurrent_a
 HELD, HELD_TOO = range(8, 18), range(28, 38)
 
 
-def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> Subject:
+def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> PoolUnderTest:
     """A pool of a sample. Its bytes follow from their places, if it is filled; and of the ten
     tokens at HELD, as at HELD_TOO, the last five are in the window, where there is one."""
     subject = KINDS[kind](sample(name), device)
@@ -371,7 +371,9 @@ def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> 
     return subject
 
 
-def golden_form(subject: Subject, device: Device, slots: range, request: int) -> dict[str, Any]:
+def golden_form(
+    subject: PoolUnderTest, device: Device, slots: range, request: int
+) -> dict[str, Any]:
     """The whole form of a snapshot, as it is committed."""
     tide = Tide(subject.pool, arena_for(device, 640))
     request_row = request if subject.request_count else None

@@ -22,7 +22,7 @@ import torch
 
 import kvtide.npu
 from kvtide.arena import HostArena
-from kvtide.conformance import SAMPLES, Sample, Subject, checks, ways
+from kvtide.conformance import SAMPLES, PoolUnderTest, Sample, checks, ways
 from kvtide.conformance.reference import Place, first_difference, restored
 from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS
@@ -42,12 +42,12 @@ from support.pools import fill, image_of, make_pool, poison, same_image, small_g
 from support.tides import make_tide
 
 
-def subject_of(name: str, device: CPUDevice, kind: str = "created") -> Subject:
+def subject_of(name: str, device: CPUDevice, kind: str = "created") -> PoolUnderTest:
     """A pool of that sample."""
     return KINDS[kind](sample(name), device)
 
 
-def round_trip(subject: Subject, count: int, seed: int = 0) -> None:
+def round_trip(subject: PoolUnderTest, count: int, seed: int = 0) -> None:
     """One, compared byte by byte."""
     way = ways.TideWay(subject, ways.block_sizes(subject)["some rows"])
     ways.go(way, make_trip(subject, count, seed), subject, seed=seed)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtide.conformance import PoolTests, Subject
+from kvtide.conformance import PoolTests, PoolUnderTest
 from kvtide.conformance.reference import Bytes
 from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS, Ids
@@ -95,7 +95,7 @@ class TestNPUPool(PoolTests):
         adopted: Pool = self.mine._pool
         return adopted
 
-    def make_way(self, subject: Subject, block_bytes: int) -> CopyWay:
+    def make_way(self, subject: PoolUnderTest, block_bytes: int) -> CopyWay:
         """Its own methods; what moves at once is the device's."""
         return CopyWay(self.mine)
 

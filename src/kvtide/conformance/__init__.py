@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from kvtide.conformance.layouts import LayoutTests
     from kvtide.conformance.pools import PoolTests
     from kvtide.conformance.samples import SAMPLES, Sample
-    from kvtide.conformance.subjects import Subject
+    from kvtide.conformance.subjects import PoolUnderTest
 
-__all__ = ["SAMPLES", "DeviceTests", "LayoutTests", "PoolTests", "Sample", "Subject"]
+__all__ = ["SAMPLES", "DeviceTests", "LayoutTests", "PoolTests", "PoolUnderTest", "Sample"]
 
 # `kvtide doctor` uses the samples where pytest need not be installed.
 _HOME_OF = {
@@ -30,7 +30,7 @@ _HOME_OF = {
     "PoolTests": "kvtide.conformance.pools",
     "SAMPLES": "kvtide.conformance.samples",
     "Sample": "kvtide.conformance.samples",
-    "Subject": "kvtide.conformance.subjects",
+    "PoolUnderTest": "kvtide.conformance.subjects",
 }
 
 

@@ -1,4 +1,4 @@
-"""What every pool must pass, as functions of a Subject: each raises AssertionError, in words.
+"""What every pool must pass, as functions of a PoolUnderTest: each raises AssertionError, in words.
 
 The classes of the kit call them; a pool's own test may call them too.
 """
@@ -19,7 +19,7 @@ from kvtide.conformance.reference import (
     rows_of_plane,
     snapshot_bytes,
 )
-from kvtide.conformance.subjects import Subject
+from kvtide.conformance.subjects import PoolUnderTest
 from kvtide.conformance.trips import (
     INDICES,
     ORDERS,
@@ -44,7 +44,7 @@ from kvtide.snapshot import Snapshot
 from kvtide.ticket import Ticket
 
 
-def check_round_trips(subject: Subject, make_way: Callable[[int], Any] | None = None) -> None:
+def check_round_trips(subject: PoolUnderTest, make_way: Callable[[int], Any] | None = None) -> None:
     """Exact, at all boundaries of chunks, in blocks of all sizes, for slots that lie anyhow."""
     make_way = make_way or (lambda block_bytes: TideWay(subject, block_bytes))
     for size, block_bytes in block_sizes(subject).items():
@@ -62,7 +62,7 @@ def check_round_trips(subject: Subject, make_way: Callable[[int], Any] | None = 
             go(way, trip, subject, index=index, seed=3 * number, note=note)
 
 
-def check_boundaries(subject: Subject, make_way: Callable[[int], Any] | None = None) -> None:
+def check_boundaries(subject: PoolUnderTest, make_way: Callable[[int], Any] | None = None) -> None:
     """The few round trips of most use, where there is little time; every order, once."""
     make_way = make_way or (lambda block_bytes: TideWay(subject, block_bytes))
     sizes = block_sizes(subject)
@@ -77,7 +77,7 @@ def check_boundaries(subject: Subject, make_way: Callable[[int], Any] | None = N
         go(make_way(sizes["less than a row"]), trip, subject, note="chunks of less than a row")
 
 
-def check_orders(subject: Subject) -> None:
+def check_orders(subject: PoolUnderTest) -> None:
     """Contiguous, reversed, scattered, page by page, and pages met in their middle."""
     for number, order in enumerate(ORDERS):
         way = TideWay(subject, block_sizes(subject)["some rows"])
@@ -85,7 +85,7 @@ def check_orders(subject: Subject) -> None:
         go(way, trip, subject, seed=number, note=f"{order} slots")
 
 
-def check_indices(subject: Subject, make_way: Callable[[int], Any] | None = None) -> None:
+def check_indices(subject: PoolUnderTest, make_way: Callable[[int], Any] | None = None) -> None:
     """Integers in every form: lists and arrays, of 32 and 64 bits, on the host and the device."""
     way = (make_way or (lambda size: TideWay(subject, size)))(block_sizes(subject)["some rows"])
     for number, index in enumerate(INDICES):
@@ -93,7 +93,7 @@ def check_indices(subject: Subject, make_way: Callable[[int], Any] | None = None
         go(way, trip, subject, index=index, seed=number, note=f"slots as {index}")
 
 
-def check_planes(subject: Subject) -> None:
+def check_planes(subject: PoolUnderTest) -> None:
     """`pool.plane` is where the bytes are, layers counted from the stage's first; no other is."""
     image = subject.fill(5)
     for name, layer in subject.parts:
@@ -110,7 +110,7 @@ def check_planes(subject: Subject) -> None:
         subject.pool.plane("none", 0)
 
 
-def check_snapshot_bytes(subject: Subject) -> None:
+def check_snapshot_bytes(subject: PoolUnderTest) -> None:
     """A snapshot has the bytes that the format says, so that any source fits any target."""
     sizes = block_sizes(subject)
     del sizes["some rows"]
@@ -134,7 +134,7 @@ def check_snapshot_bytes(subject: Subject) -> None:
         assert expected == found, f"chunks of {size}: the snapshot differs from byte {place} on"
 
 
-def check_refused_slots(subject: Subject) -> None:
+def check_refused_slots(subject: PoolUnderTest) -> None:
     """Negative, repeated and out-of-range slots, and what are no slots: named, nothing changed."""
     trip = make_trip(subject, some_tokens(subject), 2)
     subject.set_maps(trip.source.maps)
@@ -164,7 +164,9 @@ def check_refused_slots(subject: Subject) -> None:
     way.drop(snapshot)
 
 
-def _check_refused_requests(subject: Subject, way: TideWay, saved: Snapshot, trip: Trip) -> None:
+def _check_refused_requests(
+    subject: PoolUnderTest, way: TideWay, saved: Snapshot, trip: Trip
+) -> None:
     if not subject.request_count:
         return
     for request in (None, -1, subject.request_count):
@@ -174,7 +176,7 @@ def _check_refused_requests(subject: Subject, way: TideWay, saved: Snapshot, tri
             way.load(saved, trip.source.slots, request)
 
 
-def check_failed_restores(subject: Subject) -> None:
+def check_failed_restores(subject: PoolUnderTest) -> None:
     """A restore that can't be is refused by name and changes nothing: a damaged snapshot, another
     geometry's, another key's, one of other length, or one that was discarded."""
     trip = make_trip(subject, some_tokens(subject), 4)
@@ -221,7 +223,9 @@ def check_failed_restores(subject: Subject) -> None:
 
 
 def _check_other_window(
-    subject: Subject, refuse: Callable[[type[KvtideError], str, Sequence[int]], None], target: Place
+    subject: PoolUnderTest,
+    refuse: Callable[[type[KvtideError], str, Sequence[int]], None],
+    target: Place,
 ) -> None:
     """A token that has a row in the snapshot and none at the target can't be restored."""
     for name, rule in map_rules(subject.geometry).items():
@@ -233,7 +237,7 @@ def _check_other_window(
         subject.set_maps({name: kept})
 
 
-def _has_extra_rows(subject: Subject, trip: Trip) -> bool:
+def _has_extra_rows(subject: PoolUnderTest, trip: Trip) -> bool:
     """Whether a token has a row at the target that had none at the source."""
     return any(
         rows_of_plane(plane, trip.target).keys() - rows_of_plane(plane, trip.source).keys()
@@ -241,7 +245,7 @@ def _has_extra_rows(subject: Subject, trip: Trip) -> bool:
     )
 
 
-def check_fences(subject: Subject) -> None:
+def check_fences(subject: PoolUnderTest) -> None:
     """What is asked of the device before a move happens before it, and after it, after; slots and
     maps are taken at the call; two moves under way share nothing."""
     tide = make_tide(subject, block_sizes(subject)["some rows"])
@@ -282,7 +286,7 @@ def check_fences(subject: Subject) -> None:
     assert tide.arena.used_bytes == 0, f"{tide.arena.used_bytes} bytes are still in use"
 
 
-def check_miss(source: Subject, target: Subject) -> None:
+def check_miss(source: PoolUnderTest, target: PoolUnderTest) -> None:
     """A snapshot of one is refused by the other, of which nothing has changed."""
     block_bytes = block_sizes(source)["some rows"]
     trip = make_trip(source, some_tokens(source), 8)
@@ -298,7 +302,7 @@ def check_miss(source: Subject, target: Subject) -> None:
     way.drop(snapshot)
 
 
-def check_snapshot_owns(subject: Subject) -> None:
+def check_snapshot_owns(subject: PoolUnderTest) -> None:
     """A snapshot is no view: whatever happens to its slots, it can be restored, and again."""
     way = TideWay(subject, block_sizes(subject)["some rows"])
     trip = make_trip(subject, some_tokens(subject), 6)
@@ -314,7 +318,7 @@ def check_snapshot_owns(subject: Subject) -> None:
     way.drop(snapshot)
 
 
-def _chunk_bytes(subject: Subject, trip: Trip, block_bytes: int) -> Iterator[int]:
+def _chunk_bytes(subject: PoolUnderTest, trip: Trip, block_bytes: int) -> Iterator[int]:
     """The bytes of each chunk where every group is one, or every layer's row is several."""
     for rules in dict.fromkeys(plane.rules for plane in subject.geometry.planes):
         planes = [plane for plane in subject.geometry.planes if plane.rules == rules]
@@ -346,7 +350,7 @@ def _tensor_bytes(rows: Any) -> bytes:
     return found
 
 
-POOL_CHECKS: tuple[Callable[[Subject], None], ...] = (
+POOL_CHECKS: tuple[Callable[[PoolUnderTest], None], ...] = (
     check_planes,
     check_round_trips,
     check_orders,

@@ -12,7 +12,7 @@ import pytest
 from kvtide.conformance import checks, ways
 from kvtide.conformance.reference import Units, units_of
 from kvtide.conformance.samples import Sample
-from kvtide.conformance.subjects import KINDS, Subject
+from kvtide.conformance.subjects import KINDS, PoolUnderTest
 from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice, Device
 from kvtide.layout import Geometry
@@ -55,7 +55,7 @@ class LayoutTests(ABC):
             every = self.thorough or metafunc.function.__name__ in self._EVERY_KIND
             metafunc.parametrize("kind", [*KINDS] if every else ["created"])
 
-    def make_subject(self, sample: Sample, kind: str, device: Device) -> Subject:
+    def make_subject(self, sample: Sample, kind: str, device: Device) -> PoolUnderTest:
         """A pool of that kind."""
         return KINDS[kind](sample, device)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtide.conformance import checks, ways
 from kvtide.conformance.reference import Bytes, units_of
-from kvtide.conformance.subjects import Ids, Subject
+from kvtide.conformance.subjects import Ids, PoolUnderTest
 from kvtide.pool import Pool
 
 
@@ -50,7 +50,7 @@ class PoolTests(ABC):
         """
         raise NotImplementedError(f"the layout goes through a map {name!r}: give write_map")
 
-    def make_way(self, subject: Subject, block_bytes: int) -> Any:
+    def make_way(self, subject: PoolUnderTest, block_bytes: int) -> Any:
         """How the pool's bytes are taken away and put back: by Tide, unless you say otherwise.
 
         An object with `save(slots, request) -> saved`, `load(saved, slots, request)` and
@@ -58,17 +58,17 @@ class PoolTests(ABC):
         """
         return ways.TideWay(subject, block_bytes)
 
-    def make_subject(self) -> Subject:
+    def make_subject(self) -> PoolUnderTest:
         """The pool as the tests see it."""
         pool = self.make_pool()
         read, write = partial(self.read_raw, pool), partial(self.write_raw, pool)
-        subject = Subject(pool, read, write, partial(self.write_map, pool))
+        subject = PoolUnderTest(pool, read, write, partial(self.write_map, pool))
         least = 12 * units_of(pool.geometry).slots
         count = pool.slot_count - pool.padding_slots
         assert count >= least, f"make_pool gives {count} slots; the tests need {least}"
         return subject
 
-    def _way(self, subject: Subject) -> Any:
+    def _way(self, subject: PoolUnderTest) -> Any:
         return partial(self.make_way, subject)
 
     def test_planes_lie_where_the_pool_says(self) -> None:

@@ -1,6 +1,6 @@
-"""Subject: a pool under test, and functions that read and write its bytes without it.
+"""PoolUnderTest: a pool, and functions that read and write its bytes without it.
 
-`KINDS` has functions that make a subject of a sample: one for each form that engines give a pool.
+`KINDS` has functions that make one of a sample: one for each form that engines give a pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GAP = 3
 
 @final
 @dataclass
-class Subject:
+class PoolUnderTest:
     """A pool, and three functions that read and write what it consists of.
 
     `read(plane, layer)` gives a copy of the layer's bytes, uint8 [row, byte]: a row's own first,
@@ -97,7 +97,7 @@ class Subject:
             self.maps[name] = ids
 
 
-Make = Callable[[Sample, Device], Subject]
+Make = Callable[[Sample, Device], PoolUnderTest]
 
 
 @final
@@ -126,7 +126,7 @@ class _Storage:
         """Bytes."""
         return torch.zeros(shape, dtype=torch.uint8, device=self.device.torch_device)
 
-    def subject(self, pool: Pool) -> Subject:
+    def subject(self, pool: Pool) -> PoolUnderTest:
         """The pool over this storage."""
 
         def read(name: str, layer: int) -> Bytes:
@@ -139,9 +139,9 @@ class _Storage:
         def write_map(name: str, ids: Ids) -> None:
             self.maps[name].copy_(torch.from_numpy(ids))
 
-        return Subject(pool, read, write, write_map)
+        return PoolUnderTest(pool, read, write, write_map)
 
-    def adopt(self, tensors: Mapping[str, Any]) -> Subject:
+    def adopt(self, tensors: Mapping[str, Any]) -> PoolUnderTest:
         """A pool over tensors, views of these layers."""
         pool = Pool.adopt(
             self.geometry, self.device, tensors, maps=self.maps, slot_count=self.slot_count
@@ -149,7 +149,7 @@ class _Storage:
         return self.subject(pool)
 
 
-def created(sample: Sample, device: Device) -> Subject:
+def created(sample: Sample, device: Device) -> PoolUnderTest:
     """A pool of kvtide's own; its bytes are found in its buffers, one a plane, layer by layer."""
     storage = _Storage(sample, device)
     pool = Pool.create(
@@ -166,7 +166,7 @@ def created(sample: Sample, device: Device) -> Subject:
     return storage.subject(pool)
 
 
-def one_tensor_a_layer(sample: Sample, device: Device) -> Subject:
+def one_tensor_a_layer(sample: Sample, device: Device) -> PoolUnderTest:
     """As most engines have it: [row, *row], or [page, token, *row] where a token is a row."""
     storage = _Storage(sample, device)
     planes = {}
@@ -176,7 +176,7 @@ def one_tensor_a_layer(sample: Sample, device: Device) -> Subject:
     return storage.adopt(planes)
 
 
-def one_tensor_for_all_layers(sample: Sample, device: Device) -> Subject:
+def one_tensor_for_all_layers(sample: Sample, device: Device) -> PoolUnderTest:
     """[layer, row, *row], or [layer, page, token, *row]."""
     storage = _Storage(sample, device)
     planes = {}
@@ -190,7 +190,7 @@ def one_tensor_for_all_layers(sample: Sample, device: Device) -> Subject:
     return storage.adopt(planes)
 
 
-def gaps_between_rows(sample: Sample, device: Device) -> Subject:
+def gaps_between_rows(sample: Sample, device: Device) -> PoolUnderTest:
     """Rows that don't adjoin: what lies between them isn't the pool's."""
     storage = _Storage(sample, device)
     planes: dict[str, list[torch.Tensor]] = {}

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.conformance.reference import Place, map_rules, mapped_count, units_of
-from kvtide.conformance.subjects import Subject
+from kvtide.conformance.subjects import PoolUnderTest
 from kvtide.device import Device
 
 Ids = NDArray[np.int64]
@@ -41,7 +41,11 @@ class Trip:
 
 
 def make_trip(
-    source: Subject, count: int, seed: int, order: str = "scattered", target: Subject | None = None
+    source: PoolUnderTest,
+    count: int,
+    seed: int,
+    order: str = "scattered",
+    target: PoolUnderTest | None = None,
 ) -> Trip:
     """A request of `count` tokens somewhere in `source`, and somewhere else in `target`.
 
@@ -65,7 +69,7 @@ def make_trip(
     )
 
 
-def counts_of(subject: Subject, chunk_rows: int) -> list[int]:
+def counts_of(subject: PoolUnderTest, chunk_rows: int) -> list[int]:
     """Token counts around the boundaries of chunks of so many rows: zero, one, n - 1, n, n + 1,
     a multiple and what surrounds it; where rows stand for several tokens also a part of one."""
     unit = _tokens_per_row(subject)
@@ -77,19 +81,19 @@ def counts_of(subject: Subject, chunk_rows: int) -> list[int]:
     return sorted(count for count in wanted if 0 <= count <= limit)
 
 
-def boundary_counts(subject: Subject, chunk_rows: int) -> Iterator[int]:
+def boundary_counts(subject: PoolUnderTest, chunk_rows: int) -> Iterator[int]:
     """The few of them that matter most."""
     unit = _tokens_per_row(subject)
     yield from (chunk_rows * unit, 0, chunk_rows * unit + 1, 1, chunk_rows * unit - 1)
 
 
-def _tokens_per_row(subject: Subject) -> int:
+def _tokens_per_row(subject: PoolUnderTest) -> int:
     """Of the plane of tokens whose rows stand for the fewest."""
     most = [plane.tokens_per_row for plane in subject.geometry.planes if plane.tokens_per_row]
     return min(most, default=1)
 
 
-def _slots(subject: Subject, count: int, random: np.random.Generator, order: str) -> Ids:
+def _slots(subject: PoolUnderTest, count: int, random: np.random.Generator, order: str) -> Ids:
     """Distinct slots, in whole runs where the layout asks for them."""
     unit = units_of(subject.geometry).slots
     if unit == 1 and order == "pages":
@@ -112,7 +116,7 @@ def _slots(subject: Subject, count: int, random: np.random.Generator, order: str
 
 
 def _maps(
-    source: Subject, target: Subject, places: list[Ids], random: np.random.Generator
+    source: PoolUnderTest, target: PoolUnderTest, places: list[Ids], random: np.random.Generator
 ) -> list[dict[str, Ids]]:
     """The engine's maps at both ends, int64 [slot]: holes, but for the tokens of a window.
 

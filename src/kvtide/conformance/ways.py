@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtide.arena import HostArena
 from kvtide.conformance.reference import Image, first_difference, restored
-from kvtide.conformance.subjects import Subject
+from kvtide.conformance.subjects import PoolUnderTest
 from kvtide.conformance.trips import INDICES, Trip
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
@@ -26,7 +26,9 @@ _LIMIT_BYTES = 1 << 20
 class TideWay:
     """There and back as kvtide does it. A pool with methods of its own brings its own way."""
 
-    def __init__(self, subject: Subject, block_bytes: int, target: Subject | None = None) -> None:
+    def __init__(
+        self, subject: PoolUnderTest, block_bytes: int, target: PoolUnderTest | None = None
+    ) -> None:
         self.block_bytes = block_bytes
         self._tides = [make_tide(end, block_bytes) for end in (subject, target or subject)]
 
@@ -46,14 +48,14 @@ class TideWay:
         assert used_bytes == 0, f"{used_bytes} bytes of the arena are still in use"
 
 
-def make_tide(subject: Subject, block_bytes: int) -> Tide:
+def make_tide(subject: PoolUnderTest, block_bytes: int) -> Tide:
     """A tide of the pool, and an arena of its own with such blocks."""
     limit_bytes = min(_LIMIT_BYTES, _BLOCKS * block_bytes)
     arena = HostArena(subject.pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
     return Tide(subject.pool, arena)
 
 
-def block_sizes(subject: Subject) -> dict[str, int]:
+def block_sizes(subject: PoolUnderTest) -> dict[str, int]:
     """Blocks for all of it, for some rows, and where rows can be cut, for less than any row."""
     rows = _group_bytes(subject)
     sizes = {"some rows": CHUNK_ROWS * max(rows), "all rows": 1 << 16}
@@ -63,7 +65,7 @@ def block_sizes(subject: Subject) -> dict[str, int]:
     return sizes
 
 
-def _group_bytes(subject: Subject) -> list[int]:
+def _group_bytes(subject: PoolUnderTest) -> list[int]:
     """Bytes of a row of all layers, for each group of planes of equal rules."""
     sizes: dict[Any, int] = {}
     for plane in subject.geometry.planes:
@@ -74,9 +76,9 @@ def _group_bytes(subject: Subject) -> list[int]:
 def go(
     way: Any,
     trip: Trip,
-    subject: Subject,
+    subject: PoolUnderTest,
     *,
-    target: Subject | None = None,
+    target: PoolUnderTest | None = None,
     index: str = "numpy int64",
     seed: int = 0,
     note: str = "",
@@ -104,12 +106,12 @@ def go(
         same(poison, subject.image(), f"{note}a restore elsewhere changed the source")
 
 
-def tokens_per_row(subject: Subject) -> int:
+def tokens_per_row(subject: PoolUnderTest) -> int:
     """Tokens that a row stands for, of the plane where those are fewest."""
     return min((p.tokens_per_row for p in subject.geometry.planes if p.tokens_per_row), default=1)
 
 
-def some_tokens(subject: Subject) -> int:
+def some_tokens(subject: PoolUnderTest) -> int:
     """A token count of more than one chunk, the last row or page not full."""
     return (CHUNK_ROWS + 2) * tokens_per_row(subject) - (tokens_per_row(subject) > 1)
 

@@ -43,7 +43,7 @@ class Sharing(Enum):
 
 
 @dataclass(frozen=True)
-class Span:
+class Queries:
     """Rows `first .. first+count` are the last queries of one request's context."""
 
     first: int
@@ -53,7 +53,7 @@ class Span:
     mask: Tensor | None
     """bool [count, context], true where a query may look; None for a plain causal mask."""
 
-    def to(self, device: torch.device) -> Span:
+    def to(self, device: torch.device) -> Queries:
         """A copy on that device."""
         mask = None if self.mask is None else self.mask.to(device)
         return replace(self, slots=self.slots.to(device), mask=mask)
@@ -81,7 +81,7 @@ class AttentionPlan:
 
     row_count: int
     """The number of rows, padding included. Padding rows, in no part, get zeros."""
-    parts: tuple[Span | Bucket, ...]
+    parts: tuple[Queries | Bucket, ...]
     """In the order of their rows, without gaps, from row 0."""
 
     def to(self, device: torch.device) -> AttentionPlan:
@@ -110,13 +110,13 @@ def plan_attention(
 
     Segments of one query must be sorted by `padded_length`; `PagedModel` sorts them.
     """
-    parts: list[Span | Bucket] = []
+    parts: list[Queries | Bucket] = []
     singles: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
         if segment.count == 1:
             singles[padded_length(len(segment.slots))].append(segment)
         else:
-            parts.append(_span(segment))
+            parts.append(_queries(segment))
     if sharing is Sharing.ANY and singles:
         singles = {max(singles): [segment for alike in singles.values() for segment in alike]}
     most = 1 if sharing is Sharing.NONE else MOST_IN_BUCKET
@@ -127,13 +127,13 @@ def plan_attention(
     return AttentionPlan(row_count, tuple(parts))
 
 
-def _span(segment: Segment) -> Span:
+def _queries(segment: Segment) -> Queries:
     context = len(segment.slots)
     if context == segment.count:
-        return Span(segment.first, segment.count, segment.slots, None)
+        return Queries(segment.first, segment.count, segment.slots, None)
     key_position = torch.arange(context, device=segment.slots.device)
     mask = key_position[None] <= key_position[context - segment.count :, None]
-    return Span(segment.first, segment.count, segment.slots, mask)
+    return Queries(segment.first, segment.count, segment.slots, mask)
 
 
 def _bucket(segments: Sequence[Segment], length: int, dtype: torch.dtype) -> Bucket:
@@ -189,8 +189,8 @@ def attend(
         rows = query[part.first : part.first + part.count]
         if len(rows) < len(query):
             rows = rows.clone()  # its place in memory must not depend on the other rows
-        if isinstance(part, Span):
-            outputs.append(_attend_span(part, rows, k, v, scale))
+        if isinstance(part, Queries):
+            outputs.append(_attend_queries(part, rows, k, v, scale))
         else:
             outputs.append(_attend_bucket(part, rows, k, v, scale))
         done += part.count
@@ -199,13 +199,13 @@ def attend(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_span(span: Span, query: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_queries(part: Queries, query: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     out = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
         v.transpose(0, 1)[None],
-        attn_mask=span.mask,
-        is_causal=span.mask is None,
+        attn_mask=part.mask,
+        is_causal=part.mask is None,
         scale=scale,
         enable_gqa=query.shape[1] != k.shape[1],
     )

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvtide.plugin.sglang.cases.keys_values import environment, scattered
 from kvtide.plugin.sglang.cases.latent import last_first
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, Refusal
 
 PAGE_SIZE, LAYER_COUNT = 16, 3
 TILE = 16
@@ -56,7 +56,7 @@ def npu_pools(device: str) -> Iterator[None]:
 def built(
     device: str,
     kind: str,
-    probes_of: Callable[[Any], list[Probe]],
+    probes_of: Callable[[Any], list[ByteProbe]],
     *,
     size: int = 256,
     in_order: bool = False,
@@ -103,28 +103,28 @@ def by_turns(rank: int, world: int) -> Locate:
 
 def plane(
     name: str, layers: torch.Tensor, locate: Locate = by_page, *, tiled: bool = False
-) -> list[Probe]:
+) -> list[ByteProbe]:
     """A probe of each layer of [layer, page, token, …], or in NZ order [layer, page, tile, …]."""
     raw = layers.view(torch.uint8) if layers.element_size() == 1 else layers
 
-    def of_layer(number: int, layer: torch.Tensor) -> Probe:
+    def of_layer(number: int, layer: torch.Tensor) -> ByteProbe:
         tiles = layer.view(len(layer), -1, PAGE_SIZE, TILE) if tiled else layer
 
         def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
             pages, places = locate(slots)
             return (tiles[pages, :, places] if tiled else tiles[pages, places]).clone()
 
-        return Probe(f"{name}{number}", read, [layers])
+        return ByteProbe(f"{name}{number}", read, [layers])
 
     return [of_layer(number, layer) for number, layer in enumerate(raw)]
 
 
-def mha_probes(pool: Any) -> list[Probe]:
+def mha_probes(pool: Any) -> list[ByteProbe]:
     """Probes of keys and values, in the tensors of all layers: attention takes views of them."""
     return [*plane("k", pool.k_buffer_tensor), *plane("v", pool.v_buffer_tensor)]
 
 
-def minimax_probes(pool: Any) -> list[Probe]:
+def minimax_probes(pool: Any) -> list[ByteProbe]:
     """Probes of keys and values, and of what index keys and values the pool has."""
     probes = mha_probes(pool.main_pool)
     if pool.index_kv_pool is not None:
@@ -135,10 +135,12 @@ def minimax_probes(pool: Any) -> list[Probe]:
     return probes
 
 
-def mla_probes(locate: Locate = by_page, *, tiled: bool = False) -> Callable[[Any], list[Probe]]:
+def mla_probes(
+    locate: Locate = by_page, *, tiled: bool = False
+) -> Callable[[Any], list[ByteProbe]]:
     """Probes of latents, ropes, index keys and their scales."""
 
-    def probes_of(pool: Any) -> list[Probe]:
+    def probes_of(pool: Any) -> list[ByteProbe]:
         probes = plane("latent", pool.k_buffer, locate, tiled=tiled)
         if pool.v_buffer.numel():
             probes += plane("rope", pool.v_buffer, locate, tiled=tiled)

@@ -16,7 +16,7 @@ from kvtide.plugin.sglang.cases.recurrent_state import (
     state_params,
     state_probes,
 )
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case
 
 KERNEL_SIZE, KERNEL_STRIDE = 4, 2
 TOKENS = 45
@@ -91,7 +91,7 @@ def _with_state() -> Built:
     return Built(pool, allocator, probes, *rows, requests)
 
 
-def _probes(pool: Any, requests: Any, aside: torch.Tensor) -> list[Probe]:
+def _probes(pool: Any, requests: Any, aside: torch.Tensor) -> list[ByteProbe]:
     """Probes of tokens, of a request's compressed keys, and of slots kept for other requests."""
     probes = [_tokens(probe, aside) for probe in key_value_probes(pool)]
     for layer, keys in enumerate(pool.k_buffer):
@@ -103,13 +103,13 @@ def _probes(pool: Any, requests: Any, aside: torch.Tensor) -> list[Probe]:
     return probes
 
 
-def _tokens(probe: Probe, aside: torch.Tensor) -> Probe:
+def _tokens(probe: ByteProbe, aside: torch.Tensor) -> ByteProbe:
     """The probe, of slots that tokens can have."""
 
     def read(slots: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
         return probe.read(slots[~torch.isin(slots, aside)], rows)
 
-    return Probe(probe.name, read, probe.buffers)
+    return ByteProbe(probe.name, read, probe.buffers)
 
 
 def _slots_of(requests: Any, level: str, row: int, count: int) -> torch.Tensor:
@@ -118,14 +118,14 @@ def _slots_of(requests: Any, level: str, row: int, count: int) -> torch.Tensor:
     return table[row, :count].long()
 
 
-def _entries(name: str, keys: torch.Tensor, requests: Any, level: str, count: int) -> Probe:
+def _entries(name: str, keys: torch.Tensor, requests: Any, level: str, count: int) -> ByteProbe:
     def read(_: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
         return keys[_slots_of(requests, level, rows["request"], count)]
 
-    return Probe(name, read, [keys])
+    return ByteProbe(name, read, [keys])
 
 
-def _rest(name: str, keys: torch.Tensor, requests: Any, aside: torch.Tensor) -> Probe:
+def _rest(name: str, keys: torch.Tensor, requests: Any, aside: torch.Tensor) -> ByteProbe:
     """A probe of what isn't the target's: nothing of either request that moves."""
     held = [_slots_of(requests, level, TARGET, count) for level, count in LEVELS.items()]
     others = aside[~torch.isin(aside, torch.cat(held))]
@@ -133,7 +133,7 @@ def _rest(name: str, keys: torch.Tensor, requests: Any, aside: torch.Tensor) -> 
     def read(_: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
         return keys[others if rows["request"] == OTHER else others[:0]]
 
-    return Probe(name, read, [keys])
+    return ByteProbe(name, read, [keys])
 
 
 _LEFT = (

@@ -22,7 +22,7 @@ from kvtide.plugin.sglang.cases.deepseek_v4_server import (
     npu_modules,
     pool_of,
 )
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, Refusal
 
 TOKENS = 3 * PAGE + 77
 Locate = Callable[[torch.Tensor], torch.Tensor]
@@ -46,14 +46,14 @@ def in_window(pool: Any, dead: torch.Tensor) -> Locate:
 
 def of_layers(
     name: str, buffers: list[torch.Tensor], read: Callable[..., torch.Tensor]
-) -> list[Probe]:
+) -> list[ByteProbe]:
     """A probe for each layer; `read` takes its buffer, the slots, and the request's rows."""
 
     def bound(buffer: torch.Tensor) -> Callable[..., torch.Tensor]:
         return lambda slots, rows: read(buffer, slots, rows)
 
     return [
-        Probe(f"{name}{layer}", bound(buffer), [buffer]) for layer, buffer in enumerate(buffers)
+        ByteProbe(f"{name}{layer}", bound(buffer), [buffer]) for layer, buffer in enumerate(buffers)
     ]
 
 
@@ -63,7 +63,7 @@ def paged(
     page: int,
     fields: list[tuple[int, int, int]],
     locate: Locate,
-) -> list[Probe]:
+) -> list[ByteProbe]:
     """Entries that lie in pages: of each field its bytes, where it begins, and how far apart."""
 
     def read(buffer: torch.Tensor, slots: torch.Tensor, _: Mapping[str, int]) -> torch.Tensor:
@@ -75,7 +75,7 @@ def paged(
     return of_layers(name, buffers, read)
 
 
-def packed(name: str, pool: Any, locate: Locate) -> list[Probe]:
+def packed(name: str, pool: Any, locate: Locate) -> list[ByteProbe]:
     """A cache in one of FlashMLA's formats: data, and scales beside them or behind all data."""
     layout, page = pool.kv_layout, pool.page_size
     if type(pool) is v4.DeepSeekV4UniformFP8KVPool:
@@ -85,7 +85,7 @@ def packed(name: str, pool: Any, locate: Locate) -> list[Probe]:
     return paged(name, pool.kv_buffer, page, fields, locate)
 
 
-def index_keys(name: str, pool: Any, locate: Locate) -> list[Probe]:
+def index_keys(name: str, pool: Any, locate: Locate) -> list[ByteProbe]:
     """The indexer's keys of 128 numbers, and their scales behind those of the whole page."""
     page, width = pool.page_size, 64 if pool.use_fp4_indexer else 128
     if not pool.uses_aiter_fp4_layout:
@@ -102,7 +102,7 @@ def index_keys(name: str, pool: Any, locate: Locate) -> list[Probe]:
     ]
 
 
-def own_rows(name: str, buffers: list[torch.Tensor], count: int, last: int) -> list[Probe]:
+def own_rows(name: str, buffers: list[torch.Tensor], count: int, last: int) -> list[ByteProbe]:
     """The `last` tokens of a ring of `count` rows a request."""
     places = torch.arange(TOKENS - last, TOKENS) % count
 
@@ -112,9 +112,9 @@ def own_rows(name: str, buffers: list[torch.Tensor], count: int, last: int) -> l
     return of_layers(name, buffers, read)
 
 
-def states(pool: Any, dead: torch.Tensor) -> list[Probe]:
+def states(pool: Any, dead: torch.Tensor) -> list[ByteProbe]:
     """Probes of the compressors: rings of pages, which tokens lead to, or rings of requests."""
-    probes: list[Probe] = []
+    probes: list[ByteProbe] = []
     kinds = {"state": pool.compress_state_pools, "index state": pool.indexer_compress_state_pools}
     for kind, pools in kinds.items():
         for layer, state in enumerate(pools):
@@ -140,7 +140,7 @@ def states(pool: Any, dead: torch.Tensor) -> list[Probe]:
     return probes
 
 
-def window(pool: Any, dead: torch.Tensor) -> list[Probe]:
+def window(pool: Any, dead: torch.Tensor) -> list[ByteProbe]:
     """The main cache: by page, or in a ring of the request."""
     if pool.request_window is not None:
         ring = pool.request_window
@@ -153,7 +153,7 @@ def window(pool: Any, dead: torch.Tensor) -> list[Probe]:
     return packed("swa", pool.swa_kv_pool, in_window(pool, dead))
 
 
-def _packed_ring(name: str, pool: Any, count: int) -> list[Probe]:
+def _packed_ring(name: str, pool: Any, count: int) -> list[ByteProbe]:
     layout, page = pool.kv_layout, pool.page_size
     step, base, scale_step = layout.row_addressing(page)
     last = torch.arange(TOKENS - WINDOW, TOKENS) % count
@@ -173,7 +173,7 @@ def _built(server: Server | None = None, **options: Any) -> Built:
     return _with(*_served(server or Server(), **options))
 
 
-def _served(server: Server, **options: Any) -> tuple[Any, Slots, list[Probe]]:
+def _served(server: Server, **options: Any) -> tuple[Any, Slots, list[ByteProbe]]:
     pool = pool_of(server, **options)
     slots = Slots(pool, TOKENS)
     probes = [*window(pool, slots.dead), *states(pool, slots.dead)]
@@ -241,8 +241,8 @@ def _npu(*, is_a5: bool) -> Built:
     return built
 
 
-def _npu_probes(pool: Any, dead: torch.Tensor, requests: Any, is_a5: bool) -> list[Probe]:
-    def entries(name: str, buffers: list[torch.Tensor], locate: Locate) -> list[Probe]:
+def _npu_probes(pool: Any, dead: torch.Tensor, requests: Any, is_a5: bool) -> list[ByteProbe]:
+    def entries(name: str, buffers: list[torch.Tensor], locate: Locate) -> list[ByteProbe]:
         return of_layers(
             name, buffers, lambda buffer, slots, _: buffer.flatten(0, 1)[locate(slots)]
         )
@@ -276,7 +276,7 @@ def _with_draft() -> Built:
     return replace(_with(pool, slots, probes), draft_pools=[draft])
 
 
-def _with(pool: Any, slots: Slots, probes: list[Probe]) -> Built:
+def _with(pool: Any, slots: Slots, probes: list[ByteProbe]) -> Built:
     return Built(
         pool,
         slots.allocator,

@@ -24,7 +24,7 @@ from kvtide.plugin.sglang.cases.keys_values import (
 )
 from kvtide.plugin.sglang.cases.latent import last_first
 from kvtide.plugin.sglang.cases.recurrent_state import SOURCES, TARGETS
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, token_rows
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, token_rows
 from kvtide.plugin.sglang.cases.unified_memory import (
     buffers,
     state_by_table,
@@ -34,7 +34,7 @@ from kvtide.plugin.sglang.cases.unified_memory import (
 NOT_COPIED = "only the pool of the allocator is copied, and the draft model's isn't it"
 
 
-def _draft_mha(size: int = 512, **options: Any) -> tuple[Any, list[Probe]]:
+def _draft_mha(size: int = 512, **options: Any) -> tuple[Any, list[ByteProbe]]:
     """A draft's pool of one head and one layer, the allocator being the target's."""
     pool = memory_pool.MHATokenToKVPool(
         size=size,

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_parallel
 
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case
 
 ON_CPU: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
 
@@ -90,18 +90,18 @@ def layer_probes(
     buffers: Sequence[torch.Tensor],
     read: ReadRows = by_token,
     held_in: Sequence[torch.Tensor] | None = None,
-) -> list[Probe]:
+) -> list[ByteProbe]:
     """One for each layer. `held_in` are the tensors of which the buffers are views with gaps."""
     raw = [buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer for buffer in buffers]
 
-    def of_layer(layer: int, buffer: torch.Tensor, whole: torch.Tensor) -> Probe:
-        return Probe(f"{name}{layer}", lambda slots, _: read(buffer, slots), [whole])
+    def of_layer(layer: int, buffer: torch.Tensor, whole: torch.Tensor) -> ByteProbe:
+        return ByteProbe(f"{name}{layer}", lambda slots, _: read(buffer, slots), [whole])
 
     pairs = zip(raw, held_in or raw, strict=True)
     return [of_layer(layer, buffer, whole) for layer, (buffer, whole) in enumerate(pairs)]
 
 
-def key_value_probes(pool: Any, read: ReadRows = by_token) -> list[Probe]:
+def key_value_probes(pool: Any, read: ReadRows = by_token) -> list[ByteProbe]:
     """Probes of each layer's keys and values."""
     return [*layer_probes("k", pool.k_buffer, read), *layer_probes("v", pool.v_buffer, read)]
 

@@ -17,7 +17,7 @@ from kvtide.plugin.sglang.cases.keys_values import (
     mha,
     scattered,
 )
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case
 
 M3_PAGE = 128
 MXFP8 = {"kind": memory_pool.MHATokenToKVPoolMXFP8, "dtype": torch.float8_e4m3fn}
@@ -46,9 +46,9 @@ def interleaved_tokens(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tenso
     return buffer[slots // page_size, :, token % 32, token // 32]
 
 
-def scale_probes(pool: Any) -> list[Probe]:
+def scale_probes(pool: Any) -> list[ByteProbe]:
     """Probes of the scales that a pool has, a row for each token."""
-    probes: list[Probe] = []
+    probes: list[ByteProbe] = []
     for name in ("k_scale_buffer", "v_scale_buffer"):
         probes += layer_probes(name, getattr(pool, name) or [])
     return probes
@@ -132,13 +132,13 @@ def _m3_allocator(pool: Any) -> Any:
     return scattered(allocator_for(pool, 1024, M3_PAGE, torch.bfloat16))
 
 
-def _m3_main_probes(pool: Any) -> list[Probe]:
+def _m3_main_probes(pool: Any) -> list[ByteProbe]:
     names = ("k_buffer", "v_buffer", "k_scale_buffer", "v_scale_buffer")
     read = by_head(M3_PAGE)
     return [p for name in names for p in layer_probes(name, getattr(pool, name), read, pool.rows)]
 
 
-def _m3_index_probes(pool: Any) -> list[Probe]:
+def _m3_index_probes(pool: Any) -> list[ByteProbe]:
     """Their buffers are [page, token, byte]."""
 
     def read(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ from sglang.srt.runtime_context import get_parallel
 from kvtide.plugin.sglang.cases.keys_values import ON_CPU, allocator_for, scattered
 from kvtide.plugin.sglang.cases.round_trips import (
     Built,
+    ByteProbe,
     Case,
-    Probe,
     Refusal,
     request_rows,
     token_rows,
@@ -75,7 +75,7 @@ def dsa(page_size: int = 64, **more: Any) -> Any:
     return mla(page_size, kind=kind, index_head_dim=128, kv_cache_dim=80, **more)
 
 
-def latent_probes(pool: Any, name: str = "kv_buffer") -> list[Probe]:
+def latent_probes(pool: Any, name: str = "kv_buffer") -> list[ByteProbe]:
     """Probes of each layer's rows, [slot, …]."""
     tensors = getattr(pool, name)
     return [
@@ -83,23 +83,23 @@ def latent_probes(pool: Any, name: str = "kv_buffer") -> list[Probe]:
     ]
 
 
-def dcp_probes(pool: Any, rank: int, world: int) -> list[Probe]:
+def dcp_probes(pool: Any, rank: int, world: int) -> list[ByteProbe]:
     """Probes of each layer's rows for the slots that this rank keeps."""
 
-    def of_layer(layer: int, buffer: torch.Tensor) -> Probe:
+    def of_layer(layer: int, buffer: torch.Tensor) -> ByteProbe:
         def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
             return buffer[slots[slots % world == rank] // world].clone()
 
-        return Probe(f"kv{layer} of rank {rank}", read, [buffer])
+        return ByteProbe(f"kv{layer} of rank {rank}", read, [buffer])
 
     return [of_layer(layer, buffer) for layer, buffer in enumerate(pool.kv_buffer)]
 
 
-def index_probes(pool: Any) -> list[Probe]:
+def index_probes(pool: Any) -> list[ByteProbe]:
     """Probes of index keys and scales: as many keys as a kernel takes, then their scales."""
     share, count = pool.index_kpool, pool.index_page_size
 
-    def of_layer(layer: int, buffer: torch.Tensor) -> Probe:
+    def of_layer(layer: int, buffer: torch.Tensor) -> ByteProbe:
         pages = buffer.view(-1, count * (KEY_BYTES + SCALE_BYTES))
         keys = pages[:, : count * KEY_BYTES].view(-1, count, KEY_BYTES)
         scales = pages[:, count * KEY_BYTES :].view(-1, count, SCALE_BYTES)
@@ -109,13 +109,13 @@ def index_probes(pool: Any) -> list[Probe]:
             places = groups // count, groups % count
             return torch.cat([keys[places], scales[places]], -1).clone()
 
-        return Probe(f"index_k{layer}", read, [buffer])
+        return ByteProbe(f"index_k{layer}", read, [buffer])
 
     buffers = enumerate(pool.index_k_with_scale_buffer)
     return [of_layer(layer, buffer) for layer, buffer in buffers if len(buffer)]
 
 
-def tail_probes(pool: Any) -> list[Probe]:
+def tail_probes(pool: Any) -> list[ByteProbe]:
     """Probes of a request's last tokens, which will share an index key once they are enough."""
     tails = {"tail_k": pool._compress_tail_k, "tail_score": pool._compress_tail_score}
     return [
@@ -126,7 +126,7 @@ def tail_probes(pool: Any) -> list[Probe]:
     ]
 
 
-def _built(pool: Any, probes: Sequence[Probe], world: int = 1) -> Built:
+def _built(pool: Any, probes: Sequence[ByteProbe], world: int = 1) -> Built:
     allocator = allocator_for(pool, SIZE * world, pool.page_size * world, pool.dtype)
     return Built(pool, last_first(scattered(allocator)), probes)
 

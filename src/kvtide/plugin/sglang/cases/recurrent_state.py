@@ -22,7 +22,7 @@ from kvtide.plugin.sglang.cases.keys_values import (
     scattered,
 )
 from kvtide.plugin.sglang.cases.latent import index_probes, last_first, tail_probes
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal, request_rows
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, Refusal, request_rows
 
 STATE_LAYERS = [0, 2, 4]
 ATTENTION_LAYERS = [1, 3]
@@ -64,7 +64,7 @@ def state_pool(*siblings: Any, **options: Any) -> Any:
     return pool
 
 
-def state_probes(pool: Any) -> list[Probe]:
+def state_probes(pool: Any) -> list[ByteProbe]:
     """Probes of the windows and the states, [layer, row, …]."""
     cache = pool.mamba_cache
     named = [
@@ -74,9 +74,9 @@ def state_probes(pool: Any) -> list[Probe]:
     return [layered_rows(name, buffer, "mamba") for name, buffer in named]
 
 
-def layered_rows(name: str, buffer: torch.Tensor, kind: str) -> Probe:
+def layered_rows(name: str, buffer: torch.Tensor, kind: str) -> ByteProbe:
     """A probe of a tensor [layer, row, …], of which a request has one row of its kind."""
-    return Probe(name, lambda _, rows: buffer[:, rows[kind]].clone(), [buffer])
+    return ByteProbe(name, lambda _, rows: buffer[:, rows[kind]].clone(), [buffer])
 
 
 def hybrid(
@@ -98,7 +98,7 @@ def hybrid(
     return pool, last_first(scattered(allocator))
 
 
-def _mha(state: Any, more: Sequence[Probe] = (), page_size: int = 16) -> Built:
+def _mha(state: Any, more: Sequence[ByteProbe] = (), page_size: int = 16) -> Built:
     pool, allocator = hybrid(state, page_size)
     probes = [*key_value_probes(pool.full_kv_pool), *state_probes(state), *more]
     return Built(pool, allocator, probes, SOURCES, TARGETS)
@@ -199,22 +199,22 @@ def _qsa(dtype: torch.dtype = torch.bfloat16) -> Built:
     return Built(pool, allocator, probes, SOURCES, TARGETS)
 
 
-def _groups(name: str, buffer: torch.Tensor, ratio: int) -> Probe:
+def _groups(name: str, buffer: torch.Tensor, ratio: int) -> ByteProbe:
     """A probe of [slot // ratio, …], in the order of the tokens wherever their pages lie."""
 
     def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
         return buffer[torch.unique_consecutive(slots // ratio)].clone()
 
-    return Probe(name, read, [buffer])
+    return ByteProbe(name, read, [buffer])
 
 
-def _ring(name: str, buffer: torch.Tensor, ratio: int) -> Probe:
+def _ring(name: str, buffer: torch.Tensor, ratio: int) -> ByteProbe:
     """A probe of [request * ratio + place, …]."""
 
     def read(_: torch.Tensor, rows: Any) -> torch.Tensor:
         return buffer[rows["request"] * ratio : (rows["request"] + 1) * ratio].clone()
 
-    return Probe(name, read, [buffer])
+    return ByteProbe(name, read, [buffer])
 
 
 CASES = [

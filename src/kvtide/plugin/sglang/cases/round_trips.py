@@ -30,7 +30,7 @@ Read = Callable[[torch.Tensor, Mapping[str, int]], torch.Tensor]
 
 @final
 @dataclass(frozen=True)
-class Probe:
+class ByteProbe:
     """Reads one kind of bytes. `buffers` are the whole tensors that these bytes lie in."""
 
     name: str
@@ -45,14 +45,14 @@ def set_what_servers_set() -> None:
     get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
 
 
-def token_rows(name: str, buffer: torch.Tensor) -> Probe:
+def token_rows(name: str, buffer: torch.Tensor) -> ByteProbe:
     """A probe of a tensor [slot, …]."""
-    return Probe(name, lambda slots, _: buffer[slots].clone(), [buffer])
+    return ByteProbe(name, lambda slots, _: buffer[slots].clone(), [buffer])
 
 
-def request_rows(name: str, buffer: torch.Tensor, kind: str) -> Probe:
+def request_rows(name: str, buffer: torch.Tensor, kind: str) -> ByteProbe:
     """A probe of a tensor [row, …], of which a request has one row of its `kind`."""
-    return Probe(name, lambda _, rows: buffer[rows[kind]].clone(), [buffer])
+    return ByteProbe(name, lambda _, rows: buffer[rows[kind]].clone(), [buffer])
 
 
 @final
@@ -65,7 +65,7 @@ class Built:
 
     pool: Any
     allocator: Any
-    probes: Sequence[Probe]
+    probes: Sequence[ByteProbe]
     sources: Mapping[str, int] = field(default_factory=lambda: {"request": 1})
     targets: Mapping[str, int] = field(default_factory=lambda: {"request": 2})
     request_pool: Any = None
@@ -242,7 +242,7 @@ def _bystanders(built: Built, held: torch.Tensor, page_size: int) -> torch.Tenso
     return slots[~taken].to(held.device)
 
 
-def _read_others(probe: Probe, bystanders: torch.Tensor, built: Built) -> list[torch.Tensor]:
+def _read_others(probe: ByteProbe, bystanders: torch.Tensor, built: Built) -> list[torch.Tensor]:
     """What the probe reads for other requests: their slots, with each row that they may have.
 
     The source's rows come first; a row that the buffer lacks is an empty tensor.
@@ -264,7 +264,7 @@ def _can_be_held(built: Built, kind: str, row: int) -> bool:
     return kind != "mamba" or table is None or (row < len(table) and int(table[row]) >= 0)
 
 
-def _read_if_any(probe: Probe, slots: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
+def _read_if_any(probe: ByteProbe, slots: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
     try:
         return probe.read(slots, rows)
     except IndexError:

@@ -27,7 +27,7 @@ from kvtide.plugin.sglang.cases.keys_values import (
 )
 from kvtide.plugin.sglang.cases.latent import index_probes, last_first
 from kvtide.plugin.sglang.cases.recurrent_state import state_params, state_probes
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, Refusal
 
 SIZE, WINDOW_SIZE = 512, 256
 LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, **ON_CPU}
@@ -72,7 +72,7 @@ def extend(allocator: Any, token_count: int, tail: int | None = None) -> torch.T
     return slots
 
 
-def window_probes(pool: Any, gone: int = 0, read: ReadRows = by_token) -> list[Probe]:
+def window_probes(pool: Any, gone: int = 0, read: ReadRows = by_token) -> list[ByteProbe]:
     """Probes of both pools' buffers; the first `gone` tokens have left the window."""
 
     def in_window(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

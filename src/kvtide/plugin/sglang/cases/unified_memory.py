@@ -12,7 +12,7 @@ from sglang.srt.mem_cache import unified_memory_pool
 from kvtide.conformance.tensors import randomise
 from kvtide.plugin.sglang.cases.latent import shared_context
 from kvtide.plugin.sglang.cases.recurrent_state import ALIASED, state_params
-from kvtide.plugin.sglang.cases.round_trips import Built, Case, Probe, Refusal
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, Refusal
 
 PAGE = 16
 VIRTUAL = (
@@ -85,7 +85,7 @@ def all_bundle(**options: Any) -> Any:
 
 def tokens_by_table(
     name: str, view: torch.Tensor, owner: Any, raw: Any, gone: int = 0, rank: int = 0
-) -> Probe:
+) -> ByteProbe:
     """A probe of a layer's rows [row, …], which SGLang's table gives to virtual slots.
 
     The first `gone` slots are left out, and where ranks share a context the slots of other ranks.
@@ -99,10 +99,10 @@ def tokens_by_table(
         pages = owner.virtual_to_physical[held // page_size]
         return view[(pages * page_size + held % page_size)[pages > 0]].clone()
 
-    return Probe(name, read, [raw])
+    return ByteProbe(name, read, [raw])
 
 
-def state_by_table(pool: Any, owner: Any, raw: torch.Tensor) -> list[Probe]:
+def state_by_table(pool: Any, owner: Any, raw: torch.Tensor) -> list[ByteProbe]:
     """Probes of state [layer, row, …], by a request's virtual slot."""
 
     def read(buffer: torch.Tensor) -> Callable[[torch.Tensor, Mapping[str, int]], torch.Tensor]:
@@ -113,7 +113,7 @@ def state_by_table(pool: Any, owner: Any, raw: torch.Tensor) -> list[Probe]:
         *((f"conv{n}", buffer) for n, buffer in enumerate(cache.conv)),
         ("temporal", cache.temporal),
     ]
-    return [Probe(name, read(buffer), [raw]) for name, buffer in named]
+    return [ByteProbe(name, read(buffer), [raw]) for name, buffer in named]
 
 
 def buffers(pool: Any) -> list[tuple[str, torch.Tensor]]:
