@@ -37,7 +37,7 @@ from support.pools import (
 )
 from support.simulated import SCHEDULES, simulated
 
-FORMS = Path(__file__).parent / "forms"
+FORMS = Path(__file__).parent / "snapshot_forms"
 SOURCE, TARGET = [9, 2, 3, 7, 6, 14, 15, 1], [12, 0, 19, 1, 5, 8, 17, 16]
 
 

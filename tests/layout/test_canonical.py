@@ -40,7 +40,7 @@ from kvtide.layout.recurrent import RECURRENT_AND_FULL
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
 from support.values import NO_ROWS, name_of
 
-FORMS = Path(__file__).parent / "forms"
+FORMS = Path(__file__).parent / "geometry_forms"
 HEADS: dict[str, Any] = {"layer": 2, "head": 4, "head_dim": 8, "v_head_dim": 6}
 
 

@@ -23,7 +23,7 @@ WANTED = {
     "description": ("Description", "Part"),
     "refusals": ("DeviceFailed", "RankFailed", "Refused", "StateAhead", "REASONS", "reason_of"),
     "keeper": ("Backup", "Keeper", "Requests"),
-    "books": ("Counters",),
+    "counters": ("Counters",),
     "ranks": ("Ranks",),
     "host_memory": ("HostMemory",),
     "environment": ("CONFIG", "HOST_MEMORY", "choice", "host_memory_bytes", "read_values"),

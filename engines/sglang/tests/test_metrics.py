@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from requests_of import Place, keeper_over
 
 from kvtide.errors import ArenaFull
-from kvtide.plugin.sglang.collector import metrics_of
+from kvtide.plugin.sglang.scheduler_metrics import metrics_of
 from kvtide.plugin.sglang.settings import Settings
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}

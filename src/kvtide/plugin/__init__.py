@@ -2,7 +2,7 @@
 
 description    describes an engine's pool: its parts, and the rules of their rows
 refusals       errors for a pool that is left to the engine, and for failed moves
-keeper         saves and restores requests; books: its counters
+keeper         saves and restores requests; counters: its counters
 ranks          makes the ranks of a server agree
 host_memory    divides a host's memory among the arenas of its ranks
 metrics        the counters as Prometheus metrics; status: describes a keeper in a line

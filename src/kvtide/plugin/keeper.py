@@ -25,7 +25,7 @@ import torch
 
 from kvtide.arena import HostArena
 from kvtide.errors import KvtideError, SlotsLost
-from kvtide.plugin.books import Counters
+from kvtide.plugin.counters import Counters
 from kvtide.plugin.description import Description
 from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.refusals import DeviceFailed, RankFailed, StateAhead, reason_of

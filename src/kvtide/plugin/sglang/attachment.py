@@ -22,13 +22,13 @@ from kvtide.plugin.keeper import Backup, Keeper
 from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.collector import metrics_of
 from kvtide.plugin.sglang.open_keeper import open_keeper
 from kvtide.plugin.sglang.ordinary.allocation import window_tokens
 from kvtide.plugin.sglang.ordinary.shelf import open_shelf
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.reads import refuse_if_moved
 from kvtide.plugin.sglang.requests import STATE
+from kvtide.plugin.sglang.scheduler_metrics import metrics_of
 from kvtide.plugin.sglang.settings import Settings
 from kvtide.plugin.sglang.unseen_results import UnseenResults
 
