@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvtide.arena import HostArena
-from kvtide.conformance.reference import map_rules
+from kvtide.conformance.reference import map_holes
 from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS, PoolUnderTest
 from kvtide.device import AcceleratorDevice, CPUDevice, Device
@@ -364,7 +364,7 @@ def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> 
         places = np.arange(count)[:, None] * widths[part[0]] + np.arange(size)
         values = (places * 31 + 7 * number) % 251 if is_filled else places * 0
         subject.write(*part, values.astype(np.uint8))
-    for map_name in map_rules(subject.geometry):
+    for map_name in map_holes(subject.geometry):
         ids = np.full(subject.pool.slot_count, -1, np.int64)
         ids[HELD[5:]] = ids[HELD_TOO[5:]] = [3, 1, 8, 2, 10]
         subject.set_maps({map_name: ids})

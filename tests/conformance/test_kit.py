@@ -103,6 +103,48 @@ class TestARuleOfAnothers(LayoutTests):
         return [Sample("every-other", EVERY_OTHER, "uint8", {"layer": 2}, planes)]
 
 
+@dataclass(frozen=True, slots=True)
+class Table(EveryOther):
+    """A rule of another's with a map, of which each slot has a row or -1."""
+
+    form_name: ClassVar[str] = "test_kit.table"
+
+    def apply(self, rows: Rows, maps: Maps) -> Rows:
+        """See Rule."""
+        found = maps["table"](rows.ids)
+        return rows.only(found >= 0, found[found >= 0])
+
+    def row_count(self, id_count: int, known: Counts) -> int:
+        """See Rule."""
+        return known.mapped_rows["table"]
+
+    @property
+    def map_name(self) -> str:
+        """See Rule."""
+        return "table"
+
+
+TABLE = Layout("table", Plane("k", "layer page token 3", rows=(Table(),)))
+
+
+@ids_by.register
+def _(_rule: Table, ids: TokenIds, place: Place) -> TokenIds:
+    found = {token: int(place.maps["table"][slot]) for token, slot in ids.items()}
+    return {token: row for token, row in found.items() if row >= 0}
+
+
+class TestARuleOfAnothersWithAMap(LayoutTests):
+    """The kit makes the map, and fills it."""
+
+    thorough = False
+
+    def samples(self) -> list[Sample]:
+        """One plane by that rule alone."""
+        planes = {"k": ("uint8", 2, (3,))}
+        rows = {"table": 24}
+        return [Sample("table", TABLE, "uint8", {"layer": 2}, planes, mapped_rows=rows)]
+
+
 def test_a_rule_of_another_s_that_moves_other_rows_is_found(
     device: CPUDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

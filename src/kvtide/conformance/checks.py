@@ -14,7 +14,7 @@ import numpy as np
 from kvtide.conformance.reference import (
     Image,
     Place,
-    map_rules,
+    map_holes,
     restored,
     rows_of_plane,
     snapshot_bytes,
@@ -228,11 +228,11 @@ def _check_other_window(
     target: Place,
 ) -> None:
     """A token that has a row in the snapshot and none at the target can't be restored."""
-    for name, rule in map_rules(subject.geometry).items():
+    for name, hole in map_holes(subject.geometry).items():
         kept = target.maps[name]
-        if not (kept > rule.hole).any():
+        if not (kept > hole).any():
             continue
-        subject.set_maps({name: np.full_like(kept, rule.hole)})
+        subject.set_maps({name: np.full_like(kept, hole)})
         refuse(SnapshotMiss, f"nothing in the window {name!r}", target.slots)
         subject.set_maps({name: kept})
 

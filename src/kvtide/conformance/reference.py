@@ -121,6 +121,21 @@ def _(rule: Striped) -> int:
     return rule.world * rule.run
 
 
+@singledispatch
+def hole_of(_rule: Rule) -> int:
+    """What the rule's map has for an id that leads to no row.
+
+    A rule whose map has something else there than -1 says so in a function with the decorator
+    `@hole_of.register`.
+    """
+    return -1
+
+
+@hole_of.register
+def _(rule: Mapped) -> int:
+    return rule.hole
+
+
 def restored(
     geometry: Geometry, saved: Image, source: Place, before: Image, target: Place
 ) -> Image:
@@ -194,13 +209,13 @@ def units_of(geometry: Geometry) -> Units:
     return Units(slots, mapped)
 
 
-def map_rules(geometry: Geometry) -> dict[str, Mapped]:
-    """The maps from slots that a layout's rules go through, by name."""
+def map_holes(geometry: Geometry) -> dict[str, int]:
+    """The maps that a layout's rules go through, by name: what each has where there is no row."""
     return {
-        rule.name: rule
+        rule.map_name: hole_of(rule)
         for plane in geometry.planes
         for rule in plane.rules
-        if isinstance(rule, Mapped)
+        if rule.map_name is not None
     }
 
 

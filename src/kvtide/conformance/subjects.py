@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.conformance.reference import Bytes, Image, ids_together, is_of_request, map_rules
+from kvtide.conformance.reference import Bytes, Image, ids_together, is_of_request, map_holes
 from kvtide.conformance.samples import Sample
 from kvtide.device import Device
 from kvtide.layout import Counts, Geometry
@@ -113,7 +113,7 @@ class _Storage:
         """uint8 [row, byte], gaps included."""
         self.maps = {
             name: torch.zeros(self.slot_count, dtype=torch.int64, device=device.torch_device)
-            for name in map_rules(self.geometry)
+            for name in map_holes(self.geometry)
         }
 
     def rows(self, name: str) -> int:

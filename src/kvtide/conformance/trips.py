@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtide.conformance.reference import Place, map_rules, mapped_count, units_of
+from kvtide.conformance.reference import Place, map_holes, mapped_count, units_of
 from kvtide.conformance.subjects import PoolUnderTest
 from kvtide.device import Device
 
@@ -124,7 +124,7 @@ def _maps(
     """
     found: list[dict[str, Ids]] = [{}, {}]
     unit = units_of(source.geometry).mapped
-    for name, rule in map_rules(source.geometry).items():
+    for name, hole in map_holes(source.geometry).items():
         groups = -(-places[0].size // unit)
         rooms = [mapped_count(s.geometry, name, s.row_counts) // unit for s in (source, target)]
         room = min(groups, min(rooms) - 1)
@@ -134,7 +134,7 @@ def _maps(
         saved = kept[len(kept) // 3 :]
         saved = np.delete(saved, len(saved) // 2) if unit == 1 and len(saved) > 3 else saved
         for side, (subject, tokens) in enumerate(((source, saved), (target, kept))):
-            ids = np.full(subject.pool.slot_count, rule.hole, np.int64)
+            ids = np.full(subject.pool.slot_count, hole, np.int64)
             # Group 0 is padding, as an engine has it: holes may be 0.
             rows = 1 + random.permutation(rooms[side] - 1)
             for row, group in zip(rows, tokens, strict=False):
