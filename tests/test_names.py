@@ -82,6 +82,21 @@ def test_prose_names_members_that_are_there() -> None:
 
 
 @pytest.mark.parametrize(
+    "folder", ["plugin", "plugin/sglang", "plugin/sglang/pools", "plugin/sglang/ordinary"]
+)
+def test_folder_of_plugins_says_what_each_file_has(folder: str) -> None:
+    """There are many files, and a reader begins with the list of them in `__init__.py`."""
+    path = PACKAGE / folder
+    text = ast.get_docstring(ast.parse((path / "__init__.py").read_text("utf-8"))) or ""
+    listed = re.findall(r"(?:^|; )(\w+)(?: {2,}|: )", text, re.MULTILINE)
+    files = [file.stem for file in path.glob("*.py")]
+    folders = [file.parent.name for file in path.glob("*/__init__.py")]
+    wanted = {*files, *folders} - {"__init__"}
+    assert wanted - {"sglang"} <= {*listed}
+    assert {*listed} <= wanted
+
+
+@pytest.mark.parametrize(
     ("prose", "expected"),
     [
         ('"""See `Bird.fly`."""', ["Bird.fly"]),

@@ -2,8 +2,19 @@
 
     pip install kvtide        # into SGLang's environment; KVTIDE_SGLANG=0 turns it off
 
-`describe` describes a pool, `keeper` moves a request's rows, `hooks` wraps the functions in which
-SGLang saves, restores and forgets a retracted request.
+hooks              wraps the functions in which SGLang saves, restores and forgets a request
+attachment         kvtide at a scheduler: what the hooks call
+open_keeper        makes a keeper over the scheduler's pools; requests: what it asks of a request
+unseen_results     a step whose result SGLang hasn't looked at: its requests' state is ahead
+
+pools              what a pool of SGLang's consists of, by family; rules: row rules of SGLang alone
+ordinary           servers without disaggregation
+cases              small pools of every family, for round trips
+
+settings           what an operator sets; status_line: what the log says of kvtide at the start
+scheduler_metrics  kvtide's counters among SGLang's own
+homes              SGLang's package, and where it defines the classes that kvtide knows
+reads              whether the installed SGLang still has what kvtide reads
 """
 
 from __future__ import annotations
