@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtide.device import Block, CPUDevice, Device, open_device
-from kvtide.device.threads import QueuedJob, Threads, drain
+from kvtide.device.threads import QueuedJob, Threads, run_items
 from kvtide.errors import UsageError
 from support.interrupts import every_interrupt
 from support.jobs import submit
@@ -430,7 +430,7 @@ def test_after_an_error_the_remaining_items_are_dropped() -> None:
     ran: list[int] = []
     items = deque(enumerate([noting(0, ran), raising(ValueError()), noting(2, ran)]))
     with pytest.raises(ValueError):
-        drain(items, {})
+        run_items(items, {})
     assert [] == list(items)
     assert [0] == ran
 

@@ -104,9 +104,9 @@ class Threads:
                 if not has_begun:
                     has_begun = True
                     for _ in range(min(self._count, len(items) - 1)):
-                        helpers.append(QueuedJob(lambda: drain(left, results)))
+                        helpers.append(QueuedJob(lambda: run_items(left, results)))
                         self.put(helpers[-1].run)
-                    drain(left, results)
+                    run_items(left, results)
                 left.clear()
                 working = (helper for helper in helpers if not helper.cancel())
                 failure = first_error(working) or failure
@@ -139,7 +139,7 @@ def _end_threads(work: SimpleQueue[_Work | None], threads: Sequence[threading.Th
             thread.join()
 
 
-def drain(items: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
+def run_items(items: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
     """Runs numbered items until none is left. When an item raises, it drops the others first."""
     while True:
         try:
