@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,14 @@ def test_public_name_is_there(name: str) -> None:
     """Each is imported from its home when it is asked for."""
     assert getattr(kvtide, name) is not None
     assert name in dir(kvtide)
+
+
+def test_names_in_the_library_s_page_are_public() -> None:
+    """Its reader isn't told to import them from elsewhere."""
+    page = Path(__file__).parent.parent / "docs" / "library.md"
+    named = set(re.findall(r"`([A-Z]\w*)[.(`]", page.read_text("utf-8")))
+    assert {"Seal", "Snapshot", "SlotError", "PageAllocator"} <= named
+    assert set() == named - {*kvtide.__all__}
 
 
 def test_other_names_are_not() -> None:

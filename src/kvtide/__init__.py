@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from kvtide.layout import GQA, Geometry, Layout, Plane
     from kvtide.pool import PageAllocator, Pool
+    from kvtide.seal import Seal
     from kvtide.snapshot import Snapshot
     from kvtide.ticket import Ticket
     from kvtide.tide import Tide
@@ -42,6 +43,7 @@ __all__ = [
     "Plane",
     "Pool",
     "ProcessForked",
+    "Seal",
     "SlotError",
     "SlotsLost",
     "Snapshot",
@@ -70,6 +72,7 @@ _HOMES = {
     ),
     "kvtide.layout": ("GQA", "Geometry", "Layout", "Plane"),
     "kvtide.pool": ("PageAllocator", "Pool"),
+    "kvtide.seal": ("Seal",),
     "kvtide.snapshot": ("Snapshot",),
     "kvtide.ticket": ("Ticket",),
     "kvtide.tide": ("Tide",),
