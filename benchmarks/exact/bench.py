@@ -191,8 +191,7 @@ def make_requests(seed: int, count: int) -> list[Request]:
 def _tight(source: OpenModel, asked: list[Request]) -> EngineOptions:
     """A pool of one and a half times the longest request."""
     options = EngineOptions(keep_logits=True)
-    dtype = str(source.model.dtype).removeprefix("torch.")
-    geometry = geometry_of(source.model.config, dtype, options.page_size)
+    geometry = geometry_of(source.model.config, source.model.dtype, options.page_size)
     longest = max(request.longest for request in asked)
     pages = 2 + longest * 3 // 2 // options.page_size
     return replace(options, kv_memory_bytes=pages * geometry.page_bytes)

@@ -50,7 +50,7 @@ def model_of(family: str = "Llama", dtype: torch.dtype = torch.float32) -> Any:
 
 def pool_of(model: Any, page_count: int = 200) -> Pool:
     """A pool for the model with NaN in every slot: whoever reads what nobody wrote shows it."""
-    geometry = geometry_of(model.config, str(model.dtype).removeprefix("torch."), 16)
+    geometry = geometry_of(model.config, model.dtype, 16)
     pool = Pool.create(geometry, open_device("cpu"), page_count=page_count)
     for plane in geometry.planes:
         for layer in range(plane.layer_count):

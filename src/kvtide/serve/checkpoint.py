@@ -138,10 +138,10 @@ def one_line(what: str) -> Iterator[None]:
         raise
     # Half a dozen libraries read these files, and each raises errors of other classes.
     except Exception as error:
-        raise UsageError(f"{what} can't be loaded: {first_line(error)}") from error
+        raise UsageError(f"{what} can't be loaded: {short_reason(error)}") from error
 
 
-def first_line(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     """The first line of an error's message, or the error's class if it has no message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     head = lines[0] if lines else type(error).__name__

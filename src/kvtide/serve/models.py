@@ -22,7 +22,7 @@ from kvtide.serve.adapter import (
     wrap_tokenizer,
 )
 from kvtide.serve.adapter_files import eos_ids_of, quiet, save
-from kvtide.serve.checkpoint import first_line, load_folder, load_gguf, one_line
+from kvtide.serve.checkpoint import load_folder, load_gguf, one_line, short_reason
 from kvtide.serve.fetch import SMOLLM2, Progress, kept_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -80,7 +80,7 @@ def _load_named(
         is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
     # RuntimeError: `~user` names an unknown user.
     except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
+        reason = getattr(error, "strerror", None) or short_reason(error)
         raise UsageError(
             f"there is no model {shortened(name, 80)!r} ({reason}): name {_ACCEPTED}"
         ) from error
@@ -114,7 +114,7 @@ def _fetch_from_hub(name: str, report: Progress) -> Path:
     except Exception as error:
         raise UsageError(
             f"the model {name} can't be fetched: there is no such folder here, and the hub "
-            f"fails: {first_line(error)}; name {_ACCEPTED}"
+            f"fails: {short_reason(error)}; name {_ACCEPTED}"
         ) from error
     return Path(folder)
 
