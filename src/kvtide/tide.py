@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, final
 
@@ -94,10 +95,7 @@ class Tide:
         try:
             rows, seal = self._owned(slots, key, request)
             job = self._gather(rows, lease, at_once=False)
-
-            def succeed(spans: list[list[Span]]) -> Snapshot:
-                return self._sealed(lease, seal, spans)
-
+            succeed = partial(self._sealed, lease, seal)
             ticket = Ticket(job, succeed=succeed, fail=lease.release, forget=self._forget)
             return self._track(ticket)
         except BaseException as error:
@@ -194,14 +192,8 @@ class Tide:
         try:
             rows = self._target_rows(snapshot, slots, key, request, keep_extra_rows)
             job = self._scatter(snapshot, rows, at_once=False)
-
-            def succeed(_: object) -> None:
-                self._count_restore(snapshot)
-
-            def forget(ticket: Ticket[None]) -> None:
-                self._forget(ticket)
-                take_out(snapshot.readers, ticket)
-
+            succeed = partial(self._count_restore, snapshot)
+            forget = partial(self._forget_reader, snapshot)
             ticket = Ticket(job, succeed=succeed, forget=forget)
             snapshot.readers.append(ticket)
             return self._track(ticket)
@@ -249,7 +241,7 @@ class Tide:
         lease.use(job)
         return job
 
-    def _count_restore(self, snapshot: Snapshot) -> None:
+    def _count_restore(self, snapshot: Snapshot, _: object = None) -> None:
         self.stats.restores += 1
         self.stats.restored_bytes += sum(snapshot.seal.used_bytes)
 
@@ -381,6 +373,10 @@ class Tide:
     def _forget(self, ticket: Ticket[Any]) -> None:
         """Drops a ticket whose outcome is known, and so the memory that it holds."""
         take_out(self._pending, ticket)
+
+    def _forget_reader(self, snapshot: Snapshot, ticket: Ticket[Any]) -> None:
+        self._forget(ticket)
+        take_out(snapshot.readers, ticket)
 
     @property
     def _books(self) -> PageAllocator:

@@ -77,16 +77,23 @@ class Mover:
         has ended the blocks belong to it, and the rows must not be written. The job keeps `owner`,
         the owner of the blocks, alive until then.
         """
-
-        def phases() -> _Phases:
-            _ = owner  # this function holds it
-            for tasks in self._tasks(rows, blocks, chunk_bytes):
-                if seal:
-                    yield [Step(task.seal, task.gather_hashing) for task in tasks]
-                else:
-                    yield [Step(_nothing, task.gather) for task in tasks]
-
+        phases = partial(self._gather_phases, rows, blocks, chunk_bytes, seal, owner)
         return self._submit(phases, rows, blocks, chunk_bytes, at_once)
+
+    def _gather_phases(
+        self,
+        rows: Sequence[Ids],
+        blocks: Sequence[Block],
+        chunk_bytes: int,
+        seal: bool,
+        owner: object,
+    ) -> _Phases:
+        _ = owner  # the job holds it with these arguments
+        for tasks in self._tasks(rows, blocks, chunk_bytes):
+            if seal:
+                yield [Step(task.seal, task.gather_hashing) for task in tasks]
+            else:
+                yield [Step(_nothing, task.gather) for task in tasks]
 
     def scatter(
         self,
@@ -106,17 +113,27 @@ class Mover:
         `at_once`: see Device.submit; `owner`: see `gather`.
         """
         writing: list[bool] = []
-
-        def phases() -> _Phases:
-            _ = owner
-            memories = memories_of(blocks)
-            if spans:
-                yield [Step(partial(_check, span, memories[span.chunk])) for span in spans]
-            for tasks in self._tasks(rows, blocks, chunk_bytes):
-                writing.append(True)
-                yield [Step(_nothing, task.scatter) for task in tasks]
-
+        phases = partial(
+            self._scatter_phases, blocks, rows, chunk_bytes, spans, writing.append, owner
+        )
         return _WritingJob(self._submit(phases, rows, blocks, chunk_bytes, at_once), writing)
+
+    def _scatter_phases(
+        self,
+        blocks: Sequence[Block],
+        rows: Sequence[Ids],
+        chunk_bytes: int,
+        spans: Sequence[Span],
+        note_writing: Callable[[bool], None],
+        owner: object,
+    ) -> _Phases:
+        _ = owner  # the job holds it with these arguments
+        memories = memories_of(blocks)
+        if spans:
+            yield [Step(partial(_check, span, memories[span.chunk])) for span in spans]
+        for tasks in self._tasks(rows, blocks, chunk_bytes):
+            note_writing(True)
+            yield [Step(_nothing, task.scatter) for task in tasks]
 
     def _tasks(
         self, rows: Sequence[Ids], blocks: Sequence[Block], chunk_bytes: int
