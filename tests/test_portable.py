@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from kvtide.arena import HostArena
 from kvtide.conformance.reference import map_holes
@@ -22,7 +23,7 @@ from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss
 from kvtide.layout import GQA, Geometry
 from kvtide.layout.gqa import GQA_HND, K_ONLY
 from kvtide.pool import Pool
-from kvtide.seal import Seal
+from kvtide.seal import Seal, Span
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from support.pools import (
@@ -306,6 +307,26 @@ def test_a_seal_cannot_make_a_device_take_memory(chunk_bytes: int) -> None:
         assert [8 * 36] * 2 == [stream._staging.numel() for stream in device._streams]
         tide.discard(snapshot)
         device.close()
+
+
+@pytest.mark.parametrize("stop", [0, 1, 71])
+def test_bytes_that_no_span_covers_are_never_restored(device: CPUDevice, stop: int) -> None:
+    """A hostile seal may be right in itself, and cover less than a restore would write."""
+    pool = Pool.create(small_geometry(), device, page_count=5)
+    scramble(pool, 3)
+    tide, before = Tide(pool, arena_for(device, 2 * 36)), image_of(pool)
+    snapshot = tide.offload(SOURCE)
+    last = Span(3, 0, stop, xxhash.xxh3_64_intdigest(snapshot.chunks[3][:stop]))
+    spans = (*snapshot.seal.spans[:3], *([last] if stop else []))
+    seal = Seal.from_json(replace(snapshot.seal, spans=spans).to_json())
+    assert 4 == len(snapshot.seal.spans)
+    loaded = Snapshot.load(tide.arena, seal, snapshot.chunks[: 4 if stop else 3])
+    for restore in (tide.restore, tide.start_restore):
+        with pytest.raises(SnapshotMiss, match=f"{stop} bytes in chunk 3, the target has 72"):
+            restore(loaded, TARGET)
+    assert same_image(before, image_of(pool))
+    tide.discard(snapshot)
+    tide.discard(loaded)
 
 
 def test_chunk_sizes_of_many_snapshots_are_forgotten(device: CPUDevice) -> None:

@@ -334,6 +334,31 @@ def test_a_row_holds_the_same_tokens_here_and_there(
     tide.discard(snapshot)
 
 
+def test_pages_before_the_snapshots_first_token_are_kept_where_that_is_meant(
+    device: CPUDevice,
+) -> None:
+    """The window reaches a page farther back at the target."""
+    geometry = GQA_HND.through("window", Mapped("window")).bind(
+        dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1
+    )
+    window = np.arange(40)
+    window[:4] = -1
+    pool = Pool.create(
+        geometry, device, page_count=10, maps={"window": window}, mapped_rows={"window": 40}
+    )
+    keys = pool.plane("k", 0)
+    keys.copy_(torch.arange(keys.numel(), dtype=torch.uint8).view(keys.shape))
+    tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=256))
+    snapshot, before = tide.offload(range(8)), keys.clone()
+    with pytest.raises(SnapshotMiss, match="a row for token 0 of 8"):
+        tide.restore(snapshot, range(16, 24))
+    assert before.equal(keys)
+    tide.restore(snapshot, range(16, 24), keep_extra_rows=True)
+    before[5] = before[1]
+    assert before.equal(keys)
+    tide.discard(snapshot)
+
+
 def test_a_hostile_seal_without_last_tokens_is_damaged(device: CPUDevice) -> None:
     """Its geometry says that pages are rows, and it says nothing of where they end."""
     geometry = GQA_HND.bind(dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1)

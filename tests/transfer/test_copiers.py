@@ -147,3 +147,26 @@ def test_torch_moves_the_widest_elements_that_fit(
     copier = copier_of("by torch", [buffer], [[0, 1]], in_steps(160, 1, 0, 0), 0)
     assert isinstance(copier, DeviceCopier)
     assert width == copier._buffers[0].element_size()
+
+
+def test_torch_moves_what_fits_a_slab_inside_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks begin where the slab does, four bytes behind a multiple of eight."""
+    monkeypatch.setattr("kvtide.transfer.mover.suits_numpy", lambda _: False)
+    blocks = [Block(torch.zeros(164, dtype=torch.uint8)[4:], 0)]
+    copier = copier_of("by torch", [torch.arange(64, dtype=torch.uint8)], [[2, 0]], blocks, 0)
+    copier.gather(0, range(1), None, None)
+    assert [*range(32, 48), *range(16)] == blocks[0].slab[:32].tolist()
+
+
+def test_views_of_buffers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests' slots make other units each time: what is kept of them has a limit."""
+    monkeypatch.setattr("kvtide.transfer.mover._MOST_VIEWS", 6)
+    buffers, device = three_buffers(), CPUDevice(lanes=1)
+    pool: Any = SimpleNamespace(buffers=buffers, device=device)
+    mover = Mover(pool)
+    group = BufferGroup((0, 1, 2), 16, np.zeros(1, np.int64), is_padded=False)
+    for skip_bytes in range(0, 160, 16):
+        plan = BufferPlan(group, skip_bytes, 16, np.array([[0, 1]]), 0, 2)
+        assert 3 == len(mover._views_of(plan, "uint8"))
+        assert sum(map(len, mover._views.values())) <= 6
+    device.close()
