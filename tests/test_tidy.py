@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -393,6 +394,12 @@ def read_tests() -> list[Source]:
     """All files of the tests."""
     paths = sorted((ROOT / "tests").rglob("*.py"))
     return [Source(path.name, path.read_text(encoding="utf-8")) for path in paths]
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by that name alone: run together, the second would be an error."""
+    counts = Counter(source.path for source in read_tests())
+    assert [] == [name for name, count in counts.items() if count > 1]
 
 
 def test_tests_have_short_functions() -> None:
