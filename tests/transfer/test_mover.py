@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import ceil
 
 import numpy as np
@@ -228,6 +228,30 @@ def test_a_large_row_is_shared_by_the_lanes(device: CPUDevice) -> None:
     spans = sealed(mover, [np.array([3])], blocks, size_bytes)
     whole = chunk_bytes(image_of(case.pool), [3])
     assert spans_at(whole, [*(end << 20 for end in range(1, 6)), len(whole)]) == spans
+
+
+@pytest.mark.parametrize("kind", POOL_KINDS)
+@pytest.mark.parametrize(
+    ("widths", "span_sizes"),
+    [
+        ((50, 50), [1050, 150]),
+        ((150, 150), [1050, 1050, 1050, 450]),
+        ((100, 1024), [1100, 1124] + [1024] * 11),
+    ],
+)
+def test_layers_of_a_large_row_make_the_same_spans(
+    device: CPUDevice, kind: str, widths: tuple[int, int], span_sizes: list[int]
+) -> None:
+    """Where one tensor has all layers and where each has its own: sizes in KiB, 12 layers."""
+    k, v = (width << 10 for width in widths)
+    geometry = GQA.bind(dtype="uint8", layer=12, token=1, head=1, head_dim=k, v_head_dim=v)
+    case = make_pool(kind, geometry, device, 2)
+    fill(case, 6)
+    mover, blocks = Mover(case.pool), make_blocks(1, geometry.token_bytes, 0)
+    spans = sealed(mover, [np.array([1])], blocks, geometry.token_bytes)
+    whole = chunk_bytes(image_of(case.pool), [1])
+    stops = [stop << 10 for stop in accumulate(span_sizes)]
+    assert (len(whole), spans_at(whole, stops)) == (stops[-1], spans)
 
 
 @pytest.mark.parametrize("source", [1, 3, 4, 8])

@@ -223,12 +223,15 @@ def test_source_and_target_may_be_grouped_differently(case: Case, data: st.DataO
 
 
 @given(cases())
-def test_calls_stay_below_the_longest_length(case: Case) -> None:
-    """Unless a single unit is longer."""
-    for plan in case.plan():
-        for number in range(chunk_count(plan)):
-            for _, units, index in calls_of(plan, number, case.buffers.data):
-                assert index.size * units.shape[1] <= max(case.call_bytes, units.shape[1])
+def test_calls_are_as_long_as_allowed(case: Case) -> None:
+    """Unless a single unit is longer; only the last call of a buffer may be shorter."""
+    for _, buffer_plans, tasks in case.plan():
+        for which, _, units, _ in (call for _, calls in tasks for call in calls):
+            plan = buffer_plans[which]
+            most, per_buffer = max(1, case.call_bytes // plan.unit_bytes), plan.units.shape[1]
+            part = units or slice(0, per_buffer)
+            assert most == plan.most_units
+            assert min(most, per_buffer - part.start) == part.stop - part.start
 
 
 @given(buffers(8))
