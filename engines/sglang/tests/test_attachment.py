@@ -19,7 +19,6 @@ from kvtide.plugin.sglang.attachment import (
     attach,
     draft_pools,
     rank_count,
-    saves_requests,
     would_cover,
 )
 from kvtide.plugin.sglang.pools.subject import Subject
@@ -154,11 +153,21 @@ def test_a_window_is_as_long_as_a_resumed_requests(
     ],
 )
 def test_only_a_server_that_saves_is_attached(
-    configure: Config, disagg: dict[str, Any], settings: Settings, is_needed: bool
+    place: Place,
+    configure: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    disagg: dict[str, Any],
+    settings: Settings,
+    is_needed: bool,
 ) -> None:
     """A decode server, one that may become one, or one that was asked to."""
     configure(**disagg)
-    assert is_needed == saves_requests(settings)
+    monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: [])
+    seen: list[Scheduler] = []
+    monkeypatch.setattr(hooks, "attach", lambda scheduler, settings: seen.append(scheduler))
+    scheduler = Scheduler(place.allocator, place.request_pool)
+    hooks._beginning(settings)(lambda scheduler: None, scheduler)
+    assert [scheduler] * is_needed == seen
 
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
