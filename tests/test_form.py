@@ -187,6 +187,22 @@ def test_a_chunk_holds_an_even_number_of_tokens(chunk_bytes: int, expected: int)
     assert expected == chunk_tokens_for(small_geometry(), chunk_bytes)
 
 
+@pytest.mark.parametrize(("chunk_bytes", "layers"), [(10, [2]), (9, [1, 1])])
+def test_layers_that_fill_a_chunk_to_the_byte_are_one_section(
+    chunk_bytes: int, layers: list[int]
+) -> None:
+    """Two layers of five bytes; with a byte less each is a section of its own."""
+    geometry = Layout("two", Plane("k", "layer page token 5")).bind(dtype="uint8", layer=2)
+    sections = sections_of(geometry, chunk_bytes)
+    assert layers == [len(section.layers[0]) for section in sections]
+
+
+def test_a_token_may_have_a_single_byte() -> None:
+    """Then a chunk holds as many tokens as bytes."""
+    geometry = Layout("one", Plane("k", "layer page token 1")).bind(dtype="uint8", layer=1)
+    assert 128 == chunk_tokens_for(geometry, 128)
+
+
 def test_a_chunk_holds_at_least_one_token() -> None:
     """Even where it is longer than a chunk should be."""
     assert 1 == chunk_tokens_for(small_geometry(), 35)

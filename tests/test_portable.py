@@ -14,7 +14,7 @@ import pytest
 import torch
 import xxhash
 
-from kvtide.arena import HostArena
+from kvtide.arena import HostArena, Lease
 from kvtide.conformance.reference import map_holes
 from kvtide.conformance.samples import sample
 from kvtide.conformance.subjects import KINDS, PoolUnderTest
@@ -262,8 +262,7 @@ def test_chunks_are_read_only_and_gone_with_the_snapshot(device: CPUDevice) -> N
     case = make_pool("created", small_geometry(), device, 5)
     tide = Tide(case.pool, arena_for(device, 3 * 36))
     snapshot = tide.offload(SOURCE)
-    assert [108, 72, 72, 36] != [len(chunk) for chunk in snapshot.chunks]
-    assert 8 * 36 == sum(len(chunk) for chunk in snapshot.chunks)
+    assert [72, 72, 72, 72] == [len(chunk) for chunk in snapshot.chunks]
     with pytest.raises(TypeError):
         snapshot.chunks[0][0] = 1
     tide.discard(snapshot)
@@ -367,6 +366,26 @@ def test_damaged_bytes_are_never_loaded(device: CPUDevice) -> None:
             chunk[place] ^= 0x10
     assert snapshot.size_bytes == arena.used_bytes
     snapshot.lease.release()
+
+
+def test_bytes_that_change_while_they_are_loaded_are_damage(
+    device: CPUDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that others share may; what was copied is checked, and its blocks are free again."""
+    case = make_pool("created", small_geometry(), device, 5)
+    arena = arena_for(device, 2 * 36)
+    snapshot = Tide(case.pool, arena).offload(SOURCE[:2])
+    seal, chunk, extend = snapshot.seal, bytearray(snapshot.chunks[0]), Lease.extend
+    snapshot.lease.release()
+
+    def extend_and_change(lease: Lease, block_count: int) -> None:
+        extend(lease, block_count)
+        chunk[40] ^= 1
+
+    monkeypatch.setattr(Lease, "extend", extend_and_change)
+    with pytest.raises(SnapshotDamaged):
+        Snapshot.load(arena, seal, [memoryview(chunk)])
+    assert 0 == arena.used_bytes
 
 
 # ---- golden -------------------------------------------------------------------------------------

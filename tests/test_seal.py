@@ -84,6 +84,13 @@ def test_a_short_read_is_damage(chunks: tuple[bytes, ...]) -> None:
         a_seal().check_bytes(chunks)
 
 
+def test_a_span_is_checked_for_its_length_too() -> None:
+    """A hostile hand can write the checksum that a shorter chunk has."""
+    span = Span(0, 0, 100, xxhash.xxh3_64_intdigest(CHUNKS[0][:50]))
+    with pytest.raises(SnapshotDamaged, match=r"50 bytes.*sealed as 100"):
+        span.check(CHUNKS[0][:50])
+
+
 def test_bytes_are_checked_where_there_is_no_torch(tmp_path: Path) -> None:
     """By a process that has nothing but the seal's JSON and the bytes."""
     (tmp_path / "seal").write_text(a_seal().to_json())
@@ -189,7 +196,8 @@ HOSTILE: dict[tuple[str | int, ...], list[Any]] = {
     ("tokens", 1, 1): [[3, 9, 2], [4, 7, 2]],
     ("lasts",): [[], [[]], [[], [], []]],
     ("lasts", 0): [[[8, 9, 1]]],
-    ("spans",): [7, {}, [7], [[0, 0, 60]], "spans", [[1, 0, 60, "0" * 16]]],
+    ("spans",): [7, {}, [7], [[0, 0, 60]], "spans", [[0, 0, 0, "0" * 16]],
+                 [[1, 0, 100, "0" * 16]]],
     ("spans", 0, 0): [1, 2],
     ("spans", 0, 1): [1, -1, True, 2**70],
     ("spans", 0, 2): [0, 59, 61, 101],
@@ -251,6 +259,7 @@ def test_chunks_of_other_sizes_are_a_miss() -> None:
     for sizes, chunk, sealed, there in (
         ([100, 100], 2, 23, 0), ([100, 100, 22], 2, 23, 22), ([100, 100, 24], 2, 23, 24),
         ([100, 100, 23, 1], 3, 0, 1), ([], 0, 100, 0),
+        ([100, 23, 100], 1, 100, 23),
     ):  # fmt: skip
         message = f"sealed with {sealed} bytes in chunk {chunk}, the target has {there} there"
         with pytest.raises(SnapshotMiss, match=message):
