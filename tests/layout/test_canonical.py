@@ -457,6 +457,8 @@ def test_another_version_and_another_order_are_differences_too() -> None:
     assert ["planes in the order ['k', 'v'] here, ['v', 'k'] there"] == differences(form, turned)
     more = form | {"comment": "it fits"}
     assert ["the forms differ in something that has no name here"] == differences(form, more)
+    assert ["rank 0 here, False there"] == differences(form, form | {"rank": False})
+    assert ["rank 0 here, 0.0 there"] == differences(form, form | {"rank": 0.0})
     assert differences(form, DEEP)
     assert ["rank 0 here, [[[[[[[...]]]]]]] there"] == differences(form, form | {"rank": DEEP})
     assert 1 == FORM_VERSION

@@ -282,6 +282,28 @@ def test_rows_are_found_by_token(held: list[int], wanted: list[int]) -> None:
         assert found is None
 
 
+@pytest.mark.parametrize(
+    ("rules", "rows", "tokens", "lasts"),
+    [
+        ([EveryNth(4)], [0, 1], [0, 4], [3, 6]),
+        ([EveryNth(2), EveryNth(2)], [0, 1], [0, 4], [3, 6]),
+        ([EveryNth(2), Mapped("window")], [4, 2], [2, 6], [3, 6]),
+    ],
+)
+def test_a_row_knows_its_first_and_its_last_token(
+    rules: list[Rule], rows: list[int], tokens: list[int], lasts: list[int]
+) -> None:
+    """Whichever rules led to it, and whichever rows were left out."""
+    maps = {"window": by_list([-1, 4, -1, 2])}
+    found = apply_rules(rules, ids(range(7)), maps, 5)
+    assert found.lasts is not None
+    assert (rows, tokens, lasts) == (
+        found.ids.tolist(),
+        found.tokens.tolist(),
+        found.lasts.tolist(),
+    )
+
+
 @given(st.lists(st.integers(0, 300), unique=True).map(sorted))
 def test_tokens_come_back_from_their_ranges(tokens: list[int]) -> None:
     """A seal keeps them as few ranges, and loses none."""

@@ -21,6 +21,7 @@ from kvtide.layout.recurrent import RECURRENT_AND_FULL
 from kvtide.pool import Pool
 from kvtide.seal import Span
 from kvtide.transfer import Mover, checked_slots
+from kvtide.transfer.mover import _WritingJob
 from support.lazy_device import LazyDevice
 from support.pools import (
     POOL_KINDS,
@@ -286,6 +287,39 @@ def test_devices_that_move_other_sizes_at_once_understand_each_other(
         case.pool.device.close()
 
 
+def test_staging_holds_the_largest_chunk_of_all_sections() -> None:
+    """State has other chunks than tokens have."""
+    geometry = RECURRENT_AND_FULL.bind(
+        dtype="uint8", token=4,
+        full_layer=1, full_head=1, full_head_dim=1, full_v_head_dim=1,
+        state_layer=1, state_channel=8, state_width=8,
+        state_head=1, state_head_dim=1, state_state=1,
+    )  # fmt: skip
+    with simulated("lazy") as name:
+        device = AcceleratorDevice(name)
+        pool = Pool.create(geometry, device, page_count=2, request_count=2)
+        scramble(pool, 2)
+        names = [plane.name for plane in geometry.planes]
+        before = {name: pool.plane(name, 0).cpu().clone() for name in names}
+        mover, slots = Mover(pool), np.arange(8)
+        rows, others = (
+            [group.ids for group in pool.rows_of(slots, request=number)] for number in (0, 1)
+        )
+        sizes = [*chunk_sizes(mover.sections(128), [ids.size for ids in rows])]
+        assert 1 < len({*sizes})
+        blocks = [Block(device.allocate_host(128), 0) for _ in sizes]
+        spans = sealed(mover, rows, blocks, 128)
+        assert sizes == [span.stop for span in spans]
+        scramble(pool, 3)
+        mover.scatter(blocks, others, chunk_bytes=128, spans=spans).wait()
+        for name in names:
+            found, expected = pool.plane(name, 0).cpu(), before[name]
+            if name.startswith("state"):
+                found, expected = found[1], expected[0]
+            assert torch.equal(expected, found)
+        device.close()
+
+
 def test_large_chunks_of_a_device_go_by_its_staging() -> None:
     """They are hashed once they have arrived."""
     with simulated("lazy") as name:
@@ -381,6 +415,30 @@ def test_damage_anywhere_writes_nothing(lanes: int, damaged: int) -> None:
         job.wait()
     assert same_image(before, image_of(case.pool))
     device.close()
+
+
+def test_an_error_of_a_signals_handler_loses_no_slots() -> None:
+    """It ends a wait, and not the job, which goes on writing."""
+
+    class Job:
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> list[list[Span]]:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        _WritingJob(Job(), writing=[True]).wait()
+
+
+def test_views_of_buffers_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots lie differently each time; a server runs for long."""
+    monkeypatch.setattr("kvtide.transfer.mover._MOST_VIEWS", 6)
+    case = filled()
+    mover, blocks = Mover(case.pool), make_blocks(1, 16 * 36, 0)
+    for first, count in ((0, 16), (1, 16), (2, 8), (0, 4), (1, 4), (0, 1), (3, 16)):
+        sealed(mover, [np.arange(first, first + count)], blocks, 16 * TOKEN_BYTES)
+        assert 1 <= sum(map(len, mover._views.values())) <= 6
 
 
 def test_both_ways_return_before_anything_moves() -> None:

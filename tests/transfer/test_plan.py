@@ -234,6 +234,27 @@ def test_calls_are_as_long_as_allowed(case: Case) -> None:
             assert min(most, per_buffer - part.start) == part.stop - part.start
 
 
+@pytest.mark.parametrize("is_merged", [True, False])
+@pytest.mark.parametrize(
+    ("row_count", "task_count"), [(1024, 18), (512, 9), (256, 5), (128, 3), (127, 1)]
+)
+def test_a_chunk_is_shared_by_lanes_where_its_calls_are_long(
+    is_merged: bool, row_count: int, task_count: int
+) -> None:
+    """In tasks of whole spans; with short calls lanes would wait for the interpreter instead."""
+    starts = np.arange(9, dtype=np.int64) * 1024 if is_merged else np.zeros(1, np.int64)
+    rows = [
+        BufferRows(1024, starts, plane) for plane in (0, 1) for _ in range(1 if is_merged else 9)
+    ]
+    section = section_of(rows, 1024)
+    ids = np.random.default_rng(2).permutation(1024)[:row_count]
+    ((_, _, tasks),) = plan_chunks(
+        section, buffer_groups(section, rows), ids, 0, call_bytes=1 << 20, task_bytes=1 << 20
+    )
+    assert task_count == len(tasks)
+    assert section.span_stops(row_count) == tuple(stop for spans, _ in tasks for _, stop in spans)
+
+
 @given(buffers(8))
 def test_buffers_with_equal_rows_are_planned_as_one(given: Buffers) -> None:
     """All buffers, in their order, in as few groups as that allows."""
