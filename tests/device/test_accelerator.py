@@ -203,11 +203,12 @@ def test_at_most_two_chunks_are_in_flight(lazy_npu: str) -> None:
     device.close()
 
 
+@pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("where", ["issue", "finish"])
 def test_an_error_of_a_step_is_raised_when_nothing_moves_any_more(
-    device: AcceleratorDevice, where: str
+    device: AcceleratorDevice, where: str, before: int
 ) -> None:
-    """And the queue goes on."""
+    """On either of the two streams; and the queue goes on."""
     memory, host = device.allocate(64), device.allocate_host(64)
 
     def copy(_: torch.Tensor | None) -> None:
@@ -220,7 +221,8 @@ def test_an_error_of_a_step_is_raised_when_nothing_moves_any_more(
         fail()
 
     bad: Step[int] = Step(lambda: 1, fail_to_issue) if where == "issue" else Step(fail, copy)
-    job = device.submit(lambda: [[Step(lambda: 0, copy), bad, Step(lambda: 2, copy)]])
+    idle = [Step(lambda: 9, lambda _: None)] * before
+    job = device.submit(lambda: [[*idle, Step(lambda: 0, copy), bad, Step(lambda: 2, copy)]])
     with pytest.raises(ValueError, match="of the step"):
         job.wait()
     assert not host.any(), "what was asked for before has happened"

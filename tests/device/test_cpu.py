@@ -496,3 +496,12 @@ def test_the_lazy_device_does_nothing_by_itself() -> None:
     assert ([], False, False) == (ran, first.done(), second.done())
     second.wait()
     assert ([1, 2], True, True) == (ran, first.done(), second.done())
+
+
+def test_jobs_that_were_done_at_once_are_forgotten() -> None:
+    """A server whose calls all block doesn't grow, though its queue's thread never comes by."""
+    device = CPUDevice(lanes=1)
+    for _ in range(3):
+        assert [7] == submit(device, [lambda: 7], at_once=True).wait()
+    assert not device._queue._jobs
+    device.close()

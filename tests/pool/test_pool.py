@@ -273,6 +273,30 @@ MANY_ROWS = Layout(
 )
 
 
+def test_a_row_must_be_there_in_all_planes_that_take_it() -> None:
+    """An engine's tensors of one kind of rows may have different numbers of them."""
+    rules = (OfRequest(),)
+    layout = Layout(
+        "two", Plane("long", "layer request 5", rules), Plane("short", "layer request 2", rules)
+    )
+    planes = {"long": [torch.zeros(4, 5)], "short": [torch.zeros(3, 2)]}
+    geometry = layout.bind(dtype="float32", layer=1)
+    pool = Pool.adopt(geometry, LazyDevice(), planes, slot_count=4)
+    assert [[2]] == [group.ids.tolist() for group in pool.rows_of(np.arange(1), 2)]
+    with pytest.raises(SlotError, match="row 3, which isn't in 0 … 2"):
+        pool.rows_of(np.arange(1), 3)
+
+
+def test_keys_and_values_may_fill_each_others_gaps() -> None:
+    """As where an engine has them in one row, side by side; with a byte in common they can't."""
+    geometry = GQA.bind(dtype="uint8", layer=1, head=1, head_dim=6, v_head_dim=2)
+    memory = torch.zeros(4, 1, 8, dtype=torch.uint8)
+    planes = {"k": [memory[..., :6]], "v": [memory[..., 6:]]}
+    assert 4 == Pool.adopt(geometry, LazyDevice(), planes).slot_count
+    with pytest.raises(LayoutError, match="share memory"):
+        Pool.adopt(geometry, LazyDevice(), {**planes, "v": [memory[..., 5:7]]})
+
+
 def test_a_request_has_a_row_of_each_kind() -> None:
     """Planes of requests may number them differently; a map may be a function."""
     geometry = MANY_ROWS.bind(dtype="float32", layer=1)
