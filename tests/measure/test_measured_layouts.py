@@ -33,6 +33,11 @@ def test_every_declared_layout_has_a_case(capsys: pytest.CaptureFixture[str]) ->
         assert 0 < entry["row_bytes"][0] <= entry["row_bytes"][1]
 
 
+def test_axes_that_nobody_listed_have_a_size() -> None:
+    """Those of layers are few, however they are called."""
+    assert [4, 4, 64] == [size_of_axis(name) for name in ("new_layer", "b.new_layer", "new")]
+
+
 def test_axes_are_those_of_models() -> None:
     """By their own name, or in a joined layout by that behind the part's; all parts are there."""
     (latent,) = bind_for_models(MLA).planes

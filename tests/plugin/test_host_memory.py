@@ -8,9 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvtide.device import CPUDevice
+from kvtide.errors import LayoutError
 from kvtide.plugin import host_memory
 from kvtide.plugin.host_memory import HostMemory
 from kvtide.plugin.ranks import Ranks
+from kvtide.plugin.refusals import RankFailed
+from kvtide.pool import Pool
+from support.pools import small_geometry
 
 GIB = 1 << 30
 RANKS = range(4)
@@ -95,6 +100,50 @@ def test_ranks_agree_in_whatever_order_they_write_to_their_pools(
         left = [free - untouched for untouched, free in heard.values()]
         assert [14 * GIB] * len(RANKS) == left, order
         assert not machine.went_on_early
+
+
+class RanksInStep(Ranks):
+    """This rank, and another one that answers with `other`; `asked` is what was asked."""
+
+    def __init__(self, other: int) -> None:
+        super().__init__()
+        self.other, self.asked = other, list[object]()
+
+    def least(self, value: int) -> int:
+        """See Ranks."""
+        self.asked.append(value)
+        return min(value, self.other)
+
+    def gather(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See Ranks."""
+        self.asked.append("gather")
+        return super().gather(numbers)
+
+
+@pytest.mark.parametrize(("other", "limit_bytes"), [(GIB, 1 << 20), (1 << 19, 1 << 19), (0, 0)])
+def test_an_arena_is_the_least_part_of_all_ranks(other: int, limit_bytes: int) -> None:
+    """Four ranks have four MiB; a rank without room isn't one that refuses."""
+    ranks, device = RanksInStep(other), CPUDevice(lanes=1)
+    pool = Pool.create(small_geometry(), device, page_count=2)
+    arena = HostMemory(4 << 20, len(RANKS), ranks).arena_for(pool)
+    assert (limit_bytes, ["gather", "gather", 1 << 20]) == (arena.limit_bytes, ranks.asked)
+    device.close()
+
+
+def test_a_refusal_is_heard_by_all_ranks() -> None:
+    """Who refuses answers as often as who asks for an arena; the others would wait for ever."""
+    refusing, asking, device = RanksInStep(GIB), RanksInStep(-1), CPUDevice(lanes=1)
+    with (
+        pytest.raises(LayoutError, match="no such pool"),
+        HostMemory(None, 2, refusing).refusing_together(),
+    ):
+        raise LayoutError("no such pool")
+    pool = Pool.create(small_geometry(), device, page_count=2)
+    with pytest.raises(RankFailed, match="refused on another rank"):
+        HostMemory(2 << 20, 2, asking).arena_for(pool)
+    assert ["gather", "gather", -1] == refusing.asked
+    assert ["gather", "gather", 1 << 20] == asking.asked
+    device.close()
 
 
 def test_ranks_of_other_hosts_take_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:

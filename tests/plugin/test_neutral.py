@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import kvtide.plugin
+from kvtide.plugin.ranks import Ranks
+from kvtide.plugin.refusals import RankFailed, StateAhead
 
 PLUGIN = Path(kvtide.plugin.__file__).parent
 NEUTRAL = sorted(PLUGIN.glob("*.py"))
@@ -177,6 +179,54 @@ def test_one_file_is_enough_for_another_engine(toy: ModuleType) -> None:
         others = layer[[0, 2, 3, 4, 5]]
         assert others.equal(torch.full_like(others, 777.0))
     assert (1, 1, 0) == (keeper.counters.saves, keeper.counters.restores, keeper.arena.used_bytes)
+    moved_bytes = 10 * 4 * 6 * 4
+    assert (moved_bytes, moved_bytes) == (
+        keeper.counters.saved_bytes,
+        keeper.counters.restored_bytes,
+    )
+    keeper.close()
+
+
+class Disagreeing(Ranks):
+    """Another rank fails, whatever this one does."""
+
+    def least(self, value: int) -> int:
+        """See Ranks."""
+        return min(0, value)
+
+
+def test_a_state_that_is_a_step_ahead_is_not_saved(toy: ModuleType) -> None:
+    """What the engine says of its request, the keeper heeds."""
+    toy.ToyRequests.is_ahead = lambda self, request: True
+    keeper = toy.open_keeper(toy.ToyPool(), 1 << 20)
+    with pytest.raises(StateAhead):
+        keeper.save(toy.ToyRequest("r1", [0, 5, 2], token_count=10))
+    assert (0, 1, 0) == (
+        keeper.counters.saves,
+        keeper.counters.retractions,
+        keeper.arena.used_bytes,
+    )
+    keeper.close()
+
+
+def test_what_another_rank_could_not_move_is_kept_by_none(toy: ModuleType) -> None:
+    """Neither a save nor a restore, and the arena has room again."""
+    keeper = toy.open_keeper(toy.ToyPool(), 1 << 20)
+    request = toy.ToyRequest("r1", [0, 5, 2], token_count=10)
+    backup, keeper._ranks = keeper.save(request), Disagreeing()
+    held_bytes = keeper.arena.used_bytes
+    with pytest.raises(RankFailed, match="r1: another rank couldn't save"):
+        keeper.save(request)
+    assert held_bytes == keeper.arena.used_bytes > 0
+    with pytest.raises(RankFailed, match="r1: another rank couldn't restore"):
+        keeper.restore(request, backup)
+    counters = keeper.counters
+    assert (1, 2, 0) == (counters.saves, counters.retractions, keeper.arena.used_bytes)
+    assert (0, 0, 1) == (
+        counters.restores,
+        counters.restored_bytes,
+        counters.failed_restores.total(),
+    )
     keeper.close()
 
 
