@@ -208,7 +208,7 @@ def _from_dict(form: Mapping[str, Any]) -> Seal:
         raise _damaged("its key isn't a text, or its geometry isn't an object")
     _check_depth(form["geometry"])
     token_count = _integer(form["token_count"], LARGEST)
-    most = max(1, token_count)  # a row of the request's own is there with token 0 in any case
+    most = max(1, token_count)  # a row that isn't per token counts as token 0
     seal = Seal(
         canonical_json(form["geometry"]),
         form["key"],
@@ -224,8 +224,10 @@ def _from_dict(form: Mapping[str, Any]) -> Seal:
 
 
 def _check_depth(geometry: object) -> None:
-    """SnapshotDamaged for JSON deeper than any geometry's: farther down the stack Python could
-    not read it again."""
+    """Raises SnapshotDamaged for JSON that is nested deeper than any geometry.
+
+    Python can't read such JSON again when its stack is nearly full.
+    """
     values: list[Any] = [geometry]
     for _ in range(_MOST_DEPTH):
         inner = (v.values() if isinstance(v, dict) else v for v in values)
@@ -235,7 +237,7 @@ def _check_depth(geometry: object) -> None:
 
 
 def _check_groups(seal: Seal, groups: Sequence[object]) -> None:
-    """SnapshotDamaged unless each group of planes has its rows, each with a last token or none."""
+    """Raises SnapshotDamaged unless each group of planes has rows, all or none with last tokens."""
     if not len(seal.tokens) == len(seal.lasts) == len(groups):
         raise _damaged(
             f"it has the tokens of {len(seal.tokens)} groups of planes and the last tokens of "

@@ -137,10 +137,10 @@ class Snapshot:
     def _require_same_lasts(
         self, group: int, tokens: Ids, target: Rows, *, keep_extra_rows: bool
     ) -> None:
-        """Raises SnapshotMiss where a row holds tokens up to another one here than there.
+        """Raises SnapshotMiss if a row's last token differs between the snapshot and the target.
 
-        A row moves whole, so tokens that only the target's row holds would get what lay behind
-        the snapshot's; `keep_extra_rows` says that nothing reads them.
+        A row moves whole, so tokens that only the target's row holds would get wrong bytes.
+        `keep_extra_rows` allows that, since nothing reads them.
         """
         assert target.lasts is not None
         lasts = self.seal.lasts_of(group)
