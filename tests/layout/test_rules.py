@@ -350,3 +350,70 @@ def test_a_hole_that_is_no_number_is_refused(hole: Any) -> None:
     """What leads to a hole is left out of a snapshot."""
     with pytest.raises(LayoutError, match="Mapped: hole"):
         Mapped("window", hole)
+
+
+@pytest.mark.parametrize(
+    ("rules", "ids", "text"),
+    [
+        # Token 2 is left out in the middle of a page, and token 3 takes its place.
+        ([Mapped("window"), EveryNth(4)], [4, 5, -1, 6], "slot 6 at position 2 .*tokens before it"),
+        ([Mapped("window"), EveryNth(4)], [4, 5, -1, 7], "slot 7 at position 2"),
+        ([Mapped("window"), EveryNth(4)], [4, 5, 6, -1], None),
+        ([Mapped("window"), EveryNth(4)], [-1, -1, 4, 5], None),
+        # The next page begins where it should, whatever is left out before.
+        ([Mapped("window"), EveryNth(2)], [4, -1, 6, 7], None),
+        ([Mapped("window"), EveryNth(2)], [4, 5, -1, -1, 6, 7], None),
+        # A page of two pairs: the first pair isn't full, or a pair between is left out.
+        ([Mapped("window"), EveryNth(2), EveryNth(2)], [4, 5, 6, 7], None),
+        ([Mapped("window"), EveryNth(2), EveryNth(2)], [4, 6, 7], "slot 3 at position 1"),
+        (
+            [Mapped("window"), EveryNth(2), EveryNth(2)],
+            [4, 5, -1, -1, 6, 7],
+            "slot 3 at position 1",
+        ),
+        # What a rank leaves out is the same wherever the request lies.
+        ([Striped(0, 2), EveryNth(2)], [8, 9, 10, 11], None),
+        ([Mapped("window"), Striped(0, 2), EveryNth(2)], [8, -1, 10, 11], "slot 5 at position 1"),
+        ([Mapped("window"), Striped(0, 2), EveryNth(2)], [8, 9, 10, -1], None),
+    ],
+)
+def test_no_token_is_left_out_inside_a_row(
+    rules: list[Rule], ids: list[int], text: str | None
+) -> None:
+    """The tokens after it would lie in other places of the row than elsewhere, and a row moves
+    whole: what comes back would be other tokens' bytes, and nothing else could tell."""
+    window = np.array([ids[slot] if slot < len(ids) else slot for slot in range(12)])
+    slots = np.arange(len(ids)) if any(rule.map_name for rule in rules) else np.array(ids)
+    if text is None:
+        assert apply_rules(rules, slots, {"window": lambda held: window[held]}, 12).ids.size
+        return
+    with pytest.raises(SlotError, match=text):
+        apply_rules(rules, slots, {"window": lambda held: window[held]}, 12)
+
+
+@given(st.lists(st.booleans(), min_size=4, max_size=16), st.sampled_from((2, 4)), st.data())
+def test_a_token_has_one_place_in_its_row(
+    held: list[bool], count: int, data: st.DataObject
+) -> None:
+    """However a map packs what it holds: the rows are refused, or each token is as far behind the
+    row's first token as its number says."""
+    starts = data.draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))
+    ids, packed = [], 0
+    for is_held, starts_row in zip(held, starts, strict=True):
+        packed = -(-packed // count) * count if starts_row else packed
+        ids.append(packed if is_held else -1)
+        packed += is_held
+    window = np.array(ids)
+    try:
+        rows = apply_rules(
+            [Mapped("window"), EveryNth(count)],
+            np.arange(len(held)),
+            {"window": lambda slots: window[slots]},
+            len(held) * count,
+        )
+    except SlotError:
+        return
+    for row, first in zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True):
+        for token, place in enumerate(ids):
+            if place >= 0 and place // count == row:
+                assert token - first == place % count

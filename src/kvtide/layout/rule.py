@@ -44,17 +44,23 @@ class Rows:
     """Rows of a buffer, int64 [row], and for each row the number of its first token, int64 [row].
 
     `lasts` are the numbers of the rows' last tokens, int64 [row], or None where each row stands
-    for one token.
+    for one token. `after_hole` (bool [row]) says which rows don't continue the row before them,
+    since a token or a place between the two is left out; None if all do.
     """
 
     ids: Ids
     tokens: Ids
     lasts: Ids | None = None
+    after_hole: NDArray[np.bool_] | None = None
 
     def only(self, kept: NDArray[np.bool_], ids: Ids) -> Rows:
         """The rows that are `kept` (bool [row]), with other `ids`, int64 [kept row]."""
         lasts = None if self.lasts is None else self.lasts[kept]
-        return Rows(ids, self.tokens[kept], lasts)
+        holes = self.after_hole
+        if holes is not None:
+            counts = np.cumsum(holes)[kept]  # holes up to a row, those before dropped rows too
+            holes = np.diff(counts, prepend=0) > 0
+        return Rows(ids, self.tokens[kept], lasts, holes)
 
     def of_tokens(self, tokens: Ids) -> Ids | None:
         """The rows that stand for these tokens (ascending), or None if one of them has no row."""

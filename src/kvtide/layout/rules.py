@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtide.errors import LayoutError, SlotError
 from kvtide.integers import LARGEST
@@ -68,17 +69,32 @@ class EveryNth(Rule):
         ids, count = rows.ids, self.count
         follows = np.zeros(ids.size, bool)
         follows[1:] = (ids[1:] == ids[:-1] + 1) & (ids[1:] % count != 0)
+        if rows.after_hole is not None:
+            follows &= ~rows.after_hole
         wrong = ~follows & (ids % count != 0)
         if wrong.any():
             first = int(wrong.argmax())
             raise SlotError(
                 f"slot {ids[first]} at position {first} stands in the middle of a row of {count}, "
-                "and the slots before it aren't there; begin such a row at its first slot"
+                "and the slots or tokens before it aren't there; begin such a row at its first "
+                "slot, and leave no token out inside it"
             )
         ends = np.ones(ids.size, bool)
         ends[:-1] = ~follows[1:]
         lasts = rows.tokens if rows.lasts is None else rows.lasts
-        return Rows(ids[~follows] // count, rows.tokens[~follows], lasts[ends])
+        firsts = np.flatnonzero(~follows)
+        return Rows(
+            ids[firsts] // count, rows.tokens[firsts], lasts[ends], self._holes(rows, firsts)
+        )
+
+    def _holes(self, rows: Rows, firsts: Ids) -> NDArray[np.bool_] | None:
+        """Which of the rows that begin at `firsts` don't continue the row before them, since that
+        row isn't full or a hole lies between the two."""
+        holes = np.zeros(firsts.size, bool)
+        holes[1:] = np.diff(firsts) < self.count
+        if rows.after_hole is not None:
+            holes |= rows.after_hole[firsts]
+        return holes if holes.any() else None
 
     def row_count(self, id_count: int, known: Counts) -> int:
         """See Rule."""
@@ -124,7 +140,12 @@ class Mapped(Rule):
             raise SlotError(f"there is no map {self.name!r}; the pool has {sorted(maps)}")
         mapped = maps[self.name](rows.ids)
         inside = mapped > self.hole
-        return rows.only(inside, mapped[inside])
+        found = rows.only(inside, mapped[inside])
+        gaps = np.zeros(found.ids.size, bool)
+        gaps[1:] = np.diff(np.flatnonzero(inside)) > 1
+        if found.after_hole is not None:
+            gaps |= found.after_hole
+        return replace(found, after_hole=gaps) if gaps.any() else found
 
     def row_count(self, id_count: int, known: Counts) -> int:
         """See Rule."""
