@@ -256,6 +256,6 @@ REFUSED = [
     Refusal(
         "SWA without an allocator",
         lambda: Built(window_pool(16), None, []),
-        "nothing leads from slots to the window's rows",
+        "it has no map from slots to rows of the window yet",
     ),
 ]
