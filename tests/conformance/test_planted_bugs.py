@@ -413,7 +413,7 @@ def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 DEVICE_PLANTED: list[tuple[Plant, str, str]] = [
-    (staging_shared, "test_staging_is_a_steps_own", "random:0"),
+    (staging_shared, "test_each_step_has_staging_for_itself", "random:0"),
     (copies_not_waited_for, "test_bytes_have_arrived_when_the_host_is_called", "lazy"),
 ]
 

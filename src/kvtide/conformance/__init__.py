@@ -1,11 +1,11 @@
-"""The conformance kit: what every layout, pool and device must pass, for everyone's tests.
+"""The conformance kit: tests that every layout, pool and device must pass.
 
     from kvtide.conformance import PoolTests
 
-    class TestMyPool(PoolTests): ...      # two or three small methods, and it inherits the tests
+    class TestMyPool(PoolTests): ...      # give it three small methods; it inherits the tests
 
-`LayoutTests` is for a declaration, `PoolTests` for a pool of one's own, `DeviceTests` for a
-device. docs/extend.md has an example of each. The classes need pytest, and nothing else here does.
+`LayoutTests` tests a declared layout, `PoolTests` your pool, `DeviceTests` your device.
+docs/extend.md has an example of each. These classes need pytest; nothing else here does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SAMPLES", "DeviceTests", "LayoutTests", "PoolTests", "PoolUnderTest", "Sample"]
 
-# `kvtide doctor` uses the samples where pytest need not be installed.
+# Imported when needed: `kvtide doctor` uses the samples where pytest may not be installed.
 _HOME_OF = {
     "DeviceTests": "kvtide.conformance.devices",
     "LayoutTests": "kvtide.conformance.layouts",
@@ -41,5 +41,5 @@ def __getattr__(name: str) -> Any:
     if name.endswith("Tests") and home not in sys.modules:
         import pytest
 
-        pytest.register_assert_rewrite(home)  # so that a failing one shows both values
+        pytest.register_assert_rewrite(home)  # so that a failed assert shows both values
     return getattr(import_module(home), name)

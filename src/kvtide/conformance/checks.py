@@ -1,6 +1,6 @@
-"""What every pool must pass, as functions of a PoolUnderTest: each raises AssertionError, in words.
+"""Checks that every pool must pass: functions of a PoolUnderTest that raise AssertionError.
 
-The classes of the kit call them; a pool's own test may call them too.
+The classes of the kit call them. The test of a pool may call them too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvtide.ticket import Ticket
 
 
 def check_round_trips(subject: PoolUnderTest, make_way: Callable[[int], Any] | None = None) -> None:
-    """Exact, at all boundaries of chunks, in blocks of all sizes, for slots that lie anyhow."""
+    """Round trips are exact at all boundaries of chunks, for several block sizes and all orders."""
     make_way = make_way or (lambda block_bytes: TideWay(subject, block_bytes))
     for size, block_bytes in block_sizes(subject).items():
         way = make_way(block_bytes)
@@ -63,7 +63,7 @@ def check_round_trips(subject: PoolUnderTest, make_way: Callable[[int], Any] | N
 
 
 def check_boundaries(subject: PoolUnderTest, make_way: Callable[[int], Any] | None = None) -> None:
-    """The few round trips of most use, where there is little time; every order, once."""
+    """The most useful round trips, for when there is little time; every order is tried once."""
     make_way = make_way or (lambda block_bytes: TideWay(subject, block_bytes))
     sizes = block_sizes(subject)
     way = make_way(sizes["some rows"])
@@ -78,7 +78,7 @@ def check_boundaries(subject: PoolUnderTest, make_way: Callable[[int], Any] | No
 
 
 def check_orders(subject: PoolUnderTest) -> None:
-    """Contiguous, reversed, scattered, page by page, and pages met in their middle."""
+    """Round trips are exact for every order of slots (`ORDERS`)."""
     for number, order in enumerate(ORDERS):
         way = TideWay(subject, block_sizes(subject)["some rows"])
         trip = make_trip(subject, some_tokens(subject), number, order)
@@ -86,7 +86,7 @@ def check_orders(subject: PoolUnderTest) -> None:
 
 
 def check_indices(subject: PoolUnderTest, make_way: Callable[[int], Any] | None = None) -> None:
-    """Integers in every form: lists and arrays, of 32 and 64 bits, on the host and the device."""
+    """Round trips are exact for every form of slots (`INDICES`)."""
     way = (make_way or (lambda size: TideWay(subject, size)))(block_sizes(subject)["some rows"])
     for number, index in enumerate(INDICES):
         trip = make_trip(subject, some_tokens(subject), number)
@@ -94,7 +94,10 @@ def check_indices(subject: PoolUnderTest, make_way: Callable[[int], Any] | None 
 
 
 def check_planes(subject: PoolUnderTest) -> None:
-    """`pool.plane` is where the bytes are, layers counted from the stage's first; no other is."""
+    """`pool.plane` views the right bytes, and refuses other layers and other planes.
+
+    Layers count from the stage's first.
+    """
     image = subject.fill(5)
     for name, layer in subject.parts:
         plane = subject.pool.plane(name, layer)
@@ -111,7 +114,7 @@ def check_planes(subject: PoolUnderTest) -> None:
 
 
 def check_snapshot_bytes(subject: PoolUnderTest) -> None:
-    """A snapshot has the bytes that the format says, so that any source fits any target."""
+    """A snapshot has the bytes that its format demands, so any source fits any target."""
     sizes = block_sizes(subject)
     del sizes["some rows"]
     for size, block_bytes in sizes.items():
@@ -135,7 +138,7 @@ def check_snapshot_bytes(subject: PoolUnderTest) -> None:
 
 
 def check_refused_slots(subject: PoolUnderTest) -> None:
-    """Negative, repeated and out-of-range slots, and what are no slots: named, nothing changed."""
+    """Invalid slots raise SlotError and change nothing."""
     trip = make_trip(subject, some_tokens(subject), 2)
     subject.set_maps(trip.source.maps)
     way = TideWay(subject, block_sizes(subject)["some rows"])
@@ -177,8 +180,10 @@ def _check_refused_requests(
 
 
 def check_failed_restores(subject: PoolUnderTest) -> None:
-    """A restore that can't be is refused by name and changes nothing: a damaged snapshot, another
-    geometry's, another key's, one of other length, or one that was discarded."""
+    """A restore that is impossible raises an error and changes nothing.
+
+    The snapshot is damaged or discarded, or it has another geometry, key, length or window.
+    """
     trip = make_trip(subject, some_tokens(subject), 4)
     subject.set_maps(trip.source.maps)
     subject.fill(4)
@@ -238,7 +243,7 @@ def _check_other_window(
 
 
 def _has_extra_rows(subject: PoolUnderTest, trip: Trip) -> bool:
-    """Whether a token has a row at the target that had none at the source."""
+    """Whether a token has a row at the target and none at the source."""
     return any(
         rows_of_plane(plane, trip.target).keys() - rows_of_plane(plane, trip.source).keys()
         for plane in subject.geometry.planes
@@ -246,8 +251,10 @@ def _has_extra_rows(subject: PoolUnderTest, trip: Trip) -> bool:
 
 
 def check_fences(subject: PoolUnderTest) -> None:
-    """What is asked of the device before a move happens before it, and after it, after; slots and
-    maps are taken at the call; two moves under way share nothing."""
+    """A move waits for all earlier work of the device, and all later work waits for it.
+
+    It reads slots and maps at the call. Two moves at a time don't disturb each other.
+    """
     tide = make_tide(subject, block_sizes(subject)["some rows"])
     trips = [
         make_trip(subject, count, seed) for seed, count in enumerate((some_tokens(subject), 1))
@@ -259,7 +266,7 @@ def check_fences(subject: PoolUnderTest) -> None:
         for ticket in tickets:
             snapshots.append(ticket.wait())
         subject.set_maps(trip.source.maps)
-        # Written by the device when it comes to it; the offload must wait for that.
+        # The device may write these bytes later; the offload must wait for that.
         images.append(subject.fill(10 + number))
         index = np.array(trip.source.slots, np.int64)
         tickets = [tide.start_offload(index, key="kit", request=trip.source.request)]
@@ -279,7 +286,7 @@ def check_fences(subject: PoolUnderTest) -> None:
         )
         index[:] = 0
         subject.set_maps({name: np.full_like(ids, 1) for name, ids in trip.target.maps.items()})
-        tide.discard(snapshots[number])  # waits for it
+        tide.discard(snapshots[number])  # waits for the restore
         expected = restored(subject.geometry, images[number], trip.source, expected, trip.target)
         restoring.wait()
         same(expected, subject.image(), "moves under way")
@@ -287,7 +294,7 @@ def check_fences(subject: PoolUnderTest) -> None:
 
 
 def check_miss(source: PoolUnderTest, target: PoolUnderTest) -> None:
-    """A snapshot of one is refused by the other, of which nothing has changed."""
+    """The target refuses a snapshot of the source and doesn't change."""
     block_bytes = block_sizes(source)["some rows"]
     trip = make_trip(source, some_tokens(source), 8)
     source.set_maps(trip.source.maps)
@@ -303,7 +310,7 @@ def check_miss(source: PoolUnderTest, target: PoolUnderTest) -> None:
 
 
 def check_snapshot_owns(subject: PoolUnderTest) -> None:
-    """A snapshot is no view: whatever happens to its slots, it can be restored, and again."""
+    """A snapshot is a copy: whatever happens to its slots, it can be restored, even twice."""
     way = TideWay(subject, block_sizes(subject)["some rows"])
     trip = make_trip(subject, some_tokens(subject), 6)
     subject.set_maps(trip.source.maps)
@@ -361,4 +368,4 @@ POOL_CHECKS: tuple[Callable[[PoolUnderTest], None], ...] = (
     check_failed_restores,
     check_fences,
 )
-"""All of them, for a pool that passes through kvtide."""
+"""All checks of a pool that kvtide moves."""

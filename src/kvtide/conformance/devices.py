@@ -14,8 +14,8 @@ from kvtide.conformance.subjects import KINDS
 from kvtide.device import Device, Step
 
 _SIZE = 4096
-# Rows of tokens, of pages and of requests, of several dtypes, in the kinds of pools that differ
-# most for a device.
+# Together these pools have rows of tokens, of pages and of requests, and several dtypes. Their
+# kinds are the ones that differ most for a device.
 _POOLS = (
     ("gqa", "created"),
     ("gqa-dtypes-of-their-own", "gaps between rows"),
@@ -33,19 +33,19 @@ class DeviceTests(ABC):
 
     @abstractmethod
     def make_device(self) -> Device:
-        """A device, open."""
+        """An open device."""
 
     @abstractmethod
     def read_raw(self, tensor: torch.Tensor) -> bytes:
-        """The bytes of a tensor on your device (uint8), once all that was asked of it is done."""
+        """The bytes of a uint8 tensor on your device, after all earlier work has ended."""
 
     @abstractmethod
     def write_raw(self, tensor: torch.Tensor, data: bytes) -> None:
-        """Sets them, and is done when it returns."""
+        """Sets the bytes of a tensor on your device. They are set when this returns."""
 
     @pytest.fixture
     def device(self) -> Iterator[Device]:
-        """Made by `make_device`."""
+        """A device from `make_device`, closed after the test."""
         device = self.make_device()
         yield device
         device.close()
@@ -53,7 +53,7 @@ class DeviceTests(ABC):
     # ---- memory ------------------------------------------------------------------------
 
     def test_device_memory_is_zeroed_bytes(self, device: Device) -> None:
-        """Of any length, where the device keeps its tensors."""
+        """`allocate` gives a zeroed tensor of any length on the device."""
         for size in (0, 1, _SIZE + 1):
             memory = device.allocate(size)
             assert (torch.uint8, (size,)) == (memory.dtype, tuple(memory.shape))
@@ -61,7 +61,7 @@ class DeviceTests(ABC):
             assert bytes(size) == self.read_raw(memory)
 
     def test_host_memory_is_the_hosts(self, device: Device) -> None:
-        """Bytes that the host reads and writes without asking anyone."""
+        """The host reads and writes the tensor of `allocate_host` directly."""
         memory = device.allocate_host(_SIZE)
         assert (torch.uint8, (_SIZE,), "cpu") == (
             memory.dtype, tuple(memory.shape), memory.device.type
@@ -71,7 +71,7 @@ class DeviceTests(ABC):
         assert _SIZE * 7 == int(memory.to(torch.int64).sum())
 
     def test_elements_go_down_to_a_byte(self, device: Device) -> None:
-        """The widest first, so that whatever alignment there is, something fits."""
+        """The widest dtype comes first. The last one has 1 byte, so one fits any alignment."""
         sizes = [dtype.itemsize for dtype in device.elements]
         assert sorted(sizes, reverse=True) == sizes
         assert 1 == sizes[-1]
@@ -79,7 +79,7 @@ class DeviceTests(ABC):
         assert device.move_bytes > 0
 
     def test_every_element_is_gathered_and_scattered(self, device: Device) -> None:
-        """By the two operations that a mover issues, from an index that was uploaded."""
+        """A mover issues just these two operations, with an index that it uploaded."""
         for dtype in device.elements:
             data = bytes(range(12 * dtype.itemsize))
             memory, other = device.allocate(len(data)), device.allocate(len(data))
@@ -101,7 +101,7 @@ class DeviceTests(ABC):
     # ---- jobs --------------------------------------------------------------------------
 
     def test_jobs_end_in_the_order_submitted(self, device: Device) -> None:
-        """When the last one has ended, all have."""
+        """When the last job has ended, all have ended."""
         order: list[int] = []
         jobs = [device.submit(lambda n=n: [[Step(_noting(order, n))]]) for n in range(4)]  # type: ignore[misc]
         assert [None] == jobs[-1].wait()
@@ -109,7 +109,7 @@ class DeviceTests(ABC):
         assert all(job.done() for job in jobs)
 
     def test_job_at_once_begins_after_those_before_it(self, device: Device) -> None:
-        """Whoever does it; and it has a result, or an error, as any other has."""
+        """It has a result or an error, like any other job."""
         order: list[int] = []
         for number in range(3):
             device.submit(lambda n=number: [[Step(_noting(order, n))]])  # type: ignore[misc]
@@ -121,7 +121,7 @@ class DeviceTests(ABC):
             bad.wait()
 
     def test_results_are_those_of_all_phases(self, device: Device) -> None:
-        """They come in the order of the phases and of their steps, at each `wait`."""
+        """Each `wait` gives them, in the order of the phases and of their steps."""
         phases: list[list[Step[int]]] = [
             [Step(lambda n=n: n) for n in numbers]  # type: ignore[misc]
             for numbers in ((9,), (), (0, 1, 2, 3, 4), (7, 8))
@@ -131,7 +131,7 @@ class DeviceTests(ABC):
         assert [9, 0, 1, 2, 3, 4, 7, 8] == job.wait()
 
     def test_job_may_have_nothing_to_do(self, device: Device) -> None:
-        """No phases, or one without steps: zero tokens are a valid request."""
+        """A job may have no phases, or a phase without steps: zero tokens are a valid request."""
         none: list[list[Step[int]]] = []
         assert [] == device.submit(lambda: none).wait()
         assert [] == device.submit(lambda: [[]]).wait()
@@ -149,7 +149,7 @@ class DeviceTests(ABC):
         assert [0] * 5 + [1] + [2] * 5 == order
 
     def test_error_ends_its_job_and_no_other(self, device: Device) -> None:
-        """It is raised each time; no later phase begins; the next job runs."""
+        """Each `wait` raises it. No later phase of the job begins. The next job runs."""
         order: list[int] = []
 
         def phases() -> Iterator[Sequence[Step[None]]]:
@@ -166,7 +166,7 @@ class DeviceTests(ABC):
         assert [5] == device.submit(lambda: [[Step(lambda: 5)]]).wait()
 
     def test_closing_waits_and_may_be_repeated(self) -> None:
-        """What was submitted has happened then."""
+        """The device has done its jobs when `close` returns."""
         device, order = self.make_device(), list[int]()
         device.submit(lambda: [[Step(_noting(order, 1))]])
         device.close()
@@ -176,7 +176,7 @@ class DeviceTests(ABC):
     # ---- copies ------------------------------------------------------------------------
 
     def test_bytes_have_arrived_when_the_host_is_called(self, device: Device) -> None:
-        """A chunk is hashed by `finish`, so its copy must have happened."""
+        """`finish` hashes a chunk, so the copy must have ended when `finish` is called."""
         memory, host = device.allocate(_SIZE), device.allocate_host(_SIZE)
         self.write_raw(memory, b"\x5a" * _SIZE)
         host.zero_()
@@ -188,7 +188,7 @@ class DeviceTests(ABC):
         assert [b"\x5a" * _SIZE] == device.submit(lambda: [[step]]).wait()
 
     def test_bytes_have_arrived_when_a_job_has_ended(self, device: Device) -> None:
-        """The host may then write its memory anew."""
+        """The host may then overwrite the memory from which the job copied."""
         memory, host = device.allocate(_SIZE), device.allocate_host(_SIZE)
         host.fill_(0x3C)
 
@@ -199,8 +199,8 @@ class DeviceTests(ABC):
         host.zero_()
         assert b"\x3c" * _SIZE == self.read_raw(memory)
 
-    def test_job_waits_for_what_the_caller_asked_before(self, device: Device) -> None:
-        """The slots' writer may not be done when an offload is asked for."""
+    def test_job_waits_for_earlier_work_of_the_caller(self, device: Device) -> None:
+        """An offload may begin while a kernel still writes the slots."""
         memory, host = device.allocate(_SIZE), device.allocate_host(_SIZE)
         for value in (3, 4):
             memory.fill_(value)
@@ -212,8 +212,8 @@ class DeviceTests(ABC):
             job = device.submit(lambda: [[step]])  # noqa: B023 # waited for
             assert [bytes([value]) * _SIZE] == job.wait()
 
-    def test_staging_is_a_steps_own(self, device: Device) -> None:
-        """As large as was asked, until `finish` is called: many steps, each with other bytes."""
+    def test_each_step_has_staging_for_itself(self, device: Device) -> None:
+        """Many steps write different bytes, and each finds its bytes when it copies them."""
         hosts = [device.allocate_host(_SIZE) for _ in range(9)]
 
         def step(number: int) -> Step[bytes]:
@@ -230,7 +230,7 @@ class DeviceTests(ABC):
 
     @pytest.mark.parametrize(("name", "kind"), _POOLS)
     def test_pools_on_it_pass(self, device: Device, name: str, kind: str) -> None:
-        """Round trips with slots of all kinds, refusals, fences: of pools of several layouts."""
+        """Pools of several layouts pass checks of round trips, refusals and fences."""
         subject = KINDS[kind](sample(name), device)
         checks.check_boundaries(subject)
         checks.check_indices(subject)

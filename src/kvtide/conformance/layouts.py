@@ -22,11 +22,10 @@ from kvtide.layout.dtypes import DTYPE_BYTES
 class LayoutTests(ABC):
     """Inherit this as `class TestMyLayout(LayoutTests)` and give it one method, `samples`.
 
-    The tests bind the layout, make pools of it in all the ways that engines have, created and
-    adopted, and move requests about in them. To run them on another device than the CPU,
-    override the fixture `device`. `thorough = False` leaves out round trips of which there are
-    others much alike, and pools of more than one kind where the kind hardly matters: for when
-    there are many devices to try.
+    The tests bind the layout, make pools of every kind that engines have, and move requests in
+    them. To run the tests on another device than the CPU, override the fixture `device`. With
+    `thorough = False` the tests leave out similar round trips, and use a single kind of pool where
+    the kind hardly matters. This saves time if there are many devices to try.
     """
 
     thorough = True
@@ -34,21 +33,21 @@ class LayoutTests(ABC):
 
     @abstractmethod
     def samples(self) -> Sequence[Sample]:
-        """Small geometries of the layout, with the planes that must come of them in numbers.
+        """Small geometries of the layout, each with its expected planes in numbers.
 
-        Give each axis a size of its own, let widths be odd and layers several, and have one
-        sample for each set of optional planes that there is.
+        Give each axis a different size, use odd widths and several layers, and give one sample for
+        each set of optional planes.
         """
 
     @pytest.fixture
     def device(self) -> Iterator[Device]:
-        """Where the pools are: the CPU, unless overridden."""
+        """The device of the pools: the CPU, unless a subclass overrides this."""
         device = CPUDevice(lanes=2)
         yield device
         device.close()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each sample, and for each kind of pool, where a test asks for them."""
+        """Makes a test for each sample and each kind of pool, if the test has these parameters."""
         if "sample" in metafunc.fixturenames:
             metafunc.parametrize("sample", self.samples(), ids=lambda sample: sample.name)
         if "kind" in metafunc.fixturenames:
@@ -61,13 +60,13 @@ class LayoutTests(ABC):
 
     # ---- the declaration ----------------------------------------------------------------
 
-    def test_planes_are_those_that_were_meant(self, sample: Sample) -> None:
-        """Names, dtypes, layers and rows, in order."""
+    def test_planes_are_as_the_sample_says(self, sample: Sample) -> None:
+        """Their names, dtypes, layers and rows are as expected, in this order."""
         found = [(p.name, (p.dtype, p.layer_count, p.row_shape)) for p in sample.geometry.planes]
         assert list(sample.planes.items()) == found
 
     def test_bytes_are_counted(self, sample: Sample) -> None:
-        """What a page of tokens costs, and a request beside them."""
+        """The bytes of a page of tokens, and of a request without its tokens, are right."""
         geometry = sample.geometry
         page_bytes = request_bytes = 0
         for plane in geometry.planes:
@@ -81,7 +80,7 @@ class LayoutTests(ABC):
         assert ceil(page_bytes / sample.page_size) == geometry.token_bytes
 
     def test_geometries_are_told_apart(self, sample: Sample) -> None:
-        """By every size, dtype, stage and rank; equal ones are equal."""
+        """A change of any size or of the stage changes the fingerprint."""
         geometry = sample.geometry
         assert geometry.fingerprint == sample.geometry.fingerprint
         others = [*changed(sample), replace(sample, first_layer=sample.first_layer + 1).geometry]
@@ -98,7 +97,7 @@ class LayoutTests(ABC):
         checks.check_planes(self.make_subject(sample, kind, device))
 
     def test_round_trips_are_exact(self, sample: Sample, kind: str, device: Device) -> None:
-        """For all counts, orders and forms of slots, in chunks of all sizes."""
+        """All counts, orders and forms of slots are tried, in chunks of several sizes."""
         subject = self.make_subject(sample, kind, device)
         if self.thorough:
             checks.check_round_trips(subject)
@@ -108,25 +107,25 @@ class LayoutTests(ABC):
     def test_snapshot_has_the_bytes_of_the_format(
         self, sample: Sample, kind: str, device: Device
     ) -> None:
-        """And owns them, so that it fits every pool of that geometry, whatever the source does."""
+        """It holds a copy of them, so it fits every pool of that geometry."""
         subject = self.make_subject(sample, kind, device)
         checks.check_snapshot_bytes(subject)
         checks.check_snapshot_owns(subject)
 
     def test_refusals_change_nothing(self, sample: Sample, kind: str, device: Device) -> None:
-        """Invalid slots, and snapshots that don't fit the target."""
+        """The pool stays unchanged after invalid slots, and after snapshots that don't fit."""
         subject = self.make_subject(sample, kind, device)
         checks.check_failed_restores(subject)
         checks.check_refused_slots(subject)
 
     def test_moves_are_fenced(self, sample: Sample, kind: str, device: Device) -> None:
-        """By what the device was asked for before, and after."""
+        """A move waits for all earlier work of the device, and all later work waits for it."""
         checks.check_fences(self.make_subject(sample, kind, device))
 
     # ---- between pools ----------------------------------------------------------------
 
     def test_snapshot_of_any_pool_fits_any(self, sample: Sample, device: Device) -> None:
-        """Pools of every kind, and of other page sizes where no row is a page."""
+        """A snapshot moves between kinds of pools, and between page sizes if no row is a page."""
         kinds = [*KINDS]
         for number, kind in enumerate(kinds):
             source = self.make_subject(sample, kind, device)
@@ -139,7 +138,7 @@ class LayoutTests(ABC):
             ways.go(way, trip, source, target=target, note=f"{kind} to another")
 
     def test_stages_may_have_uneven_layers(self, sample: Sample, device: Device) -> None:
-        """A stage counts its layers from its first; a snapshot of a stage fits no other stage."""
+        """Layers count from the stage's first; a snapshot of a stage fits no other stage."""
         first = replace(sample, first_layer=0)
         second = longer(replace(sample, first_layer=3))
         subjects = [self.make_subject(stage, "created", device) for stage in (first, second)]
@@ -161,14 +160,14 @@ class LayoutTests(ABC):
 
 
 def changed(sample: Sample) -> Iterator[Geometry]:
-    """Geometries that differ in one size, each."""
+    """The sample's geometry with one size changed, for each size."""
     for axis, size in sample.sizes.items():
         other = size + 1 if isinstance(size, int) else [*size, 99]
         yield replace(sample, sizes={**sample.sizes, axis: other}).geometry
 
 
 def longer(sample: Sample) -> Sample:
-    """The same with another layer of everything."""
+    """The sample with one more layer of each plane."""
     axes = {axis for plane in sample.layout.planes for axis in plane.split()[1]}
     sizes = {
         axis: size if axis not in axes else size + 1 if isinstance(size, int) else [*size, 99]
@@ -182,7 +181,7 @@ def longer(sample: Sample) -> Sample:
 
 
 def lessened(sample: Sample) -> Iterator[Sample]:
-    """The sample without one optional plane, for each that has an axis of its own."""
+    """The sample without one optional plane, for each such plane that alone has some axis."""
     present = [plane for plane in sample.layout.planes if plane.name in sample.planes]
     for plane in present:
         others = [other for other in present if other is not plane]
@@ -191,5 +190,5 @@ def lessened(sample: Sample) -> Iterator[Sample]:
             yield replace(
                 sample,
                 sizes={axis: size for axis, size in sample.sizes.items() if axis not in alone},
-                planes={name: it for name, it in sample.planes.items() if name != plane.name},
+                planes={name: shape for name, shape in sample.planes.items() if name != plane.name},
             )

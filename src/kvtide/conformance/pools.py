@@ -15,51 +15,50 @@ from kvtide.pool import Pool
 class PoolTests(ABC):
     """Inherit this as `class TestMyPool(PoolTests)` and give it three methods.
 
-    They say how to make the pool and how to get at its bytes without kvtide; the tests compare
-    what kvtide does with what they read. A pool whose layout goes through maps gives `write_map`
-    too, one that saves and restores by methods of its own gives `make_way`. Each test makes a
-    pool anew, on an instance of its own, so what belongs to it may be kept on `self`. `thorough =
-    False` leaves out round trips of which there are others much alike.
+    The methods make the pool, and read and write its bytes without kvtide. If the layout needs
+    maps, override `write_map` too. If the pool has its own methods for saving and restoring,
+    override `make_way`. Each test makes a new pool on a new instance, so you may keep things of
+    the pool on `self`. With `thorough = False` the tests leave out similar round trips.
     """
 
     thorough = True
 
     @abstractmethod
     def make_pool(self) -> Pool:
-        """A pool of your tensors (`Pool.adopt`), or one of kvtide's own (`Pool.create`).
+        """A pool of your tensors (`Pool.adopt`), or a new one (`Pool.create`).
 
-        It needs room for a dozen rows of each plane: a dozen pages, where a row is a page.
+        It needs 12 rows of each plane, so 12 pages if a row is a page.
         """
 
     @abstractmethod
     def read_raw(self, pool: Pool, plane: str, layer: int) -> Bytes:
         """A copy of the bytes of one layer of a plane, uint8 [row, byte], on the host.
 
-        Layers count from the stage's first. A row's own bytes come first; if others lie between
-        it and the next row, they come after, and the tests see to it that nobody touches them.
+        Layers count from the stage's first. If there is a gap before the next row, its bytes follow
+        the row's bytes. The tests check that kvtide leaves them unchanged.
         """
 
     @abstractmethod
     def write_raw(self, pool: Pool, plane: str, layer: int, data: Bytes) -> None:
-        """Sets what `read_raw` gives, of the same shape."""
+        """Sets the bytes that `read_raw` gives; `data` has the same shape."""
 
     def write_map(self, pool: Pool, name: str, ids: Ids) -> None:
-        """Sets a map of your engine's that the layout's rules go through, int64 [slot], in place.
+        """Sets the contents of one of your engine's maps in place; `ids` are int64 [slot].
 
-        Only for layouts that have some, such as sliding windows.
+        Only layouts whose rules need maps use it, such as sliding windows.
         """
         raise NotImplementedError(f"the layout goes through a map {name!r}: give write_map")
 
     def make_way(self, subject: PoolUnderTest, block_bytes: int) -> Any:
-        """How the pool's bytes are taken away and put back: by Tide, unless you say otherwise.
+        """The object that saves and restores the pool's bytes; by default it uses a Tide.
 
-        An object with `save(slots, request) -> saved`, `load(saved, slots, request)` and
-        `drop(saved)`. `block_bytes` is what should move at once.
+        It has `save(slots, request) -> saved`, `load(saved, slots, request)` and `drop(saved)`, and
+        moves `block_bytes` at once.
         """
         return ways.TideWay(subject, block_bytes)
 
     def make_subject(self) -> PoolUnderTest:
-        """The pool as the tests see it."""
+        """The pool with the functions that read and write it."""
         pool = self.make_pool()
         read, write = partial(self.read_raw, pool), partial(self.write_raw, pool)
         subject = PoolUnderTest(pool, read, write, partial(self.write_map, pool))
@@ -76,36 +75,36 @@ class PoolTests(ABC):
         checks.check_planes(self.make_subject())
 
     def test_round_trips_are_exact(self) -> None:
-        """Into other slots, with poisoned sources and untouched neighbours, for all counts."""
+        """A restore into other slots writes the same bytes, for all counts, and nothing else."""
         subject = self.make_subject()
         check = checks.check_round_trips if self.thorough else checks.check_boundaries
         check(subject, self._way(subject))
 
-    def test_slots_may_lie_anyhow(self) -> None:
-        """Contiguous, reversed, scattered, by pages and across them."""
+    def test_slots_may_have_any_order(self) -> None:
+        """Slots may be contiguous, reversed, scattered, page by page, or begin inside a page."""
         checks.check_orders(self.make_subject())
 
     def test_indices_may_be_of_any_kind(self) -> None:
-        """Lists and arrays, of 32 and 64 bits, on the host and on the device."""
+        """Slots may be lists or arrays, of 32 or 64 bits, on the host or on the device."""
         subject = self.make_subject()
         checks.check_indices(subject, self._way(subject))
 
     def test_snapshot_has_the_bytes_of_the_format(self) -> None:
-        """So that it fits every pool of that geometry."""
+        """So it fits every pool of that geometry."""
         checks.check_snapshot_bytes(self.make_subject())
 
     def test_snapshot_owns_its_bytes(self) -> None:
-        """It is no view of slots that are another's by now."""
+        """It is a copy: it stays the same when another request writes to its slots."""
         checks.check_snapshot_owns(self.make_subject())
 
-    def test_slots_that_cannot_be_meant_are_refused(self) -> None:
-        """Negative, repeated, out of range: both ways, and nothing has changed."""
+    def test_invalid_slots_are_refused(self) -> None:
+        """Negative, repeated and out-of-range slots raise an error and change nothing."""
         checks.check_refused_slots(self.make_subject())
 
     def test_failed_restore_changes_nothing(self) -> None:
-        """Damage, another geometry, key, length or window."""
+        """Restores fail for damage and for another geometry, key, length or window."""
         checks.check_failed_restores(self.make_subject())
 
     def test_moves_are_fenced(self) -> None:
-        """By what the device was asked for before, and after."""
+        """A move waits for all earlier work of the device, and all later work waits for it."""
         checks.check_fences(self.make_subject())

@@ -1,6 +1,7 @@
-"""What a request owns, found the slow way: one token after the other, from the declaration.
+"""The kit's reference: finds the bytes that a request owns slowly, token by token.
 
-Nothing here uses kvtide's own rules, plans or movers. The kit compares what they did with this.
+It reads the declaration and uses none of kvtide's rules, plans or movers. The kit compares their
+results with it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TokenIds = dict[int, int]
 @final
 @dataclass(frozen=True)
 class Place:
-    """What a request holds: its token slots in order, its own row, and the maps at that time."""
+    """The places of a request: its token slots in order, the request's row, and the maps."""
 
     slots: Sequence[int]
     request: int | None
@@ -64,8 +65,8 @@ def rows_of_plane(plane: PlaneGeometry, place: Place) -> dict[int, int]:
 def ids_by(rule: Rule, ids: TokenIds, place: Place) -> TokenIds:
     """The ids to which `rule` leads from `ids`, {token: id}. Several tokens may share an id.
 
-    A rule that isn't one of kvtide.layout's brings what is expected of it: a function with the
-    decorator `@ids_by.register`, beside its test, that doesn't use the rule's `apply`.
+    For a rule of your own, write a function with the decorator `@ids_by.register` beside the rule's
+    test. It must not use the rule's `apply`.
     """
     raise NotImplementedError(
         f"the kit's reference doesn't know {rule!r}: say what is expected of it, in a function of "
@@ -110,8 +111,8 @@ def _(_rule: OfRequest, _ids: TokenIds, place: Place) -> TokenIds:
 def ids_together(rule: Rule) -> int:
     """How many consecutive ids, from a multiple of that many on, must stay side by side.
 
-    It decides which requests the kit tries, not what is expected of them. A rule that needs more
-    than its `tokens_per_row` says so in a function with the decorator `@ids_together.register`.
+    It decides which requests the kit tries, not their expected results. For a rule that needs more
+    than its `tokens_per_row`, write a function with the decorator `@ids_together.register`.
     """
     return max(1, rule.tokens_per_row)
 
@@ -123,10 +124,9 @@ def _(rule: Striped) -> int:
 
 @singledispatch
 def hole_of(_rule: Rule) -> int:
-    """What the rule's map has for an id that leads to no row.
+    """The value in the rule's map for an id that leads to no row.
 
-    A rule whose map has something else there than -1 says so in a function with the decorator
-    `@hole_of.register`.
+    For a rule with another value than -1, write a function with the decorator `@hole_of.register`.
     """
     return -1
 
@@ -139,7 +139,7 @@ def _(rule: Mapped) -> int:
 def restored(
     geometry: Geometry, saved: Image, source: Place, before: Image, target: Place
 ) -> Image:
-    """`before` as it must be once what `source` held of `saved` was restored to `target`."""
+    """The image `before`, after the bytes of `source` in `saved` were restored to `target`."""
     expected = {part: rows.copy() for part, rows in before.items()}
     for plane in geometry.planes:
         source_rows, target_rows = rows_of_plane(plane, source), rows_of_plane(plane, target)
@@ -152,8 +152,10 @@ def restored(
 
 
 def snapshot_bytes(geometry: Geometry, image: Image, place: Place) -> bytes:
-    """A snapshot's bytes, where each group of planes is one chunk, or each row several chunks:
-    group by group, plane by plane, layer by layer, the rows in order."""
+    """A snapshot's bytes if each group of planes is a single chunk, or each row is several chunks.
+
+    They come group by group, plane by plane, layer by layer, with the rows in order.
+    """
     found = b""
     for rules in dict.fromkeys(plane.rules for plane in geometry.planes):
         for plane in geometry.planes:
@@ -167,7 +169,7 @@ def snapshot_bytes(geometry: Geometry, image: Image, place: Place) -> bytes:
 
 
 def first_difference(expected: Image, found: Image) -> str | None:
-    """Where two images differ, in words; None if they don't."""
+    """The first difference of two images, in words; None if they are equal."""
     if expected.keys() != found.keys():
         return f"planes and layers are {sorted(found)}, not {sorted(expected)}"
     for (name, layer), rows in expected.items():
@@ -191,13 +193,13 @@ class Units:
     """How many tokens must stay side by side for a layout's rows to stay whole."""
 
     slots: int
-    """Of the slots: they come in aligned runs of that many."""
+    """So many slots must stay side by side, from a multiple of that number on."""
     mapped: int
-    """Of the ids that a map leads to."""
+    """So many ids to which a map leads must stay side by side."""
 
 
 def units_of(geometry: Geometry) -> Units:
-    """What the rules before a map, and those after it, ask for: pages, ratios, ranks."""
+    """The units that the rules before a map (`slots`) and after it (`mapped`) need."""
     slots = mapped = 1
     for plane in geometry.planes:
         before = after = 1
@@ -210,7 +212,7 @@ def units_of(geometry: Geometry) -> Units:
 
 
 def map_holes(geometry: Geometry) -> dict[str, int]:
-    """The maps that a layout's rules go through, by name: what each has where there is no row."""
+    """The value that means "no row", for each map that the layout's rules need, by name."""
     return {
         rule.map_name: hole_of(rule)
         for plane in geometry.planes
@@ -220,7 +222,7 @@ def map_holes(geometry: Geometry) -> dict[str, int]:
 
 
 def mapped_count(geometry: Geometry, name: str, row_counts: Mapping[str, int]) -> int:
-    """How many ids a map may lead to, given each plane's rows: those with a row everywhere."""
+    """How many ids a map may lead to, so that each id has a row in every plane."""
     counts: list[int] = []
     for plane in geometry.planes:
         names = [rule.map_name for rule in plane.rules]

@@ -1,8 +1,8 @@
-"""A small geometry of every declared layout, at least one, with what its pool needs.
+"""Samples: at least one small geometry of every declared layout, with the sizes of its pool.
 
-Each axis has a size of its own, so that one taken for another shows; widths are odd, and layers
-several. `planes` says again, in numbers, what the declaration says in words: that is how a
-wrong declaration is found, and what the kit's pools are built by.
+Each axis has a different size, so the tests notice when two axes are exchanged; widths are odd,
+and there are several layers. `planes` repeats the declaration in numbers. The tests compare the
+two, and the kit builds its pools by the numbers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL, RECURRENT_AND
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
 
 Shape = tuple[str, int, tuple[int, ...]]
-"""Of a plane: its dtype, how many layers it has, and the shape of a row."""
+"""A plane's dtype, the number of its layers, and the shape of a row."""
 
 
 @final
 @dataclass(frozen=True)
 class Sample:
-    """A layout with sizes, and the planes that must come of it, in order."""
+    """A layout with sizes, and its expected planes in order."""
 
     name: str
     layout: Layout
@@ -48,7 +48,7 @@ class Sample:
         return self.bind()
 
     def bind(self, *, page_size: int | None = None, first_layer: int | None = None) -> Geometry:
-        """The same with another page size, or for another stage."""
+        """The geometry, with another page size or for another stage if they are given."""
         return self.layout.bind(
             dtype=self.dtype,
             token=page_size or self.page_size,
@@ -264,5 +264,5 @@ SAMPLES: tuple[Sample, ...] = (*_GROUPED, *_QUANTIZED, *_LATENT, *_LIMITED)
 
 
 def sample(name: str) -> Sample:
-    """The sample of that name."""
+    """The sample with that name."""
     return next(sample for sample in SAMPLES if sample.name == name)

@@ -1,6 +1,6 @@
-"""PoolUnderTest: a pool, and functions that read and write its bytes without it.
+"""PoolUnderTest: a pool, and functions that read and write its bytes without kvtide.
 
-`KINDS` has functions that make one of a sample: one for each form that engines give a pool.
+`KINDS` has a function for each form of pool that engines have. It makes such a pool from a sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtide.layout.dtypes import DTYPE_BYTES
 from kvtide.pool import Pool
 
 Ids = NDArray[np.int64]
-# Enough for rows of two chunks of four, in two places that needn't overlap.
+# Two places of a request fit without overlap, each with more than a chunk of 4 rows.
 _ROWS = 12
 # Elements between a row and the next, in pools that have gaps.
 _GAP = 3
@@ -32,11 +32,11 @@ _GAP = 3
 @final
 @dataclass
 class PoolUnderTest:
-    """A pool, and three functions that read and write what it consists of.
+    """A pool, and three functions that read and write its bytes and maps.
 
-    `read(plane, layer)` gives a copy of the layer's bytes, uint8 [row, byte]: a row's own first,
-    then those up to the next row. `write(plane, layer, bytes)` sets them all. `write_map(name,
-    ids)` sets one of the engine's maps, int64 [slot], where the layout has any.
+    `read(plane, layer)` gives a copy of the layer's bytes, uint8 [row, byte]: first the row's
+    bytes, then the gap before the next row. `write(plane, layer, bytes)` sets all of these.
+    `write_map(name, ids)` sets one of the engine's maps, int64 [slot], if the layout needs maps.
     """
 
     pool: Pool
@@ -48,22 +48,22 @@ class PoolUnderTest:
 
     @property
     def geometry(self) -> Geometry:
-        """The pool's."""
+        """The geometry of the pool."""
         return self.pool.geometry
 
     @cached_property
     def parts(self) -> list[tuple[str, int]]:
-        """Planes and layers."""
+        """All pairs of a plane's name and a layer."""
         return [(p.name, layer) for p in self.geometry.planes for layer in range(p.layer_count)]
 
     @cached_property
     def row_counts(self) -> dict[str, int]:
-        """Each plane's rows."""
+        """The number of rows of each plane, by name."""
         return {plane.name: len(self.read(plane.name, 0)) for plane in self.geometry.planes}
 
     @cached_property
     def request_count(self) -> int:
-        """How many requests have rows; 0 where no plane has rows of requests."""
+        """How many requests have rows; 0 if no plane has rows of requests."""
         counts = [self.row_counts[p.name] for p in self.geometry.planes if is_of_request(p)]
         return min(counts, default=0)
 
@@ -72,7 +72,7 @@ class PoolUnderTest:
         return {part: self.read(*part) for part in self.parts}
 
     def fill(self, seed: int) -> Image:
-        """Random bytes everywhere, gaps too: NaNs of all payloads, infinities, -0 among them."""
+        """Fills all rows and gaps with random bytes, NaNs among them; returns them."""
         random = np.random.default_rng(seed)
         image = {}
         for part in self.parts:
@@ -86,7 +86,7 @@ class PoolUnderTest:
         return {part: self.read(*part).shape for part in self.parts}
 
     def set_maps(self, maps: Mapping[str, Ids]) -> None:
-        """Gives the engine's maps other contents, in place."""
+        """Writes new contents to the engine's maps, in place."""
         for name, ids in maps.items():
             if self.write_map is None:
                 raise NotImplementedError(
@@ -102,7 +102,7 @@ Make = Callable[[Sample, Device], PoolUnderTest]
 
 @final
 class _Storage:
-    """Memory of a sample's planes, as an engine would have it, and its maps."""
+    """An engine's memory and maps for the planes of a sample."""
 
     def __init__(self, sample: Sample, device: Device) -> None:
         self.sample = sample
@@ -110,7 +110,7 @@ class _Storage:
         self.geometry = sample.geometry
         self.slot_count = _slot_count(sample)
         self.layers: dict[tuple[str, int], torch.Tensor] = {}
-        """uint8 [row, byte], gaps included."""
+        """The bytes of each plane's layer, uint8 [row, byte] with the gaps."""
         self.maps = {
             name: torch.zeros(self.slot_count, dtype=torch.int64, device=device.torch_device)
             for name in map_holes(self.geometry)
@@ -123,11 +123,11 @@ class _Storage:
         return plane.row_count(self.slot_count, known)
 
     def zeros(self, *shape: int) -> torch.Tensor:
-        """Bytes."""
+        """A tensor of zeroed bytes on the device."""
         return torch.zeros(shape, dtype=torch.uint8, device=self.device.torch_device)
 
     def subject(self, pool: Pool) -> PoolUnderTest:
-        """The pool over this storage."""
+        """The pool, with functions that read and write this storage."""
 
         def read(name: str, layer: int) -> Bytes:
             found: Bytes = self.layers[name, layer].cpu().numpy().copy()
@@ -142,7 +142,7 @@ class _Storage:
         return PoolUnderTest(pool, read, write, write_map)
 
     def adopt(self, tensors: Mapping[str, Any]) -> PoolUnderTest:
-        """A pool over tensors, views of these layers."""
+        """A pool that adopts these tensors, which are views of the layers."""
         pool = Pool.adopt(
             self.geometry, self.device, tensors, maps=self.maps, slot_count=self.slot_count
         )
@@ -150,7 +150,7 @@ class _Storage:
 
 
 def created(sample: Sample, device: Device) -> PoolUnderTest:
-    """A pool of kvtide's own; its bytes are found in its buffers, one a plane, layer by layer."""
+    """A pool that kvtide creates; each of its buffers holds a plane, layer by layer."""
     storage = _Storage(sample, device)
     pool = Pool.create(
         storage.geometry,
@@ -167,7 +167,7 @@ def created(sample: Sample, device: Device) -> PoolUnderTest:
 
 
 def one_tensor_a_layer(sample: Sample, device: Device) -> PoolUnderTest:
-    """As most engines have it: [row, *row], or [page, token, *row] where a token is a row."""
+    """A pool of tensors [row, *row], or [page, token, *row] if a token is a row: the usual form."""
     storage = _Storage(sample, device)
     planes = {}
     for name, (dtype, layer_count, row) in sample.planes.items():
@@ -177,7 +177,7 @@ def one_tensor_a_layer(sample: Sample, device: Device) -> PoolUnderTest:
 
 
 def one_tensor_for_all_layers(sample: Sample, device: Device) -> PoolUnderTest:
-    """[layer, row, *row], or [layer, page, token, *row]."""
+    """A pool of tensors [layer, row, *row], or [layer, page, token, *row]."""
     storage = _Storage(sample, device)
     planes = {}
     for name, (dtype, layer_count, row) in sample.planes.items():
@@ -191,7 +191,7 @@ def one_tensor_for_all_layers(sample: Sample, device: Device) -> PoolUnderTest:
 
 
 def gaps_between_rows(sample: Sample, device: Device) -> PoolUnderTest:
-    """Rows that don't adjoin: what lies between them isn't the pool's."""
+    """A pool whose rows have gaps between them; the gaps don't belong to the pool."""
     storage = _Storage(sample, device)
     planes: dict[str, list[torch.Tensor]] = {}
     for name, (dtype, layer_count, row) in sample.planes.items():
@@ -225,7 +225,7 @@ def _typed(
 
 
 def _lead(sample: Sample, storage: _Storage, name: str) -> tuple[int, ...]:
-    """[page, token] where tokens are rows and there are whole pages of them, else [row]."""
+    """The axes before a row: [page, token] if tokens are rows and fill whole pages, else [row]."""
     plane = next(plane for plane in storage.geometry.planes if plane.name == name)
     count = storage.rows(name)
     if plane.tokens_per_row == 1 and count % sample.page_size == 0:
@@ -242,7 +242,7 @@ def _row_bytes(sample: Sample, name: str) -> int:
 
 
 def _slot_count(sample: Sample) -> int:
-    """Slots enough for a dozen rows of the plane whose rows stand for the most tokens."""
+    """The slots for a dozen rows of the plane whose rows stand for the most tokens."""
     most = max(prod(map(ids_together, plane.rules)) for plane in sample.geometry.planes)
     slots = _ROWS * max(most, sample.page_size, 2)
     return -(-slots // sample.page_size) * sample.page_size

@@ -1,4 +1,4 @@
-"""A tensor's bytes, whatever its dtype and strides: filled at random, and compared."""
+"""Fills a tensor of any dtype and strides with random bytes, and compares two by their bytes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def randomise(tensor: torch.Tensor) -> None:
-    """Other bytes in all of a tensor, in place, by torch's generator; NaNs may be among them.
+    """Fills a tensor with random bytes, NaNs among them, by torch's generator.
 
-    Where rows don't adjoin, normal numbers of its dtype, so that what lies between them stays.
+    A tensor with gaps gets normally distributed numbers instead, so that the gaps keep their bytes.
     """
     if not tensor.numel():
         return
@@ -20,7 +20,7 @@ def randomise(tensor: torch.Tensor) -> None:
 
 
 def same_bytes(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether two tensors are of one shape and have the same bytes: NaNs are equal, too."""
+    """Whether two tensors have the same shape and the same bytes, so that equal NaNs are equal."""
     return expected.shape == found.shape and torch.equal(_bytes(expected), _bytes(found))
 
 

@@ -1,4 +1,4 @@
-"""Where a request lies before it is taken away and where it is put back: `Trip`, and many."""
+"""Trip: the place that a request is saved from, and the place that it is restored to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtide.device import Device
 Ids = NDArray[np.int64]
 
 ORDERS = ("contiguous", "reversed", "scattered", "pages", "straddling")
-"""How a request's slots lie; in runs, where rows are pages or stand for several tokens."""
+"""The orders of a request's slots; slots that share a row stay side by side in each."""
 
 INDICES: dict[str, Callable[[Ids, Device], Any]] = {
     "list": lambda ids, _: ids.tolist(),
@@ -28,13 +28,13 @@ INDICES: dict[str, Callable[[Ids, Device], Any]] = {
     "torch int64, device": lambda ids, device: torch.from_numpy(ids).to(device.torch_device),
     "torch int32, device": lambda ids, device: torch.from_numpy(ids).int().to(device.torch_device),
 }
-"""Every form in which engines give slots."""
+"""The forms in which engines give slots, by name: functions of int64 ids and a device."""
 
 
 @final
 @dataclass(frozen=True)
 class Trip:
-    """From `source` to `target`, both in pools of one geometry."""
+    """A request moves from `source` to `target`, in pools of the same geometry."""
 
     source: Place
     target: Place
@@ -47,10 +47,10 @@ def make_trip(
     order: str = "scattered",
     target: PoolUnderTest | None = None,
 ) -> Trip:
-    """A request of `count` tokens somewhere in `source`, and somewhere else in `target`.
+    """A trip of a request of `count` tokens from random slots of `source` to slots of `target`.
 
-    Windows are drawn too: some tokens have left it, more of them at the source. Nothing is
-    written, neither to pools nor to maps.
+    The maps of windows are random, too: some tokens have left the window, more of them at the
+    source. This writes to no pool and to no map.
     """
     target = target or source
     random = np.random.default_rng(seed)
@@ -70,8 +70,11 @@ def make_trip(
 
 
 def counts_of(subject: PoolUnderTest, chunk_rows: int) -> list[int]:
-    """Token counts around the boundaries of chunks of so many rows: zero, one, n - 1, n, n + 1,
-    a multiple and what surrounds it; where rows stand for several tokens also a part of one."""
+    """Token counts around the boundaries of chunks of `chunk_rows` rows.
+
+    They are 0, 1, and the counts of one and two chunks with a token or a row more or less. If a row
+    stands for several tokens, some counts fill a row in part.
+    """
     unit = _tokens_per_row(subject)
     limit = subject.pool.slot_count - subject.pool.padding_slots
     wanted = {0, 1, unit - 1, unit + 1}
@@ -82,19 +85,19 @@ def counts_of(subject: PoolUnderTest, chunk_rows: int) -> list[int]:
 
 
 def boundary_counts(subject: PoolUnderTest, chunk_rows: int) -> Iterator[int]:
-    """The few of them that matter most."""
+    """The most important counts of `counts_of`."""
     unit = _tokens_per_row(subject)
     yield from (chunk_rows * unit, 0, chunk_rows * unit + 1, 1, chunk_rows * unit - 1)
 
 
 def _tokens_per_row(subject: PoolUnderTest) -> int:
-    """Of the plane of tokens whose rows stand for the fewest."""
+    """The tokens per row of the plane of tokens where these are fewest."""
     most = [plane.tokens_per_row for plane in subject.geometry.planes if plane.tokens_per_row]
     return min(most, default=1)
 
 
 def _slots(subject: PoolUnderTest, count: int, random: np.random.Generator, order: str) -> Ids:
-    """Distinct slots, in whole runs where the layout asks for them."""
+    """Distinct slots in that order; slots that share a row stay side by side."""
     unit = units_of(subject.geometry).slots
     if unit == 1 and order == "pages":
         unit = subject.pool.page_size
@@ -118,9 +121,9 @@ def _slots(subject: PoolUnderTest, count: int, random: np.random.Generator, orde
 def _maps(
     source: PoolUnderTest, target: PoolUnderTest, places: list[Ids], random: np.random.Generator
 ) -> list[dict[str, Ids]]:
-    """The engine's maps at both ends, int64 [slot]: holes, but for the tokens of a window.
+    """The engine's maps at the source and at the target, int64 [slot]; other tokens have holes.
 
-    The target may have rows for more tokens than were saved; never for fewer.
+    The target may have rows for more tokens than the source, never for fewer.
     """
     found: list[dict[str, Ids]] = [{}, {}]
     unit = units_of(source.geometry).mapped
@@ -129,13 +132,13 @@ def _maps(
         rooms = [mapped_count(s.geometry, name, s.row_counts) // unit for s in (source, target)]
         room = min(groups, min(rooms) - 1)
         kept = np.sort(random.permutation(groups)[-room:] if room else np.empty(0, np.int64))
-        # A window may have holes, and where rows are tokens the target has rows for some of them.
+        # A window may have holes. If rows are tokens, the target has rows for some of these.
         kept = np.delete(kept, len(kept) // 2) if len(kept) > 3 else kept
         saved = kept[len(kept) // 3 :]
         saved = np.delete(saved, len(saved) // 2) if unit == 1 and len(saved) > 3 else saved
         for side, (subject, tokens) in enumerate(((source, saved), (target, kept))):
             ids = np.full(subject.pool.slot_count, hole, np.int64)
-            # Group 0 is padding, as an engine has it: holes may be 0.
+            # Row 0 is padding, as in an engine, so a hole may be 0.
             rows = 1 + random.permutation(rooms[side] - 1)
             for row, group in zip(rows, tokens, strict=False):
                 numbers = np.arange(group * unit, min((group + 1) * unit, places[side].size))

@@ -1,4 +1,4 @@
-"""A round trip, and how it is judged: the way there and back, `go`, and what the checks share."""
+"""`go` makes a round trip and compares every byte; TideWay moves the bytes by a Tide."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 
 CHUNK_ROWS = 4
-"""Rows of a full chunk in most checks, of the planes whose rows of all layers are largest."""
+"""The rows of a full chunk in most checks, counted in the group of planes with the largest rows."""
 _BLOCKS = 1024
-"""How many blocks an arena has at most: each costs a little, used or not."""
+"""The most blocks of an arena; an unused block costs a little, too."""
 _LIMIT_BYTES = 1 << 20
 
 
 @final
 class TideWay:
-    """There and back as kvtide does it. A pool with methods of its own brings its own way."""
+    """Saves and restores by a Tide. A pool with its own methods gives such an object of its own."""
 
     def __init__(
         self, subject: PoolUnderTest, block_bytes: int, target: PoolUnderTest | None = None
@@ -33,30 +33,30 @@ class TideWay:
         self._tides = [make_tide(end, block_bytes) for end in (subject, target or subject)]
 
     def save(self, slots: Any, request: int | None) -> Snapshot:
-        """Takes what the slots own."""
+        """Saves the bytes of the slots and of the request."""
         return self._tides[0].offload(slots, key="kit", request=request)
 
     def load(self, saved: Snapshot, slots: Any, request: int | None) -> None:
-        """Writes it to other slots. What their rows have of tokens that weren't saved stays."""
+        """Writes the bytes to other slots. Rows of tokens that weren't saved keep their bytes."""
         tide = self._tides[1]
         tide.restore(saved, slots, key="kit", request=request, keep_extra_rows=True)
 
     def drop(self, saved: Snapshot) -> None:
-        """Gives its memory back."""
+        """Frees the memory of the saved bytes."""
         self._tides[0].discard(saved)
         used_bytes = self._tides[0].arena.used_bytes
         assert used_bytes == 0, f"{used_bytes} bytes of the arena are still in use"
 
 
 def make_tide(subject: PoolUnderTest, block_bytes: int) -> Tide:
-    """A tide of the pool, and an arena of its own with such blocks."""
+    """A tide of the pool, with a new arena of such blocks."""
     limit_bytes = min(_LIMIT_BYTES, _BLOCKS * block_bytes)
     arena = HostArena(subject.pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
     return Tide(subject.pool, arena)
 
 
 def block_sizes(subject: PoolUnderTest) -> dict[str, int]:
-    """Blocks for all of it, for some rows, and where rows can be cut, for less than any row."""
+    """Block sizes by name: for some rows, for all rows, and less than a row if rows can be cut."""
     rows = _group_bytes(subject)
     sizes = {"some rows": CHUNK_ROWS * max(rows), "all rows": 1 << 16}
     smallest = min(plane.row_bytes for plane in subject.geometry.planes)
@@ -66,7 +66,7 @@ def block_sizes(subject: PoolUnderTest) -> dict[str, int]:
 
 
 def _group_bytes(subject: PoolUnderTest) -> list[int]:
-    """Bytes of a row of all layers, for each group of planes of equal rules."""
+    """The bytes of a row in all layers, for each group of planes of equal rules."""
     sizes: dict[Any, int] = {}
     for plane in subject.geometry.planes:
         sizes[plane.rules] = sizes.get(plane.rules, 0) + plane.row_bytes * plane.layer_count
@@ -83,8 +83,9 @@ def go(
     seed: int = 0,
     note: str = "",
 ) -> None:
-    """One round trip. Every byte of the source is overwritten in between, and every byte of the
-    target is compared: those that should have come back, and those that should not have changed.
+    """Makes a round trip: saves, overwrites every byte of the source, restores, compares all bytes.
+
+    It compares the restored bytes and all other bytes of the pool, which must not change.
     """
     target, form, note = target or subject, INDICES[index], f"{note}: " if note else ""
     subject.set_maps(trip.source.maps)
@@ -107,7 +108,7 @@ def go(
 
 
 def tokens_per_row(subject: PoolUnderTest) -> int:
-    """Tokens that a row stands for, of the plane where those are fewest."""
+    """The tokens per row of the plane of tokens where these are fewest."""
     return min((p.tokens_per_row for p in subject.geometry.planes if p.tokens_per_row), default=1)
 
 
@@ -117,14 +118,14 @@ def some_tokens(subject: PoolUnderTest) -> int:
 
 
 def same(expected: Image, found: Image, note: str) -> None:
-    """Raises AssertionError where two images differ, and says where."""
+    """Raises AssertionError, with the first difference, unless two images are equal."""
     difference = first_difference(expected, found)
     assert difference is None, f"{note}: {difference}"
 
 
 @contextmanager
 def refused(error: type[Exception], what: str) -> Iterator[None]:
-    """Raises AssertionError unless that error is raised within."""
+    """Raises AssertionError unless the body of the `with` raises that error."""
     try:
         yield
     except error:

@@ -32,7 +32,7 @@ count it up."""
 
 
 def canonical_json(form: Any) -> str:
-    """JSON of which there is one text for each value: sorted keys, no spaces, ASCII alone."""
+    """The single JSON text of a value: with sorted keys, without spaces, in ASCII."""
     return json.dumps(
         form, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -54,9 +54,10 @@ def checked_object(
     optional: Collection[str] = (),
     others: bool = False,
 ) -> dict[str, Any]:
-    """`form` if it is an object with these keys, some of the `optional` ones, and `others` if any.
+    """Returns `form` if it is an object with all of `keys`; else raises LayoutError.
 
-    Raises LayoutError, with `what` it should have been, for anything else.
+    It may have keys of `optional`, and any other keys if `others` is true. `what` names the object
+    in the error.
     """
     if not isinstance(form, dict) or not all(isinstance(key, str) for key in form):
         raise LayoutError(
@@ -88,7 +89,7 @@ def checked_text(form: object, what: str) -> str:
 
 
 def require_version(form: object) -> None:
-    """LayoutError if a geometry's form has another version: nobody here knows what it means."""
+    """Raises LayoutError if a geometry's form has a version that this kvtide doesn't know."""
     version = form.get("version") if isinstance(form, dict) else None
     if integer_of(version) != FORM_VERSION:
         raise LayoutError(
@@ -104,10 +105,10 @@ Form = Mapping[str, Any]
 
 
 def differences(ours: object, theirs: object) -> list[str]:
-    """What two geometries' forms (`Geometry.to_dict`) differ in, a line each, none if in nothing.
+    """The differences of two geometries' forms (`Geometry.to_dict`), a line for each.
 
-    `ours` is called "here" and `theirs` "there". Never raises, whatever JSON they are: for that
-    the last line may say no more than that something differs.
+    `ours` is called "here" and `theirs` "there". Never raises, whatever JSON they are. If a
+    difference has no name here, the only line says that something differs.
     """
     ours, theirs = _object(ours), _object(theirs)
     lines = [

@@ -63,7 +63,7 @@ class Plane:
         )
 
     def split(self) -> tuple[Unit, tuple[str, ...], tuple[str, ...]]:
-        """What a row belongs to (`token`, `page`, `request`), the axes before it, a row's axes.
+        """The row's unit (`token`, `page` or `request`), the axes before it, and the row's axes.
 
         Raises LayoutError for axes that make no rows.
         """
@@ -90,8 +90,8 @@ class Plane:
     def bound(self, sizes: Sizes, page_size: int, dtype: str) -> PlaneGeometry:
         """The plane with its axes' sizes, each of which is at least 1.
 
-        Where the bytes of a page's tokens follow each other, a row is a token's, in whatever order
-        the axes are named: with a single head, heads first is the same as tokens first.
+        If the bytes of each token of a page lie together, a row is a token, whatever the order of
+        the axes: with a single head, heads first is the same as tokens first.
         """
         unit, before, after = self.split()
         layers, row = (
@@ -136,7 +136,7 @@ class Plane:
 
 
 def exact_size(size: object) -> int | tuple[int, ...] | None:
-    """A size in Python's integers; None for what is no size."""
+    """The size as Python's integers, or None if it is invalid."""
     number = integer_of(size)
     if number is not None:
         return number if 1 <= number <= LARGEST else None

@@ -1,4 +1,4 @@
-"""Rule: what every row rule answers. Rules lead from a request's token slots to rows. Pure.
+"""Rule: the interface of row rules, which lead from a request's token slots to rows. Pure.
 
 A rule takes ids in the order of the request's tokens and gives other ids. A chain of rules begins
 with token slots and ends with rows of a buffer. Each id carries the number of its token (of its
@@ -32,7 +32,7 @@ RequestRows = int | Mapping[str, int] | None
 @final
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a pool knows beside its slots: requests that have rows, ids that each map leads to."""
+    """A pool's counts beside its slots: requests that have rows, and ids that each map leads to."""
 
     request_count: int = 0
     mapped_rows: Mapping[str, int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Rule(ABC):
     values where they are missing."""
 
     def __init_subclass__(cls) -> None:
-        """Raises LayoutError for a class without a form name, or with that of another rule."""
+        """Raises LayoutError for a class without a form name, or with another rule's form name."""
         name = vars(cls).get("form_name")
         if not isinstance(name, str):
             raise LayoutError(f"rule {cls.__name__}: give it a form_name, a string of its own")
@@ -102,11 +102,11 @@ class Rule(ABC):
 
     @abstractmethod
     def apply(self, rows: Rows, maps: Maps) -> Rows:
-        """The rows that `rows` name. Raises SlotError, naming the id, for what is invalid."""
+        """The rows to which the ids of `rows` lead. Raises SlotError, which names a bad id."""
 
     @abstractmethod
     def row_count(self, id_count: int, known: Counts) -> int:
-        """How many ids the rule leads to, from `id_count` ids; 0 where `known` doesn't say."""
+        """How many ids the rule leads to from `id_count` ids; 0 if `known` doesn't say."""
 
     @property
     @abstractmethod
@@ -141,7 +141,7 @@ class Rule(ABC):
 
     def with_map_under(self, prefix: str) -> Rule:
         """The same rule with its map, if it needs one, under the name `prefix.map_name`."""
-        assert self.map_name is None, f"{self}: say what it is with its map under {prefix!r}"
+        assert self.map_name is None, f"{self} needs a with_map_under, for {prefix!r}"
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Rule(ABC):
         return {"rule": self.form_name, **values}
 
     def content(self) -> dict[str, Any]:
-        """What says which tokens a row stands for: `to_dict` without the `local` fields."""
+        """The fields that say which tokens a row stands for: `to_dict` without `local` fields."""
         return {name: value for name, value in self.to_dict().items() if name not in self.local}
 
     @staticmethod
@@ -187,14 +187,14 @@ def _check_values(rule: str, values: Mapping[str, object]) -> None:
 
 
 def require_integer(rule: Rule, name: str, least: int) -> None:
-    """LayoutError unless that field is an integer from `least`; it is Python's from then on."""
+    """Raises LayoutError unless the field is an integer from `least`; makes it a Python integer."""
     what = f"{type(rule).__name__}: {name}"
     number = checked_integer(getattr(rule, name), what, least=least, error=LayoutError)
     object.__setattr__(rule, name, number)
 
 
 def require_name(rule: Rule, name: str) -> None:
-    """LayoutError unless that field is a string that isn't empty."""
+    """Raises LayoutError unless the field is a string that isn't empty."""
     value = getattr(rule, name)
     if not isinstance(value, str) or not value:
         raise LayoutError(

@@ -1,6 +1,6 @@
 """The row rules that all engines share: from a request's token slots to the rows of a buffer.
 
-What a rule is, and what it must answer, is in kvtide.layout.rule.
+Their interface is in kvtide.layout.rule.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class EveryToken(Rule):
 class EveryNth(Rule):
     """`count` consecutive slots share a row: a page, or a row of a compressed cache.
 
-    A row moves whole, so what lies where in it must be the same at the source and at the target:
-    the slots of a row begin at its first one and follow each other.
+    A row moves whole, so a token must have the same place in its row at the source and at the
+    target. Therefore the slots of a row begin at its first slot and follow each other.
     """
 
     form_name: ClassVar[str] = "every_nth"
@@ -182,7 +182,7 @@ class Striped(Rule):
     run: int = 1
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a rank that isn't one of `world`, or turns of no slot."""
+        """Raises LayoutError for a rank that isn't in 0 … `world` - 1, or a `run` below 1."""
         require_integer(self, "world", 1)
         require_integer(self, "run", 1)
         require_integer(self, "rank", 0)
@@ -259,7 +259,7 @@ def apply_rules(rules: Sequence[Rule], slots: Ids, maps: Maps, row_count: int) -
     """
     rows = Rows(slots, np.arange(slots.size, dtype=np.int64))
     if not rules:
-        return rows  # which were checked as slots
+        return rows  # the caller has checked the slots
     for rule in rules:
         rows = rule.apply(rows, maps)
     outside = (rows.ids < 0) | (rows.ids >= row_count)

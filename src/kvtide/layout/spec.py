@@ -128,7 +128,7 @@ class Layout:
         return geometry
 
     def _checked(self, sizes: Mapping[str, Size]) -> dict[str, int | tuple[int, ...]]:
-        """The sizes in Python's integers; LayoutError, naming the axes, for what are no sizes."""
+        """The sizes as Python's integers; raises LayoutError, which names the invalid ones."""
         exact = {axis: exact_size(size) for axis, size in sizes.items()}
         wrong = ", ".join(f"{axis}={shown(sizes[axis])}" for axis in sizes if exact[axis] is None)
         if wrong:
@@ -136,7 +136,7 @@ class Layout:
         return {axis: size for axis, size in exact.items() if size is not None}
 
     def _planes_with(self, given: frozenset[str]) -> list[Plane]:
-        """The planes whose axes are given sizes; LayoutError where sizes are missing, or extra."""
+        """The planes whose axes have sizes; raises LayoutError for missing or extra sizes."""
         needed = {axis for plane in self.planes if not plane.optional for axis in plane.sized_axes}
         needed.add("token")
         planes = [
@@ -214,7 +214,7 @@ class Geometry:
         return list(dict.fromkeys(plane.rules for plane in self.planes))
 
     def to_dict(self) -> dict[str, Any]:
-        """What a token and a request own, in JSON's types: the form in kvtide.layout.canonical.
+        """The form of the geometry in JSON's types: see kvtide.layout.canonical.
 
         It leaves out the layout's name and what holds for one pool alone, such as the page size
         where no row is a page. A snapshot may move between pools that differ in nothing else.
@@ -231,7 +231,7 @@ class Geometry:
 
     @classmethod
     def from_dict(cls, form: object, name: str = "geometry") -> Geometry:
-        """The geometry that owns what `form` says, its layout called `name`.
+        """The geometry with that form; its layout gets the name `name`.
 
         Raises LayoutError for a form of another version, an unknown rule or dtype, missing or
         extra keys, bad sizes, or a form that isn't canonical.
@@ -268,7 +268,7 @@ class Geometry:
 
 
 def _refuse_alike(geometry: Geometry) -> None:
-    """LayoutError where the rules of two planes differ only in their local fields (`Rule.local`).
+    """Raises LayoutError if rules of two planes differ only in their local fields (`Rule.local`).
 
     The geometry's form leaves these out. Whoever reads the form would take the two planes for one
     group, but here they own different rows.
