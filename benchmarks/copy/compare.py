@@ -1,11 +1,12 @@
 """Is a move as fast as it was? Compares this source tree with another one, call by call.
 
-    python benchmarks/copy/compare.py OTHER/src [--size 32] [--rounds 21] [--json]
+    python benchmarks/copy/compare.py OTHER/src [--size 32] [--rounds 11] [--pairs 5] [--json]
 
 A process for each tree makes the same pools and arenas. Then the two take turns, one call each, and
-change who begins; so both meet the same machine at the same moments. What is printed are medians:
-milliseconds of wall and CPU time, and their ratio, new to old. Both trees are used by kvtide's
-public names alone.
+change who begins; so both meet the same machine at the same moments. Where a process's memory lies
+makes some percent of difference as long as it lives, so several pairs of processes are compared,
+one after the other. What is printed are medians over the pairs: milliseconds of wall time, and the
+ratios of wall and CPU time, new to old. Both trees are used by kvtide's public names alone.
 """
 
 from __future__ import annotations
@@ -129,25 +130,41 @@ class Tree:
         return json.loads(self.process.stdout.readline())
 
 
-def compare(old: Tree, new: Tree, rounds: int) -> list[dict[str, Any]]:
+def compare(old: Tree, new: Tree, rounds: int) -> dict[str, dict[str, float]]:
     """Medians of each call in both trees, over so many rounds after two to warm up."""
     for number in range(rounds + 2):
         for name in old.names:
             for tree in (old, new) if number % 2 else (new, old):
                 tree.call(name, is_counted=number >= 2)
-    found = []
+    found = {}
     for name in old.names:
         (old_wall, old_cpu), (new_wall, new_cpu) = old.medians(name), new.medians(name)
-        found.append(
-            {
-                "call": name,
-                "old_ms": round(old_wall * 1e3, 3),
-                "new_ms": round(new_wall * 1e3, 3),
-                "wall_ratio": round(new_wall / old_wall, 3),
-                "cpu_ratio": round(new_cpu / old_cpu, 3),
-            }
-        )
+        found[name] = {
+            "old_ms": old_wall * 1e3,
+            "new_ms": new_wall * 1e3,
+            "wall_ratio": new_wall / old_wall,
+            "cpu_ratio": new_cpu / old_cpu,
+        }
     return found
+
+
+def compare_pairs(
+    source: Path, size_mib: int, rounds: int, pairs: int
+) -> dict[str, dict[str, float]]:
+    """Medians over so many pairs of processes."""
+    runs = []
+    for _ in range(pairs):
+        trees = Tree(source, size_mib), Tree(NEW, size_mib)
+        runs.append(compare(*trees, rounds))
+        for tree in trees:
+            tree.close()
+    return {
+        name: {
+            figure: round(statistics.median(run[name][figure] for run in runs), 3)
+            for figure in runs[0][name]
+        }
+        for name in runs[0]
+    }
 
 
 def main() -> None:
@@ -155,28 +172,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="compares the speed of moves of two source trees")
     parser.add_argument("old", type=Path, help="the other tree's src")
     parser.add_argument("--size", type=int, default=32, help="MiB that a call moves")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--pairs", type=int, default=5, help="of processes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.size << 20)
         return
-    trees = Tree(arguments.old, arguments.size), Tree(NEW, arguments.size)
-    found = compare(*trees, arguments.rounds)
-    for tree in trees:
-        tree.close()
+    found = compare_pairs(arguments.old, arguments.size, arguments.rounds, arguments.pairs)
     if arguments.json:
         print(json.dumps(found, indent=1))
         return
     print(f"{'call':36} {'old ms':>9} {'new ms':>9} {'wall':>6} {'CPU':>6}")
-    for case in found:
+    for name, case in found.items():
         print(
-            f"{case['call']:36} {case['old_ms']:9.3f} {case['new_ms']:9.3f} "
+            f"{name:36} {case['old_ms']:9.3f} {case['new_ms']:9.3f} "
             f"{case['wall_ratio']:6.3f} {case['cpu_ratio']:6.3f}"
         )
     wall, cpu = (
-        statistics.median(case[ratio] for case in found) for ratio in ("wall_ratio", "cpu_ratio")
+        statistics.median(case[ratio] for case in found.values())
+        for ratio in ("wall_ratio", "cpu_ratio")
     )
     print(f"{'median of all':36} {'':19} {wall:6.3f} {cpu:6.3f}")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import final
 
 import numpy as np
@@ -161,6 +162,7 @@ def chunk_tokens_for(geometry: Geometry, chunk_bytes: int) -> int:
 def chunk_sizes(sections: Sequence[Section], row_counts: Sequence[int]) -> Iterator[int]:
     """How many bytes of each chunk are used by a request with `row_counts` rows in the groups."""
     for section in sections:
-        rows = row_counts[section.group] * section.row_parts
-        for first in range(0, rows, section.chunk_rows):
-            yield min(section.chunk_rows, rows - first) * section.row_bytes
+        full, rest = divmod(row_counts[section.group] * section.row_parts, section.chunk_rows)
+        yield from repeat(section.chunk_bytes, full)
+        if rest:
+            yield rest * section.row_bytes

@@ -12,8 +12,8 @@ retract                                 resume
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, final
@@ -80,9 +80,9 @@ class Tide:
         """
         lease = Lease(self.arena)
         try:
-            rows, seal = self._owned(slots, key, request)
+            rows, make_seal = self._owned(slots, key, request)
             job = self._gather(rows, lease, at_once=True)
-            return self._sealed(lease, seal, job.wait())
+            return self._sealed(lease, make_seal, job.wait())
         except BaseException as error:
             self._give_up(lease, error)
             raise
@@ -93,29 +93,25 @@ class Tide:
         """Like `offload`, but doesn't wait. Don't write the slots before the ticket is done."""
         lease = Lease(self.arena)
         try:
-            rows, seal = self._owned(slots, key, request)
+            rows, make_seal = self._owned(slots, key, request)
             job = self._gather(rows, lease, at_once=False)
-            succeed = partial(self._sealed, lease, seal)
+            succeed = partial(self._sealed, lease, make_seal)
             ticket = Ticket(job, succeed=succeed, fail=lease.release, forget=self._forget)
             return self._track(ticket)
         except BaseException as error:
             self._give_up(lease, error)
             raise
 
-    def _owned(self, slots: Any, key: str, request: RequestRows) -> tuple[list[Ids], Seal]:
-        """The rows of `slots`, for each group of planes, and a seal without spans."""
+    def _owned(
+        self, slots: Any, key: str, request: RequestRows
+    ) -> tuple[list[Ids], Callable[[tuple[Span, ...]], Seal]]:
+        """The rows of `slots`, for each group of planes, and what makes their seal of the spans."""
         slot_ids = self._checked(slots)
         groups = self.pool.rows_of(slot_ids, request)
-        seal = Seal(
-            geometry=self._geometry,
-            key=key,
-            token_count=slot_ids.size,
-            tokens=tuple(ranges_of(group.tokens) for group in groups),
-            lasts=tuple(ranges_of(group.lasts) for group in groups),
-            chunk_bytes=self.arena.block_bytes,
-            spans=(),
-        )
-        return [group.ids for group in groups], seal
+        tokens = tuple(ranges_of(group.tokens) for group in groups)
+        lasts = tuple(ranges_of(group.lasts) for group in groups)
+        sealed_as = self._geometry, key, slot_ids.size, tokens, lasts, self.arena.block_bytes
+        return [group.ids for group in groups], partial(Seal, *sealed_as)
 
     def _gather(self, rows: Sequence[Ids], lease: Lease, *, at_once: bool) -> Job[list[list[Span]]]:
         """Starts the copy into an empty lease, which the caller releases after an error."""
@@ -128,8 +124,13 @@ class Tide:
         lease.use(job)
         return job
 
-    def _sealed(self, lease: Lease, seal: Seal, spans: Sequence[Sequence[Span]]) -> Snapshot:
-        seal = replace(seal, spans=tuple(chain.from_iterable(spans)))
+    def _sealed(
+        self,
+        lease: Lease,
+        make_seal: Callable[[tuple[Span, ...]], Seal],
+        spans: Sequence[Sequence[Span]],
+    ) -> Snapshot:
+        seal = make_seal(tuple(chain.from_iterable(spans)))
         self.stats.offloads += 1
         self.stats.offloaded_bytes += sum(seal.used_bytes)
         return Snapshot(seal, lease)
@@ -284,9 +285,9 @@ class Tide:
             )
         lease = Lease(self.arena)
         try:
-            rows, seal = self._owned(slots[:count], key, request)
+            rows, make_seal = self._owned(slots[:count], key, request)
             job = self._gather(rows, lease, at_once=True)
-            snapshot = self._sealed(lease, seal, job.wait())
+            snapshot = self._sealed(lease, make_seal, job.wait())
             books.release(held)
             return snapshot
         except BaseException as error:

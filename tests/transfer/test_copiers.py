@@ -11,7 +11,7 @@ import torch
 
 from kvtide.device import Block, CPUDevice
 from kvtide.transfer import Mover
-from kvtide.transfer.bind import memories_of
+from kvtide.transfer.bind import memories_of, step_of
 from kvtide.transfer.plan import BufferGroup, BufferPlan
 from kvtide.transfer.run import Copier, DeviceCopier, HostCopier
 
@@ -44,7 +44,7 @@ def copier_of(
     group = BufferGroup(tuple(range(len(buffers))), 16, np.zeros(1, np.int64), is_padded=False)
     plan = BufferPlan(group, 0, 16, np.array(units, np.int64), block_offset, len(units[0]))
     pool: Any = SimpleNamespace(buffers=buffers, device=device)  # all that is read of it
-    copier = Mover(pool)._copier_of(plan, blocks, memories_of(blocks))
+    copier = Mover(pool)._copier_of(plan, blocks, memories_of(blocks), step_of(blocks))
     assert KINDS[how] is type(copier)
     device.close()
     return copier

@@ -46,6 +46,22 @@ def memories_of(blocks: Sequence[Block]) -> list[memoryview]:
     return [arrays[id(block.slab)][block.offset :] for block in blocks]
 
 
+def step_of(blocks: Sequence[Block]) -> int | None:
+    """The distance of blocks that follow each other evenly in one slab; None of any others.
+
+    Most leases have such blocks.
+    """
+    if len(blocks) < 2:
+        return None
+    slab, first = blocks[0].slab, blocks[0].offset
+    step = blocks[1].offset - first
+    is_even = step > 0 and all(
+        block.slab is slab and block.offset == first + number * step
+        for number, block in enumerate(blocks)
+    )
+    return step if is_even else None
+
+
 def view_of(
     buffer: torch.Tensor, skip_bytes: int, unit_bytes: int, element: str | torch.dtype
 ) -> Any:

@@ -19,6 +19,7 @@ from kvtide.transfer.bind import (
     bits_of,
     memories_of,
     numpy_element,
+    step_of,
     suits_numpy,
     torch_element,
     view_of,
@@ -159,8 +160,8 @@ class Mover:
         """
         first_chunk, buffer_plans, task_plans = plan
         blocks = blocks[first_chunk : first_chunk + len(buffer_plans[0].units)]
-        memories = memories_of(blocks)
-        copiers = [self._copier_of(buffers, blocks, memories) for buffers in buffer_plans]
+        memories, step = memories_of(blocks), step_of(blocks)
+        copiers = [self._copier_of(buffers, blocks, memories, step) for buffers in buffer_plans]
         return [
             Task(first_chunk + number, number, block, memories[number], copiers, task)
             for number, block in enumerate(blocks)
@@ -168,12 +169,16 @@ class Mover:
         ]
 
     def _copier_of(
-        self, plan: BufferPlan, blocks: Sequence[Block], memories: Sequence[memoryview]
+        self,
+        plan: BufferPlan,
+        blocks: Sequence[Block],
+        memories: Sequence[memoryview],
+        step: int | None,
     ) -> Copier:
         numbers, device = plan.group.buffers, self._pool.device
         if all(self._in_memory[number] for number in numbers):
             views = self._views_of(plan, numpy_element(plan))
-            return HostCopier(views, plan.units, memories, plan.block_offset)
+            return HostCopier(views, plan.units, memories, step, plan.block_offset)
         bits = reduce(or_, (self._bits[number] for number in numbers))
         views = self._views_of(plan, torch_element(plan, bits, blocks, device.elements))
         units = device.upload(torch.from_numpy(plan.units))

@@ -34,6 +34,7 @@ class HostCopier:
         buffers: list[NDArray[Any]],
         units: Ids,
         memories: Sequence[memoryview],
+        step: int | None,
         block_offset: int,
     ) -> None:
         """`buffers` are views as units, [unit] or [unit, byte]. `units` has the units of each
@@ -42,7 +43,13 @@ class HostCopier:
         self._units = units
         self._block_offset = block_offset
         self._shape = (len(buffers), units.shape[1], *buffers[0].shape[1:])
-        self._parts = [self._part(memory) for memory in memories]
+        self._parts: Sequence[NDArray[Any]] | NDArray[Any]
+        if step is None:
+            self._parts = [self._part(memory) for memory in memories]
+        else:  # a single call of numpy gives the views of all blocks
+            strides = (step, *self._part(memories[0]).strides)
+            shape, dtype = (len(memories), *self._shape), buffers[0].dtype
+            self._parts = np.ndarray(shape, dtype, memories[0], block_offset, strides)
 
     def _part(self, memory: memoryview) -> NDArray[Any]:
         """The place of the units in a block or in staging, as a view [buffer, unit, …]."""
@@ -198,7 +205,9 @@ class Task:
 
     def seal(self) -> list[Span]:
         """The task's spans, with their checksums. Call it once their bytes are in the block."""
-        return self._sealed or [
-            Span(self._chunk, first, stop, xxhash.xxh3_64_intdigest(self._memory[first:stop]))
-            for first, stop in self._spans
-        ]
+        sealed = self._sealed
+        if not sealed:
+            for first, stop in self._spans:
+                checksum = xxhash.xxh3_64_intdigest(self._memory[first:stop])
+                sealed.append(Span(self._chunk, first, stop, checksum))
+        return sealed
