@@ -91,7 +91,10 @@ class PageAllocator:
         return held
 
     def hold_again(self, pages: Sequence[int]) -> None:
-        """Undoes a release that was just made, wholly, in part or not at all. Repeatable."""
+        """Holds the pages again after a release that freed all of them, some or none. Repeatable.
+
+        Only valid while nobody has acquired a page since.
+        """
         call_each(self._free.pop, pages, repeat(None))
 
     def _is_held(self, page: int) -> bool:
