@@ -24,6 +24,11 @@ Ranges = tuple[range, ...]
 """Token numbers, ascending."""
 
 
+_HEX = "0123456789abcdef"
+_MOST_DEPTH = 16
+_LEAVES = (str, int, float, type(None))
+
+
 class Span(NamedTuple):
     """Some bytes of a chunk, `first` to `stop` - 1, and their XXH3 64 checksum."""
 
@@ -280,11 +285,6 @@ def _to_span(fields: Any) -> Span:
         raise _damaged(f"{shown(checksum)} isn't a checksum of 16 hexadecimal digits")
     chunk, first, stop = (_integer(number, LARGEST) for number in numbers)
     return Span(chunk, first, stop, int(checksum, 16))
-
-
-_HEX = "0123456789abcdef"
-_MOST_DEPTH = 16
-_LEAVES = (str, int, float, type(None))
 
 
 def _list(value: Any) -> list[Any]:

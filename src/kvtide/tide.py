@@ -116,8 +116,7 @@ class Tide:
     def _gather(self, rows: Sequence[Ids], lease: Lease, *, at_once: bool) -> Job[list[list[Span]]]:
         """Starts the copy into an empty lease, which the caller releases after an error."""
         chunk_bytes = self.arena.block_bytes
-        sections = self._mover.sections(chunk_bytes)
-        lease.extend(sum(section.chunk_count(rows[section.group].size) for section in sections))
+        lease.extend(self._mover.chunk_count(rows, chunk_bytes))
         job = self._mover.gather(
             rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once, owner=lease
         )

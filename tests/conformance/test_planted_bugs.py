@@ -30,6 +30,7 @@ from kvtide.seal import Seal, Span
 from kvtide.snapshot import Snapshot
 from kvtide.transfer import mover as mover_module
 from kvtide.transfer import plan as plan_module
+from kvtide.transfer.bind import memories_of
 from kvtide.transfer.mover import Mover
 from support.simulated import simulated
 
@@ -222,10 +223,10 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
         owner: object = None,
     ) -> Any:
         def phases() -> Any:
-            (tasks,) = self._tasks(rows, blocks, chunk_bytes)
+            memories = memories_of(blocks)
+            (tasks,) = self._tasks(rows, blocks, memories, chunk_bytes)
             for task, span in zip(tasks, spans, strict=True):
-                memory = blocks[span.chunk].bytes_view(span.stop)
-                yield [Step(partial(mover_module._check, span, memory))]
+                yield [Step(partial(mover_module._check, span, memories[span.chunk]))]
                 yield [Step(mover_module._nothing, task.scatter)]
 
         return self._submit(phases, rows, blocks, chunk_bytes, at_once)

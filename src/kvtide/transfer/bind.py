@@ -32,7 +32,7 @@ def torch_element(
     """
     # A power of two divides the OR of some numbers only if it divides each of them.
     bits |= plan.block_offset | plan.skip_bytes | plan.unit_bytes
-    for slab in {id(block.slab): block.slab for block in blocks}.values():
+    for slab in _slabs_of(blocks).values():
         bits |= bits_of(slab)
     for block in blocks:
         bits |= block.offset
@@ -41,9 +41,13 @@ def torch_element(
 
 def memories_of(blocks: Sequence[Block]) -> list[memoryview]:
     """For each block a view of its slab's memory that begins with the block."""
-    slabs = {id(block.slab): block.slab for block in blocks}
-    arrays = {number: slab.numpy().data for number, slab in slabs.items()}
+    arrays = {number: slab.numpy().data for number, slab in _slabs_of(blocks).items()}
     return [arrays[id(block.slab)][block.offset :] for block in blocks]
+
+
+def _slabs_of(blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
+    """The slabs of blocks, each once, by their `id`: tensors that are equal aren't the same."""
+    return {id(block.slab): block.slab for block in blocks}
 
 
 def step_of(blocks: Sequence[Block]) -> int | None:

@@ -62,6 +62,11 @@ class Mover:
         """The geometry's sections. Raises LayoutError if a row can't be split to fit a chunk."""
         return [section for section, _ in self._bound_sections(chunk_bytes)]
 
+    def chunk_count(self, rows: Sequence[Ids], chunk_bytes: int) -> int:
+        """How many chunks, and so blocks, these rows of each group of planes need."""
+        sections = self.sections(chunk_bytes)
+        return sum(section.chunk_count(rows[section.group].size) for section in sections)
+
     def gather(
         self,
         rows: Sequence[Ids],
@@ -90,7 +95,7 @@ class Mover:
         owner: object,
     ) -> _Phases:
         _ = owner  # the job holds it with these arguments
-        for tasks in self._tasks(rows, blocks, chunk_bytes):
+        for tasks in self._tasks(rows, blocks, memories_of(blocks), chunk_bytes):
             if seal:
                 yield [Step(task.seal, task.gather_hashing) for task in tasks]
             else:
@@ -132,12 +137,16 @@ class Mover:
         memories = memories_of(blocks)
         if spans:
             yield [Step(partial(_check, span, memories[span.chunk])) for span in spans]
-        for tasks in self._tasks(rows, blocks, chunk_bytes):
+        for tasks in self._tasks(rows, blocks, memories, chunk_bytes):
             note_writing(True)
             yield [Step(_nothing, task.scatter) for task in tasks]
 
     def _tasks(
-        self, rows: Sequence[Ids], blocks: Sequence[Block], chunk_bytes: int
+        self,
+        rows: Sequence[Ids],
+        blocks: Sequence[Block],
+        memories: Sequence[memoryview],
+        chunk_bytes: int,
     ) -> Iterator[list[Task]]:
         """Plans and binds the tasks of a request, part by part. The device runs them."""
         device = self._pool.device
@@ -149,18 +158,21 @@ class Mover:
         ):
             tasks: list[Task] = []
             for plan in plans:
-                tasks += self._bind(plan, blocks)
+                tasks += self._bind(plan, blocks, memories)
             yield tasks
 
-    def _bind(self, plan: ChunkPlan, blocks: Sequence[Block]) -> list[Task]:
+    def _bind(
+        self, plan: ChunkPlan, blocks: Sequence[Block], memories: Sequence[memoryview]
+    ) -> list[Task]:
         """Binds a plan to memory: gives its tasks.
 
         All work that serves several chunks is done here, not in the lanes: while a lane runs
         Python code the other lanes wait for the interpreter's lock.
         """
         first_chunk, buffer_plans, task_plans = plan
-        blocks = blocks[first_chunk : first_chunk + len(buffer_plans[0].units)]
-        memories, step = memories_of(blocks), step_of(blocks)
+        chunks = slice(first_chunk, first_chunk + len(buffer_plans[0].units))
+        blocks, memories = blocks[chunks], memories[chunks]
+        step = step_of(blocks)
         copiers = [self._copier_of(buffers, blocks, memories, step) for buffers in buffer_plans]
         return [
             Task(first_chunk + number, number, block, memories[number], copiers, task)
@@ -206,12 +218,13 @@ class Mover:
         at_once: bool,
     ) -> Job[list[list[Span]]]:
         # Made in the calling thread, so that the queue's thread only reads them.
-        sections = self.sections(chunk_bytes)
-        counts = [rows[section.group].size for section in sections]
-        count = sum(map(Section.chunk_count, sections, counts))
+        count = self.chunk_count(rows, chunk_bytes)
         assert count == len(blocks), f"{len(blocks)} blocks for {count} chunks: one a chunk"
         # Not of a full chunk: a snapshot from outside may state chunks of any size.
-        largest = max(map(Section.largest_chunk_bytes, sections, counts))
+        largest = max(
+            section.largest_chunk_bytes(rows[section.group].size)
+            for section in self.sections(chunk_bytes)
+        )
         return self._pool.device.submit(phases, staging_bytes=largest, at_once=at_once)
 
     def _bound_sections(self, chunk_bytes: int) -> list[tuple[Section, list[BufferGroup]]]:
