@@ -333,6 +333,14 @@ JSON = st.recursive(
 )
 
 
+def text_of(form: Any) -> str | None:
+    """A form's canonical JSON; None for infinity, which Python reads as JSON and JSON hasn't."""
+    try:
+        return canonical_json(form)
+    except ValueError:
+        return None
+
+
 @given(st.data(), geometries(), JSON)
 def test_any_value_in_any_place_is_refused_or_taken_as_it_is(
     data: st.DataObject, geometry: Geometry, value: Any
@@ -350,11 +358,11 @@ def test_any_value_in_any_place_is_refused_or_taken_as_it_is(
     try:
         read = Geometry.from_dict(form)
     except LayoutError:
-        assert canonical_json(form) != geometry.canonical
+        assert text_of(form) != geometry.canonical
     else:
-        assert canonical_json(form) == read.canonical
+        assert text_of(form) == read.canonical
     lines = differences(geometry.to_dict(), form)
-    assert (canonical_json(form) == geometry.canonical) == (lines == [])
+    assert (text_of(form) == geometry.canonical) == (lines == [])
     assert all(len(line) < 1000 for line in lines)
 
 
