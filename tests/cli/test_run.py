@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvtide.cli.answers import write_answers
 from kvtide.cli.main import main
-from kvtide.cli.results import write_answers
 from kvtide.errors import KvtideError, UsageError
 from kvtide.serve.request import Request
 from support.fake_serving import FOUND, FakeEngine, FakeServing, press_ctrl_c
@@ -256,7 +256,7 @@ def test_ctrl_c_while_answers_are_written_waits_for_them(
             press_ctrl_c()
         return write_answers(path, requests)
 
-    monkeypatch.setattr("kvtide.cli.run.write_answers", press_and_write)
+    monkeypatch.setattr("kvtide.cli.session.write_answers", press_and_write)
     serving, out = FakeServing(press_in_close), tmp_path / "out.jsonl"
     assert main(["run", prompts, "--out", str(out)], serving=serving) == 130
     assert len(read_rows(out)) == 4

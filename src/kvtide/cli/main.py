@@ -16,8 +16,9 @@ from kvtide.cli.bench import bench
 from kvtide.cli.display import printable
 from kvtide.cli.doctor import doctor
 from kvtide.cli.plan import plan
-from kvtide.cli.run import EXIT_INTERRUPTED, run
+from kvtide.cli.run import run
 from kvtide.cli.serving import Serving
+from kvtide.cli.session import EXIT_INTERRUPTED
 from kvtide.errors import KvtideError, UsageError
 
 EXIT_FAILED = 1

@@ -8,43 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.cli.results import (
-    check_writable,
-    make_report,
-    summarize,
-    write_answers,
-    write_report,
-)
+from kvtide.cli.answers import write_answers
+from kvtide.cli.files import check_writable
+from kvtide.cli.report import write_report
 from kvtide.errors import KvtideError, UsageError
-from support.fake_serving import FOUND, make_request, make_stats
-
-ANSWERED = {"output_ids": [5, 6], "text": "hé\n", "finish_reason": "stop", "retractions": 2}
-
-
-def test_answer_line_has_these_keys_in_this_order(tmp_path: Path) -> None:
-    """A line is what other programs read: keys, their order and their values are fixed."""
-    count = write_answers(tmp_path / "out.jsonl", [make_request("b", **ANSWERED)])
-    assert count == 1
-    assert (
-        '{"id": "b", "text": "hé\\n", "token_ids": [5, 6], "prompt_tokens": 3, "new_tokens": 2, '
-        '"finish_reason": "stop", "retractions": 2, "error": null}\n'
-    ) == (tmp_path / "out.jsonl").read_text(encoding="utf-8")
-
-
-def test_only_what_is_answered_or_failed_is_written_in_order(tmp_path: Path) -> None:
-    """Requests that never finished or were given up have no line; a failed one has."""
-    requests = [
-        make_request("z", finish_reason="length"),
-        make_request("unfinished"),
-        make_request("y", finish_reason="error", error="too large"),
-        make_request("given up", finish_reason="abort"),
-        make_request("a", finish_reason="stop"),
-    ]
-    write_answers(tmp_path / "out.jsonl", requests)
-    lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [("z", None), ("y", "too large"), ("a", None)] == [
-        (row["id"], row["error"]) for row in map(json.loads, lines)
-    ]
 
 
 def test_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
@@ -139,65 +106,3 @@ def test_permission_is_needed_for_the_folder_or_the_device(
         with pytest.raises(UsageError) as error:
             check_writable(path, option="--out")
         assert f"--out: no permission to write to {target}" == str(error.value)
-
-
-def test_report_has_exactly_these_keys() -> None:
-    """The keys are an interface; each comes from the count of the same name."""
-    stats = make_stats(
-        prompt_tokens=10,
-        new_tokens=6,
-        retractions=3,
-        resumes=2,
-        offloaded_bytes=4096,
-        restored_bytes=2048,
-        recomputed_tokens=5,
-        pool_tokens=64,
-        peak_pool_tokens=48,
-        peak_host_bytes=8192,
-        offload_seconds=0.25,
-        restore_seconds=0.125,
-    )
-    requests = [make_request("a", **ANSWERED), make_request("b", error="too large")]
-    expected = {
-        "requests": 2,
-        "failed": 1,
-        "prompt_tokens": 10,
-        "new_tokens": 6,
-        "retractions": 3,
-        "resumes": 2,
-        "offloaded_bytes": 4096,
-        "restored_bytes": 2048,
-        "recomputed_tokens": 5,
-        "pool_tokens": 64,
-        "peak_pool_tokens": 48,
-        "peak_host_bytes": 8192,
-        "seconds": 1.5,
-        "tokens_per_second": 4.0,
-        "offload_seconds": 0.25,
-        "restore_seconds": 0.125,
-        "exact": True,
-        "exact_rows": "2 to 4",
-        "selfcheck_seconds": 0.25,
-        "verified": None,
-    }
-    report = make_report(requests, stats, seconds=1.5, exact=True, check=FOUND, verified=None)
-    assert expected == report
-    assert list(expected) == list(report)
-
-
-def test_table_says_what_was_recomputed() -> None:
-    """The tokens are counted, and how many requests are no longer exact for it."""
-    requests = [make_request("a", exact=False), make_request("b")]
-    stats = make_stats(recomputed_tokens=7)
-    report = make_report(requests, stats, seconds=1.0, exact=False, check=None, verified=None)
-    rows = dict(summarize(requests, report))
-    assert "the KV of 7 tokens" == rows["recomputed"]
-    assert "false (1 request recomputed in different steps)" == rows["exact"]
-
-
-def test_table_of_a_fast_run_says_so() -> None:
-    """`--fast` is the reason when nothing was recomputed."""
-    report = make_report([], make_stats(), seconds=0.0, exact=False, check=None, verified=None)
-    rows = dict(summarize([], report))
-    assert "false (--fast)" == rows["exact"]
-    assert "recomputed" not in rows

@@ -1,0 +1,109 @@
+"""Makes the counts of a run: `--report`, one JSON object, and the table at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtide.cli.files import write_text
+from kvtide.sizes import counted, format_size
+
+if TYPE_CHECKING:
+    from kvtide.serve.engine import EngineStats
+    from kvtide.serve.request import Request
+    from kvtide.serve.selfcheck import RowCheck
+
+
+def write_report(path: Path, report: dict[str, object]) -> None:
+    """Writes the report. Raises KvtideError if it can't be written."""
+    write_text(path, json.dumps(report, indent=2) + "\n")
+
+
+def make_report(
+    requests: Sequence[Request],
+    stats: EngineStats,
+    *,
+    seconds: float,
+    exact: bool,
+    check: RowCheck | None,
+    verified: bool | None,
+) -> dict[str, object]:
+    """The `--report` object. `seconds` is wall time without loading and verifying.
+
+    `exact` says whether every answer is exact, recomputed ones included. `check` is the
+    self-check's result, None with `--fast`. `verified` is None without `--verify` and until
+    verifying has ended.
+    """
+    return {
+        "requests": len(requests),
+        "failed": sum(r.error is not None for r in requests),
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "retractions": stats.retractions,
+        "resumes": stats.resumes,
+        "offloaded_bytes": stats.offloaded_bytes,
+        "restored_bytes": stats.restored_bytes,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "pool_tokens": stats.pool_tokens,
+        "peak_pool_tokens": stats.peak_pool_tokens,
+        "peak_host_bytes": stats.peak_host_bytes,
+        "seconds": round(seconds, 6),
+        "tokens_per_second": round(stats.new_tokens / seconds, 3) if seconds > 0 else 0.0,
+        "offload_seconds": round(stats.offload_seconds, 6),
+        "restore_seconds": round(stats.restore_seconds, 6),
+        "exact": exact,
+        "exact_rows": None if check is None else check.exact_rows,
+        "selfcheck_seconds": None if check is None else round(check.seconds, 3),
+        "verified": verified,
+    }
+
+
+def describe_check(check: RowCheck) -> str:
+    """The line about exact mode: its row counts, and its cost if it is slow here."""
+    return f"exact mode: {check.detail} (self-check: {check.seconds:.1f} s)"
+
+
+def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The rows (name, value) of the table that is printed at the end."""
+    retracted = sum(request.retractions > 0 for request in requests)
+    moving = report["offload_seconds"] + report["restore_seconds"]
+    share = moving / report["seconds"] if report["seconds"] else 0.0
+    rows = [
+        ("requests", f"{report['requests']:,}, {report['failed']:,} of them failed"),
+        ("prompt tokens", f"{report['prompt_tokens']:,}"),
+        (
+            "new tokens",
+            f"{report['new_tokens']:,} in {report['seconds']:.1f} s, "
+            f"{report['tokens_per_second']:.1f} a second",
+        ),
+        (
+            "retractions",
+            f"{report['retractions']:,}, of {counted(retracted, 'request')}; "
+            f"{report['resumes']:,} resumed",
+        ),
+        (
+            "moved",
+            f"{format_size(report['offloaded_bytes'])} out, "
+            f"{format_size(report['restored_bytes'])} back, in {share:.2%} of the time",
+        ),
+        (
+            "KV pool",
+            f"{report['pool_tokens']:,} tokens, at most {report['peak_pool_tokens']:,} in use",
+        ),
+        ("host memory", f"at most {format_size(report['peak_host_bytes'])} in use"),
+    ]
+    if report["recomputed_tokens"]:
+        rows.append(("recomputed", f"the KV of {counted(report['recomputed_tokens'], 'token')}"))
+    inexact = sum(not request.exact for request in requests)
+    rows.append(("exact", _explain_exact(report["exact"], inexact)))
+    return rows
+
+
+def _explain_exact(exact: bool, inexact_count: int) -> str:
+    if exact:
+        return "true"
+    if inexact_count:
+        return f"false ({counted(inexact_count, 'request')} recomputed in different steps)"
+    return "false (--fast)"

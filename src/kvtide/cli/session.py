@@ -1,0 +1,220 @@
+"""Answers a file of prompts within the given KV memory, verifies the answers, and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvtide.cli.answers import is_answered, write_answers
+from kvtide.cli.display import Display, make_display, print_table, printable
+from kvtide.cli.interrupt import Interrupt
+from kvtide.cli.prompts import Prompt, read_prompts
+from kvtide.cli.report import describe_check, make_report, summarize, write_report
+from kvtide.cli.serving import Serving
+from kvtide.cli.verify import Verdict, compare_runs
+
+if TYPE_CHECKING:
+    from kvtide.serve.engine import Engine, EngineStats
+    from kvtide.serve.models import OpenModel
+    from kvtide.serve.options import EngineOptions
+    from kvtide.serve.request import Request, SamplingParams
+    from kvtide.serve.selfcheck import RowCheck
+
+EXIT_OK = 0
+EXIT_DIFFERS = 3
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The options of `kvtide run`, parsed and checked.
+
+    `source` names the prompts. `sampling` holds for a request unless its prompt says otherwise.
+    `engine` is for answering, not for verifying. A `schedule` of None means a real device.
+    """
+
+    source: str
+    model: str
+    dtype: str
+    sampling: SamplingParams
+    engine: EngineOptions
+    schedule: str | None
+    verify: bool
+    out: Path | None
+    report: Path | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of answering all requests once; `seconds` is its wall time."""
+
+    requests: list[Request]
+    stats: EngineStats
+    seconds: float
+    interrupted: bool
+    exact_check: RowCheck | None
+
+
+def execute(settings: RunSettings, serving: Serving) -> int:
+    """Answers, verifies and reports; returns the exit code. Raises UsageError for bad input."""
+    prompts = read_prompts(settings.source)
+    serving.check_device(settings.engine.device, schedule=settings.schedule)
+    with make_display(Console(stderr=True)) as display:
+        display.load(f"loading {settings.model}", 0, None)
+        model = serving.open_model(settings.model, dtype=settings.dtype, progress=display.load)
+        session = _Session(settings, serving, display, model)
+        outcome = session.answer(prompts)
+        if outcome.interrupted:
+            display.stop()
+            display.say(_describe_interruption(settings, outcome))
+            return EXIT_INTERRUPTED
+        if settings.verify:
+            # Write the report now: verifying may run out of memory or be interrupted.
+            _report(settings, outcome, None)
+        verdict = session.verify(prompts, outcome) if settings.verify else None
+    _conclude(settings, outcome, verdict)
+    return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS
+
+
+def run_requests(
+    engine: Engine,
+    requests: list[Request],
+    display: Display,
+    interrupt: Interrupt,
+    *,
+    echo: bool,
+) -> Outcome:
+    """Adds all requests and steps the engine until all have ended, or until Ctrl-C.
+
+    Changes the requests in place; after Ctrl-C aborts the unfinished ones. With `echo` shows each
+    answer as it comes. The caller has entered `interrupt` and closes the engine.
+    """
+    started = time.perf_counter()
+    with interrupt.hasty():
+        for request in requests:
+            engine.add(request)
+        while engine.has_work and not interrupt.requested:
+            finished = engine.step()
+            display.advance(engine.stats, finished, echo=echo)
+    seconds = time.perf_counter() - started
+    stats = engine.stats
+    for request in requests:
+        if request.finish_reason is None:
+            engine.abort(request.id)
+    return Outcome(requests, stats, seconds, interrupt.requested, engine.exact_check)
+
+
+class _Session:
+    """Answers the requests with one model, and verifies them."""
+
+    def __init__(
+        self, settings: RunSettings, serving: Serving, display: Display, model: OpenModel
+    ) -> None:
+        self._settings = settings
+        self._serving = serving
+        self._display = display
+        self._model = model
+
+    def answer(self, prompts: Sequence[Prompt]) -> Outcome:
+        """Answers the requests and writes the answers; after an error, the answers so far."""
+        requests = [self._make_request(prompt) for prompt in prompts]
+        engine = self._build_engine(self._settings.engine, requests)
+        if engine.exact_check is not None:
+            self._display.say(describe_check(engine.exact_check))
+        # Ctrl-C only sets a flag until the answers are written; otherwise it would lose them.
+        with Interrupt() as interrupt:
+            try:
+                outcome = self._drive(engine, requests, "answering", interrupt, echo=True)
+            finally:
+                if self._settings.out is not None:
+                    write_answers(self._settings.out, requests)
+        return replace(outcome, interrupted=interrupt.requested)
+
+    def verify(self, prompts: Sequence[Prompt], outcome: Outcome) -> Verdict:
+        """Answers again, in a pool that holds all requests, all that didn't fail; compares."""
+        pairs = [
+            (request, self._make_request(prompt))
+            for prompt, request in zip(prompts, outcome.requests, strict=True)
+            if request.error is None
+        ]
+        others = [other for _, other in pairs]
+        roomy = replace(self._settings.engine, kv_memory_bytes=None)
+        engine = self._build_engine(roomy, others, outcome.exact_check)
+        with Interrupt() as interrupt:
+            again = self._drive(engine, others, "verifying", interrupt, echo=False)
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        return compare_runs([request for request, _ in pairs], again.requests)
+
+    def _drive(
+        self,
+        engine: Engine,
+        requests: list[Request],
+        title: str,
+        interrupt: Interrupt,
+        *,
+        echo: bool,
+    ) -> Outcome:
+        try:
+            self._display.start(title, len(requests))
+            return run_requests(engine, requests, self._display, interrupt, echo=echo)
+        finally:
+            engine.close()
+            self._display.stop()
+
+    def _build_engine(
+        self, options: EngineOptions, requests: Sequence[Request], check: RowCheck | None = None
+    ) -> Engine:
+        self._display.load("making the pool and the engine", 0, None)
+        return self._serving.build_engine(self._model, options, requests, check)
+
+    def _make_request(self, prompt: Prompt) -> Request:
+        """The settings in a prompt's line win over the command's options."""
+        said: dict[str, Any] = {
+            "max_new_tokens": prompt.max_new_tokens,
+            "temperature": prompt.temperature,
+            "seed": prompt.seed,
+        }
+        said = {name: value for name, value in said.items() if value is not None}
+        return self._serving.make_request(
+            self._model, prompt, replace(self._settings.sampling, **said)
+        )
+
+
+def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> None:
+    """Writes the report, and prints the table and the verdict."""
+    report = _report(settings, outcome, verdict)
+    rows = summarize(outcome.requests, report)
+    if settings.out is not None:
+        rows.append(("answers", str(settings.out)))
+    console = Console()
+    print_table(console, rows)
+    if verdict is not None:
+        line = printable(f"verified: {verdict}", console.encoding)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _report(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> dict[str, object]:
+    """Makes the report, and writes it if there is a `--report`."""
+    report = make_report(
+        outcome.requests,
+        outcome.stats,
+        seconds=outcome.seconds,
+        exact=settings.engine.exact and all(request.exact for request in outcome.requests),
+        check=outcome.exact_check,
+        verified=None if verdict is None else verdict.verified,
+    )
+    if settings.report is not None:
+        write_report(settings.report, report)
+    return report
+
+
+def _describe_interruption(settings: RunSettings, outcome: Outcome) -> str:
+    answered = sum(is_answered(request) for request in outcome.requests)
+    kept = f", kept in {settings.out}" if settings.out is not None else ""
+    return f"{answered} of {len(outcome.requests)} requests are answered{kept}"
