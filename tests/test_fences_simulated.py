@@ -18,7 +18,6 @@ import pytest
 import simnpu
 import torch
 
-from kvtide import tide as tide_module
 from kvtide.arena import HostArena, Lease
 from kvtide.device import AcceleratorDevice, Block
 from kvtide.device import accelerator as accelerator_module
@@ -304,7 +303,7 @@ def lease_without_users(patch: pytest.MonkeyPatch) -> None:
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
     """The caller's own array is kept."""
-    patch.setattr(tide_module, "checked_slots", lambda slots, *_: np.asarray(slots))
+    patch.setattr(Pool, "checked", lambda _, slots: np.asarray(slots))
 
 
 def index_uploaded_later(patch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def chunks_of(geometry: Geometry, sections: list[Section], rows: list[int]) -> l
     """The bytes of each chunk in order, found one by one from what a section says."""
     chunks: list[list[Byte]] = []
     for section in sections:
-        ids = section.ids(np.array(rows, np.int64)).tolist()
+        ids = section.split(np.array(rows, np.int64)).tolist()
         for first in range(0, len(ids), section.chunk_rows):
             chunk: list[Byte] = []
             some = ids[first : first + section.chunk_rows]

@@ -15,9 +15,9 @@ import torch
 import xxhash
 
 from kvtide.arena import HostArena, Lease
+from kvtide.conformance.pool_under_test import KINDS, PoolUnderTest
 from kvtide.conformance.reference import map_holes
 from kvtide.conformance.samples import sample
-from kvtide.conformance.subjects import KINDS, PoolUnderTest
 from kvtide.device import AcceleratorDevice, CPUDevice, Device
 from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss
 from kvtide.layout import GQA, Geometry

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from kvtide.doctor.sglang_checks import TriedCase, all_cases, make_trips, reachable
 from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, Refusal, round_trip
-from kvtide.plugin.sglang.homes import SGLANG
 from kvtide.plugin.sglang.ordinary.coverage import reasons
+from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.sglang.pools.known_classes import known_classes
 
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"

@@ -70,8 +70,8 @@ class Section:
         """Bytes of the largest chunk of `row_count` rows of a request."""
         return min(self.chunk_rows, row_count * self.row_parts) * self.row_bytes
 
-    def ids(self, rows: Ids) -> Ids:
-        """The rows of this section for a request's `rows`, int64 [row * row_parts]."""
+    def split(self, rows: Ids) -> Ids:
+        """A request's `rows` as rows of this section, int64 [row * row_parts]."""
         if self.row_parts == 1:
             return rows
         return (rows[:, None] * self.row_parts + np.arange(self.row_parts)).reshape(-1)

@@ -12,7 +12,7 @@ retract                                 resume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -26,12 +26,12 @@ from kvtide.device import Job, drain
 from kvtide.errors import KvtideError, LayoutError, SlotError, SnapshotMiss, first_line
 from kvtide.form import chunk_sizes
 from kvtide.integers import checked_integer, integer_of, integers_of, shown
-from kvtide.layout import Ids, RequestRows
+from kvtide.layout import Ids, RequestRows, Rows
 from kvtide.pool import PageAllocator, Pool
 from kvtide.seal import Seal, Span, ranges_of
 from kvtide.snapshot import Snapshot
 from kvtide.ticket import Ticket
-from kvtide.transfer import Mover, checked_slots
+from kvtide.transfer import Mover
 
 T = TypeVar("T")
 
@@ -80,9 +80,10 @@ class Tide:
         """
         lease = Lease(self.arena)
         try:
-            rows, make_seal = self._owned(slots, key, request)
+            slots = self.pool.checked(slots)
+            rows = self.pool.rows_of(slots, request)
             job = self._gather(rows, lease, at_once=True)
-            return self._sealed(lease, make_seal, job.wait())
+            return self._sealed(lease, key, slots.size, rows, job.wait())
         except BaseException as error:
             self._give_up(lease, error)
             raise
@@ -93,32 +94,24 @@ class Tide:
         """Like `offload`, but doesn't wait. Don't write the slots before the ticket is done."""
         lease = Lease(self.arena)
         try:
-            rows, make_seal = self._owned(slots, key, request)
+            slots = self.pool.checked(slots)
+            rows = self.pool.rows_of(slots, request)
             job = self._gather(rows, lease, at_once=False)
-            succeed = partial(self._sealed, lease, make_seal)
+            succeed = partial(self._sealed, lease, key, slots.size, rows)
             ticket = Ticket(job, succeed=succeed, fail=lease.release, forget=self._forget)
             return self._track(ticket)
         except BaseException as error:
             self._give_up(lease, error)
             raise
 
-    def _owned(
-        self, slots: Any, key: str, request: RequestRows
-    ) -> tuple[list[Ids], Callable[[tuple[Span, ...]], Seal]]:
-        """The rows of `slots`, for each group of planes, and what makes their seal of the spans."""
-        slot_ids = self._checked(slots)
-        groups = self.pool.rows_of(slot_ids, request)
-        tokens = tuple(ranges_of(group.tokens) for group in groups)
-        lasts = tuple(ranges_of(group.lasts) for group in groups)
-        sealed_as = self._geometry, key, slot_ids.size, tokens, lasts, self.arena.block_bytes
-        return [group.ids for group in groups], partial(Seal, *sealed_as)
-
-    def _gather(self, rows: Sequence[Ids], lease: Lease, *, at_once: bool) -> Job[list[list[Span]]]:
+    def _gather(
+        self, rows: Sequence[Rows], lease: Lease, *, at_once: bool
+    ) -> Job[list[list[Span]]]:
         """Starts the copy into an empty lease, which the caller releases after an error."""
-        chunk_bytes = self.arena.block_bytes
-        lease.extend(self._mover.chunk_count(rows, chunk_bytes))
+        ids, chunk_bytes = [group.ids for group in rows], self.arena.block_bytes
+        lease.extend(self._mover.chunk_count(ids, chunk_bytes))
         job = self._mover.gather(
-            rows, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once, owner=lease
+            ids, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once, owner=lease
         )
         lease.use(job)
         return job
@@ -126,16 +119,24 @@ class Tide:
     def _sealed(
         self,
         lease: Lease,
-        make_seal: Callable[[tuple[Span, ...]], Seal],
+        key: str,
+        token_count: int,
+        rows: Sequence[Rows],
         spans: Sequence[Sequence[Span]],
     ) -> Snapshot:
-        seal = make_seal(tuple(chain.from_iterable(spans)))
+        """The snapshot of rows whose copy has ended; `spans` are those of each of its tasks."""
+        seal = Seal(
+            self._geometry,
+            key,
+            token_count,
+            tuple(ranges_of(group.tokens) for group in rows),
+            tuple(ranges_of(group.lasts) for group in rows),
+            self.arena.block_bytes,
+            tuple(chain.from_iterable(spans)),
+        )
         self.stats.offloads += 1
         self.stats.offloaded_bytes += sum(seal.used_bytes)
         return Snapshot(seal, lease)
-
-    def _checked(self, slots: Any) -> Ids:
-        return checked_slots(slots, self.pool.slot_count, self.pool.padding_slots)
 
     def _give_up(self, lease: Lease, error: BaseException) -> None:
         """Releases the lease of an offload that ended with `error`. Repeatable."""
@@ -210,12 +211,13 @@ class Tide:
         keep_extra_rows: bool,
     ) -> list[Ids]:
         """The rows to which the snapshot is restored, for each group of planes."""
-        slot_ids = self._checked(slots)
-        snapshot.seal.check_target(self._geometry, key, slot_ids.size)
+        slots = self.pool.checked(slots)
+        snapshot.seal.check_target(self._geometry, key, slots.size)
         snapshot.require_held()
+        rows = self.pool.rows_of(slots, request)
         return [
             snapshot.rows_in(number, group, keep_extra_rows=keep_extra_rows)
-            for number, group in enumerate(self.pool.rows_of(slot_ids, request))
+            for number, group in enumerate(rows)
         ]
 
     def _scatter(
@@ -284,9 +286,10 @@ class Tide:
             )
         lease = Lease(self.arena)
         try:
-            rows, make_seal = self._owned(slots[:count], key, request)
+            slots = self.pool.checked(slots[:count])
+            rows = self.pool.rows_of(slots, request)
             job = self._gather(rows, lease, at_once=True)
-            snapshot = self._sealed(lease, make_seal, job.wait())
+            snapshot = self._sealed(lease, key, slots.size, rows, job.wait())
             books.release(held)
             return snapshot
         except BaseException as error:

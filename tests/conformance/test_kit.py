@@ -14,9 +14,9 @@ import pytest
 
 import kvtide.conformance
 from kvtide.conformance import LayoutTests, Sample, checks, ways
+from kvtide.conformance.pool_under_test import KINDS
 from kvtide.conformance.reference import Place, TokenIds, first_difference, ids_by, rows_of_plane
 from kvtide.conformance.samples import SAMPLES, sample
-from kvtide.conformance.subjects import KINDS
 from kvtide.conformance.trips import INDICES, ORDERS, counts_of, make_trip
 from kvtide.device import CPUDevice
 from kvtide.layout import Counts, Layout, Maps, Plane, Rows, Rule

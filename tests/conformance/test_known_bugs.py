@@ -23,9 +23,9 @@ import torch
 import kvtide.npu
 from kvtide.arena import HostArena
 from kvtide.conformance import SAMPLES, PoolUnderTest, Sample, checks, ways
+from kvtide.conformance.pool_under_test import KINDS
 from kvtide.conformance.reference import Place, first_difference, restored
 from kvtide.conformance.samples import sample
-from kvtide.conformance.subjects import KINDS
 from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, LayoutError, SlotError, SnapshotMiss

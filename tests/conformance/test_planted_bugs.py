@@ -18,8 +18,8 @@ import simnpu
 from conformance.test_devices import OnAnAccelerator
 from kvtide import tide as tide_module
 from kvtide.conformance import LayoutTests, Sample
+from kvtide.conformance.pool_under_test import KINDS
 from kvtide.conformance.samples import sample
-from kvtide.conformance.subjects import KINDS
 from kvtide.device import AcceleratorDevice, CPUDevice, Device, Step
 from kvtide.device import accelerator as accelerator_module
 from kvtide.form import Section, chunk_sizes, sections_of
@@ -198,10 +198,10 @@ def request_planes_dropped(patch: pytest.MonkeyPatch) -> None:
 def wrong_order_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Rows that are split move part by part, not row by row."""
 
-    def ids(self: Section, rows: Any) -> Any:
+    def split(self: Section, rows: Any) -> Any:
         return (rows[None, :] * self.row_parts + np.arange(self.row_parts)[:, None]).reshape(-1)
 
-    patch.setattr(Section, "ids", ids)
+    patch.setattr(Section, "split", split)
 
 
 def checksum_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -300,18 +300,18 @@ def key_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def slots_not_checked(patch: pytest.MonkeyPatch) -> None:
     """Slots are taken as they come: -1 is the last row, and a row may be written twice."""
-    patch.setattr(tide_module, "checked_slots", lambda slots, *_: np.array(slots, np.int64))
+    patch.setattr(Pool, "checked", lambda _, slots: np.array(slots, np.int64))
 
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
     """The caller's array is kept, and what it says later is moved."""
-    kept = plan_module.checked_slots
+    kept = Pool.checked
 
-    def checked(slots: Any, *counts: int) -> Any:
-        kept(slots, *counts)
+    def checked(self: Pool, slots: Any) -> Any:
+        kept(self, slots)
         return np.asarray(slots) if len(slots) else np.empty(0, np.int64)
 
-    patch.setattr(tide_module, "checked_slots", checked)
+    patch.setattr(Pool, "checked", checked)
 
 
 def snapshot_is_a_range(patch: pytest.MonkeyPatch) -> None:

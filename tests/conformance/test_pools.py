@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvtide.conformance import PoolTests, PoolUnderTest
+from kvtide.conformance.pool_under_test import KINDS, Ids
 from kvtide.conformance.reference import Bytes
 from kvtide.conformance.samples import sample
-from kvtide.conformance.subjects import KINDS, Ids
 from kvtide.device import CPUDevice
 from kvtide.npu import NPUTokenToKVPool
 from kvtide.pool import Pool

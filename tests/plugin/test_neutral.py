@@ -75,7 +75,7 @@ def test_no_file_for_every_engine_imports_one(path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from kvtide.plugin.sglang.homes import SGLANG",
+        "from kvtide.plugin.sglang.package import SGLANG",
         "from kvtide.plugin import sglang",
         "def f():\n    from sglang.srt import managers",
         "import vllm.v1",

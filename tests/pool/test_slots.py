@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtide.errors import SlotError
 from kvtide.pool import PageAllocator
+from kvtide.pool.slots import checked_slots
 from support.values import NO_ROWS, ONES, name_of
+
+INTEGERS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -185,3 +190,84 @@ def test_pages_are_integers_of_any_maker(value: Any) -> None:
     pages = other.acquire(1)
     assert [1] == pages
     assert [int] == [type(page) for page in pages]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_slots_of_any_integer_dtype_are_taken(dtype: type[np.integer[Any]]) -> None:
+    """They come out as int64."""
+    ids = checked_slots(np.array([5, 0, 99], dtype), 300)
+    assert ([5, 0, 99], "int64") == (ids.tolist(), ids.dtype.name)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_slots_may_be_tensors(dtype: torch.dtype) -> None:
+    """An engine's slots are."""
+    assert [5, 0, 9] == checked_slots(torch.tensor([5, 0, 9], dtype=dtype), 10).tolist()
+
+
+@pytest.mark.parametrize("slots", [range(2, 5), (2, 3, 4), [2, 3, 4], np.arange(9)[2:5]])
+def test_slots_may_be_any_sequence(slots: Any) -> None:
+    """Ranges, tuples, lists, slices."""
+    assert [2, 3, 4] == checked_slots(slots, 5).tolist()
+
+
+@pytest.mark.parametrize("slots", [[], (), range(0), np.empty(0, np.int32), torch.empty(0)])
+def test_no_slots_are_valid(slots: Any) -> None:
+    """Zero tokens, even where numpy can't tell that they were integers."""
+    ids = checked_slots(slots, 0)
+    assert (0, "int64") == (ids.size, ids.dtype.name)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([3, -1, -2], r"slot -1 at position 1 isn't in 0 … 9"),
+        ([3, 10, 11], r"slot 10 at position 1 isn't in 0 … 9"),
+        ([3, 11, -1], r"slot 11 at position 1"),
+        (np.array([1, 2**63 + 1], np.uint64), r"slot 9223372036854775809 at position 1"),
+        (np.array([-128], np.int8), r"slot -128 at position 0"),
+        ([7, 3, 7, 3], r"slot 7 at position 2 is repeated"),
+        ([1, 3, 2, 3, 1, 2], r"slot 3 at position 3 is repeated"),
+        ([0, 0], r"slot 0 at position 1 is repeated"),
+    ],
+)
+def test_the_first_bad_slot_is_named(slots: Any, message: str) -> None:
+    """With its position; out of range before repeated."""
+    with pytest.raises(SlotError, match=message):
+        checked_slots(slots, 10)
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [1.0, 2.0], [True, False], np.array([1, 2], bool), torch.tensor([1.0]), [[1, 2]],
+        np.zeros((0, 2), int), np.zeros((2, 0), int), 3, None, "12", [1, None], [2**70], {1, 2},
+        [[1, 2], [3]], torch.tensor([1.0], dtype=torch.bfloat16), torch.empty(2, device="meta"),
+        SimpleNamespace(cpu=int),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_are_no_slots_is_refused(slots: Any) -> None:
+    """Floats, masks, matrices, single numbers, sets: each could mean something else."""
+    with pytest.raises(SlotError, match="slots must be integers"):
+        checked_slots(slots, 10)
+
+
+@given(st.lists(st.integers(0, 30), unique=True, max_size=9), st.integers(0, 9))
+def test_slots_of_the_padding_are_nobodys(slots: list[int], padding: int) -> None:
+    """The first one is named; where a pool has no padding, slot 0 is one like any other."""
+    bad = [slot for slot in slots if slot < padding]
+    if not bad:
+        assert slots == checked_slots(slots, 31, padding).tolist()
+        return
+    with pytest.raises(SlotError, match=f"slot {bad[0]} at position {slots.index(bad[0])} is padd"):
+        checked_slots(slots, 31, padding)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_checked_slots_are_a_copy(make: Any) -> None:
+    """What the caller writes into its array later can't change what moves."""
+    slots = make([1, 2, 3])
+    ids = checked_slots(slots, 10)
+    slots[:] = 7
+    assert [1, 2, 3] == ids.tolist()

@@ -20,7 +20,7 @@ from kvtide.layout.gqa import K_ONLY
 from kvtide.layout.recurrent import RECURRENT_AND_FULL
 from kvtide.pool import Pool
 from kvtide.seal import Span
-from kvtide.transfer import Mover, checked_slots
+from kvtide.transfer import Mover
 from kvtide.transfer.mover import _WritingJob
 from support.lazy_device import LazyDevice
 from support.pools import (
@@ -114,7 +114,7 @@ def test_chunks_are_what_the_slots_hold(
         data.draw(st.sampled_from((0, 1, 8, 16))),
         data.draw(st.integers(1, 2)),
     )
-    ids = checked_slots(slots, case.pool.slot_count)
+    ids = case.pool.checked(slots)
     spans = sealed(Mover(case.pool), [ids], blocks, size_bytes)
     image = image_of(case.pool)
     expected = [

@@ -20,7 +20,7 @@ from kvtide.cli.main import main
 from kvtide.doctor import sglang_checks
 from kvtide.plugin import package
 from kvtide.plugin.description import Description
-from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.sglang.pools import describe, keys_values
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.source import Source

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.plugin.census import PoolClass
-from kvtide.plugin.sglang.homes import HOMES, SGLANG
+from kvtide.plugin.sglang.package import HOMES, SGLANG
 from kvtide.plugin.sglang.pools.describe import DESCRIBERS
 from kvtide.plugin.sglang.pools.known_classes import ABSTRACT, WITHIN, known_classes
 from kvtide.plugin.source import Source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.sglang.reads import tables
 from kvtide.plugin.source import Source, gone
 

@@ -11,7 +11,7 @@ from kvtide.plugin import package
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang import reads
-from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.sglang.pools import keys_values
 from kvtide.plugin.sglang.reads import refuse_if_moved
 from kvtide.plugin.source import Source

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtide.conformance.devices import DeviceTests
     from kvtide.conformance.layouts import LayoutTests
+    from kvtide.conformance.pool_under_test import PoolUnderTest
     from kvtide.conformance.pools import PoolTests
     from kvtide.conformance.samples import SAMPLES, Sample
-    from kvtide.conformance.subjects import PoolUnderTest
 
 __all__ = ["SAMPLES", "DeviceTests", "LayoutTests", "PoolTests", "PoolUnderTest", "Sample"]
 
@@ -30,7 +30,7 @@ _HOME_OF = {
     "PoolTests": "kvtide.conformance.pools",
     "SAMPLES": "kvtide.conformance.samples",
     "Sample": "kvtide.conformance.samples",
-    "PoolUnderTest": "kvtide.conformance.subjects",
+    "PoolUnderTest": "kvtide.conformance.pool_under_test",
 }
 
 

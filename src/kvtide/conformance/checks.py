@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtide.conformance.pool_under_test import PoolUnderTest
 from kvtide.conformance.reference import (
     Image,
     Place,
@@ -19,7 +20,6 @@ from kvtide.conformance.reference import (
     rows_of_plane,
     snapshot_bytes,
 )
-from kvtide.conformance.subjects import PoolUnderTest
 from kvtide.conformance.trips import (
     INDICES,
     ORDERS,

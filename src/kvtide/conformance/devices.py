@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvtide.conformance import checks
+from kvtide.conformance.pool_under_test import KINDS
 from kvtide.conformance.samples import sample
-from kvtide.conformance.subjects import KINDS
 from kvtide.device import Device, Step
 
 _SIZE = 4096

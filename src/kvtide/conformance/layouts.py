@@ -10,9 +10,9 @@ from math import ceil, prod
 import pytest
 
 from kvtide.conformance import checks, ways
+from kvtide.conformance.pool_under_test import KINDS, PoolUnderTest
 from kvtide.conformance.reference import Units, units_of
 from kvtide.conformance.samples import Sample
-from kvtide.conformance.subjects import KINDS, PoolUnderTest
 from kvtide.conformance.trips import make_trip
 from kvtide.device import CPUDevice, Device
 from kvtide.layout import Geometry

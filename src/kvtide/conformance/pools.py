@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from kvtide.conformance import checks, ways
+from kvtide.conformance.pool_under_test import Ids, PoolUnderTest
 from kvtide.conformance.reference import Bytes, units_of
-from kvtide.conformance.subjects import Ids, PoolUnderTest
 from kvtide.pool import Pool
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtide.conformance.pool_under_test import PoolUnderTest
 from kvtide.conformance.reference import Place, map_holes, mapped_count, units_of
-from kvtide.conformance.subjects import PoolUnderTest
 from kvtide.device import Device
 
 Ids = NDArray[np.int64]

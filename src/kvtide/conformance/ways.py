@@ -9,8 +9,8 @@ from typing import Any, final
 import numpy as np
 
 from kvtide.arena import HostArena
+from kvtide.conformance.pool_under_test import PoolUnderTest
 from kvtide.conformance.reference import Image, first_difference, restored
-from kvtide.conformance.subjects import PoolUnderTest
 from kvtide.conformance.trips import INDICES, Trip
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide

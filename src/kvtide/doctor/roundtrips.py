@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from kvtide.conformance.pool_under_test import KINDS, Make
 from kvtide.conformance.samples import SAMPLES, Sample
-from kvtide.conformance.subjects import KINDS, Make
 from kvtide.conformance.trips import make_trip
 from kvtide.conformance.ways import TideWay, block_sizes, go, some_tokens
 from kvtide.device import Device

@@ -61,7 +61,7 @@ class SGLangReport:
     @property
     def is_refused(self) -> bool:
         """Whether kvtide refuses this SGLang, which lacks names that kvtide reads."""
-        from kvtide.plugin.sglang.homes import SGLANG
+        from kvtide.plugin.sglang.package import SGLANG
 
         return bool(self.gone) and self.versions["sglang"] not in SGLANG.tested
 
@@ -242,7 +242,7 @@ def _versions() -> dict[str, str]:
     import torch
 
     from kvtide import __version__
-    from kvtide.plugin.sglang.homes import SGLANG
+    from kvtide.plugin.sglang.package import SGLANG
 
     return {"sglang": SGLANG.version, "kvtide": __version__, "torch": torch.__version__}
 

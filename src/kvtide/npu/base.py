@@ -36,7 +36,6 @@ from kvtide.npu.planes import (
 from kvtide.pool.pool import Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.transfer import checked_slots
 
 _DEFAULT_CHUNK_SIZE = 8192
 _LEAST_HOST_BYTES = 64 << 20
@@ -296,8 +295,7 @@ class NPUTokenToKVPool:
         """
         tell_unused(self._said, mamba_indices=mamba_indices, req_pool_index=req_pool_index)
         self._synchronize()
-        pool = self._pool
-        slots = checked_slots(indices, pool.slot_count, pool.padding_slots)
+        slots = self._pool.checked(indices)
         if isinstance(kv_cache_cpu, CPUCopy):
             self._tide.restore(kv_cache_cpu.snapshot, slots)
             return

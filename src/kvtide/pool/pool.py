@@ -23,6 +23,7 @@ from kvtide.layout import (
 from kvtide.pool.adopt import adopted, agreed_slot_count, refuse_shared_memory
 from kvtide.pool.maps import EngineMap, Map, request_maps
 from kvtide.pool.memory import PlaneMemory, allocated
+from kvtide.pool.slots import checked_slots
 
 
 @final
@@ -107,6 +108,13 @@ class Pool:
                 f"pool has no plane {name!r}, layer {shown(layer)}; its layers are {counts}"
             )
         return layers[number]
+
+    def checked(self, slots: Any) -> Ids:
+        """A checked copy of `slots`, int64 [token]. Raises SlotError, which names the first bad id.
+
+        Takes integers in a sequence, an array or a tensor; blocks for a tensor on a device.
+        """
+        return checked_slots(slots, self.slot_count, self.padding_slots)
 
     def rows_of(self, slots: Ids, request: RequestRows = None) -> list[Rows]:
         """The rows of a request with these slots (checked, int64 [token]), by group of planes.

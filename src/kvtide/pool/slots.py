@@ -1,15 +1,18 @@
-"""PageAllocator: hands out pages. Pure integers."""
+"""Slots and pages: checks slots, and hands out pages. Pure integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat, starmap
 from operator import itemgetter
-from typing import final
+from typing import Any, final
+
+import numpy as np
 
 from kvtide.atomic import call_each
 from kvtide.errors import SlotError
-from kvtide.integers import LARGEST, checked_integer, integer_of, shown
+from kvtide.integers import LARGEST, checked_integer, integer_of, integers_of, shown
+from kvtide.layout import Ids
 
 
 @final
@@ -99,3 +102,31 @@ class PageAllocator:
 
     def _is_held(self, page: int) -> bool:
         return 0 <= page < self.page_count and page not in self._free
+
+
+def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
+    """A checked copy of `slots` as int64 [token]. Later changes of the caller's array don't matter.
+
+    Takes integers in a sequence, an array or a tensor; blocks for a tensor on a device. Raises
+    SlotError, which names the first bad id, for slots that aren't integers in one dimension, or are
+    negative, outside the pool or repeated. The first `padding_slots` slots belong to no token and
+    are refused, too: an engine's table has 0 for a token without a slot.
+    """
+    ids = integers_of(slots, "slot")
+    if not ids.size:
+        return ids
+    ordered = np.sort(ids)
+    if ordered[0] < 0 or ordered[-1] >= slot_count:
+        bad = int(((ids < 0) | (ids >= slot_count)).argmax())
+        raise SlotError(f"slot {ids[bad]} at position {bad} isn't in 0 … {slot_count - 1}")
+    if ordered[0] < padding_slots:
+        bad = int((ids < padding_slots).argmax())
+        raise SlotError(
+            f"slot {ids[bad]} at position {bad} is padding, so its token has no slot: the slots of "
+            f"this pool begin at {padding_slots}"
+        )
+    if (ordered[1:] == ordered[:-1]).any():
+        order = np.argsort(ids, kind="stable")
+        bad = int(order[1:][np.diff(ids[order]) == 0].min())
+        raise SlotError(f"slot {ids[bad]} at position {bad} is repeated")
+    return ids

@@ -2,6 +2,5 @@
 
 from kvtide.transfer.chunk_size import chunk_bytes_for
 from kvtide.transfer.mover import Mover
-from kvtide.transfer.plan import checked_slots
 
-__all__ = ["Mover", "checked_slots", "chunk_bytes_for"]
+__all__ = ["Mover", "chunk_bytes_for"]

@@ -8,13 +8,12 @@ share. The same plan serves both directions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from kvtide.errors import LayoutError, SlotError
+from kvtide.errors import LayoutError
 from kvtide.form import FULL_RUN_ROWS, Section
-from kvtide.integers import integers_of
 from kvtide.layout import BufferRows, Ids
 
 # The most rows, counted in each layer, that are planned at once. Each takes some ten bytes.
@@ -65,34 +64,6 @@ TaskPlan = tuple[tuple[tuple[int, int], ...], tuple[CopyCall, ...]]
 ChunkPlan = tuple[int, list[BufferPlan], list[TaskPlan]]
 """(first chunk, buffers, tasks): the plan of consecutive chunks of equal length. There are as many
 chunks as lines in `units`."""
-
-
-def checked_slots(slots: Any, slot_count: int, padding_slots: int = 0) -> Ids:
-    """A checked copy of `slots` as int64 [token]. Later changes of the caller's array don't matter.
-
-    Takes integers in a sequence, an array or a tensor; blocks for a tensor on a device. Raises
-    SlotError, which names the first bad id, for slots that aren't integers in one dimension, or are
-    negative, outside the pool or repeated. The first `padding_slots` slots belong to no token and
-    are refused, too: an engine's table has 0 for a token without a slot.
-    """
-    ids = integers_of(slots, "slot")
-    if not ids.size:
-        return ids
-    ordered = np.sort(ids)
-    if ordered[0] < 0 or ordered[-1] >= slot_count:
-        bad = int(((ids < 0) | (ids >= slot_count)).argmax())
-        raise SlotError(f"slot {ids[bad]} at position {bad} isn't in 0 … {slot_count - 1}")
-    if ordered[0] < padding_slots:
-        bad = int((ids < padding_slots).argmax())
-        raise SlotError(
-            f"slot {ids[bad]} at position {bad} is padding, so its token has no slot: the slots of "
-            f"this pool begin at {padding_slots}"
-        )
-    if (ordered[1:] == ordered[:-1]).any():
-        order = np.argsort(ids, kind="stable")
-        bad = int(order[1:][np.diff(ids[order]) == 0].min())
-        raise SlotError(f"slot {ids[bad]} at position {bad} is repeated")
-    return ids
 
 
 def buffer_groups(section: Section, buffer_rows: Sequence[BufferRows]) -> list[BufferGroup]:
@@ -149,17 +120,17 @@ def plan_in_parts(
     part: list[ChunkPlan] = []
     planned_rows, chunk = 0, 0
     for section, groups in sections:
-        ids, chunk_rows = section.ids(rows[section.group]), section.chunk_rows
+        section_rows, chunk_rows = section.split(rows[section.group]), section.chunk_rows
         rows_of_chunk = chunk_rows * sum(len(group.first_rows) for group in groups)
         most_rows = max(1, _PLANNED_ROWS // rows_of_chunk) * chunk_rows
-        for first in range(0, ids.size, most_rows):
-            some = ids[first : first + most_rows]
-            count = -(-some.size // chunk_rows)
+        for first in range(0, section_rows.size, most_rows):
+            part_rows = section_rows[first : first + most_rows]
+            count = -(-part_rows.size // chunk_rows)
             if planned_rows and planned_rows + count * rows_of_chunk > _PLANNED_ROWS:
                 yield part
                 part, planned_rows = [], 0
             planned_rows += count * rows_of_chunk
-            part += plan_chunks(section, groups, some, chunk, call_bytes, task_bytes)
+            part += plan_chunks(section, groups, part_rows, chunk, call_bytes, task_bytes)
             chunk += count
     yield part
 

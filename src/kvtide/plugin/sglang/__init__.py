@@ -13,7 +13,7 @@ cases              small pools of every family, for round trips
 
 settings           what an operator sets; status_line: what the log says of kvtide at the start
 scheduler_metrics  kvtide's counters among SGLang's own
-homes              SGLang's package, and where it defines the classes that kvtide knows
+package            SGLang's package, and where it defines the classes that kvtide knows
 reads              whether the installed SGLang still has what kvtide reads
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtide.plugin.reader import Table
-from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.source import gone
 from kvtide.plugin.versions import refuse_if_gone, tables_in
 

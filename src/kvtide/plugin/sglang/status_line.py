@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.sglang.attachment import Attachment
-from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.status import coverage, without_draft, without_room
 from kvtide.plugin.versions import installed_version
 

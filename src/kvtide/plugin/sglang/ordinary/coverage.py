@@ -12,8 +12,8 @@ from typing import Any
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang import unseen_results
-from kvtide.plugin.sglang.homes import name_of
 from kvtide.plugin.sglang.ordinary import allocation, resume
+from kvtide.plugin.sglang.package import name_of
 
 Cases = tuple[tuple[Callable[[Reader], bool], str], ...]
 """Pairs of a condition and the reason why kvtide doesn't cover it."""

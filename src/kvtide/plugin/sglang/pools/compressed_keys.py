@@ -17,7 +17,7 @@ from kvtide.layout import EveryToken
 from kvtide.plugin.description import Description, Part
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.homes import name_of
+from kvtide.plugin.sglang.package import name_of
 from kvtide.plugin.sglang.rules import EntriesOfRequest
 
 READS: Table = {

@@ -15,7 +15,7 @@ import torch
 
 from kvtide.plugin.description import Description, Part
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.homes import name_of
+from kvtide.plugin.sglang.package import name_of
 from kvtide.plugin.sglang.pools.describe import describe, with_describers
 from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS, with_state
 from kvtide.plugin.sglang.pools.subject import Subject

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtide.plugin.census import PoolClass, PoolKinds, census
-from kvtide.plugin.sglang.homes import SGLANG
+from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.sglang.pools.describe import DESCRIBERS
 from kvtide.plugin.sglang.pools.recurrent_state import STATE_POOLS
 from kvtide.plugin.sglang.pools.subject import NeverMoved

@@ -17,7 +17,7 @@ from kvtide.layout import EveryNth, Mapped, OfRequest, Rule
 from kvtide.plugin.description import Description, Part
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.homes import name_of
+from kvtide.plugin.sglang.package import name_of
 from kvtide.plugin.sglang.pools.page_table import PageTable
 from kvtide.plugin.sglang.pools.subject import Describer, Subject
 

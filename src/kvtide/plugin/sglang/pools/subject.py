@@ -8,7 +8,7 @@ from typing import Any, final
 
 from kvtide.plugin.description import Description
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang.homes import name_of
+from kvtide.plugin.sglang.package import name_of
 
 Describer = Callable[["Subject"], Description]
 """A function that describes pools of a class. It may raise Refused."""

@@ -12,7 +12,7 @@ from kvtide.npu import NPUMHATokenToKVPool
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang.cases.all_cases import CASES
 from kvtide.plugin.sglang.cases.round_trips import Built, Case
-from kvtide.plugin.sglang.homes import name_of
+from kvtide.plugin.sglang.package import name_of
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.draft_model import describe_with_draft
 from kvtide.plugin.sglang.pools.subject import Subject
