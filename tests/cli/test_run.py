@@ -15,6 +15,7 @@ import pytest
 
 from kvtide.cli.answers import write_answers
 from kvtide.cli.main import main
+from kvtide.cli.session import RunSettings
 from kvtide.errors import KvtideError, UsageError
 from kvtide.serve.request import Request
 from support.fake_serving import FOUND, FakeEngine, FakeServing, press_ctrl_c
@@ -108,6 +109,49 @@ def test_options_reach_the_engine_and_the_requests(prompts: str) -> None:
         last.top_p,
         last.seed,
     )
+
+
+def test_options_of_input_and_output_reach_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the options is for the session."""
+    seen: list[RunSettings] = []
+
+    def keep(settings: RunSettings, _serving: object) -> int:
+        seen.append(settings)
+        return 0
+
+    monkeypatch.setattr("kvtide.cli.run.execute", keep)
+    options = (
+        "-p Hi --input-format openai --special-tokens --n 3 --stop END --stop ## --logprobs 2 "
+        f"--max-running 5 --out {tmp_path}/o --resume --overwrite"
+    )
+    assert main(["run", *options.split()], serving=FakeServing()) == 0
+    assert main(["run", "prompts.jsonl", "--out", "-"], serving=FakeServing()) == 0
+    given, default = seen
+    assert ("Hi", "openai", True, 3, 2) == (
+        given.prompt,
+        given.input_format,
+        given.special_tokens,
+        given.sample_count,
+        given.logprobs,
+    )
+    assert (("END", "##"), 5) == (given.sampling.stop, given.engine.max_running)
+    assert (tmp_path / "o", True, True) == (given.out, given.resume, given.overwrite)
+    assert ("prompts.jsonl", None, None, 1) == (
+        default.source,
+        default.prompt,
+        default.out,
+        default.sample_count,
+    )
+    assert ((), 64) == (default.sampling.stop, default.engine.max_running)
+
+
+def test_a_prompt_of_the_command_line_is_answered(tmp_path: Path) -> None:
+    """It needs no file."""
+    out = tmp_path / "o"
+    assert main(["run", "-p", "Hi", "--out", str(out)], serving=FakeServing()) == 0
+    assert [("1", 64)] == [(row["id"], row["new_tokens"]) for row in read_rows(out)]
 
 
 def test_fast_is_reported_as_not_exact(prompts: str, tmp_path: Path) -> None:
@@ -320,7 +364,13 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("run", "Missing argument 'PROMPTS'"),
+        ("run", "there are no prompts; name a file of them (PROMPTS), - for standard input, or"),
+        ("run PROMPTS -p Hi", "and --prompt is given too; give the one or the other"),
+        ("run --prompt=", "--prompt: 'prompt' is empty"),
+        ("run PROMPTS --max-running 0", "'--max-running'"),
+        ("run PROMPTS --n 0", "'--n'"),
+        ("run PROMPTS --logprobs 21", "'--logprobs'"),
+        ("run PROMPTS --input-format xml", "'--input-format'"),
         ("rum PROMPTS", "No such command 'rum'"),
         ("run PROMPTS --colour", "No such option"),
         ("run PROMPTS extra", "unexpected extra argument"),

@@ -61,6 +61,20 @@ def read_prompts(source: str) -> list[Prompt]:
     return prompts
 
 
+def single_prompt(text: str) -> Prompt:
+    """The prompt of `--prompt`, as the only line of a file. Raises UsageError for an empty text."""
+    content = _check_text(text, "prompt", "--prompt")
+    return Prompt(
+        where="--prompt",
+        id="1",
+        messages=({"role": "user", "content": content},),
+        is_chat=False,
+        max_new_tokens=None,
+        temperature=None,
+        seed=None,
+    )
+
+
 def parse_prompt(raw: bytes, *, where: str) -> Prompt:
     """Parses one line. Raises UsageError, whose message begins with `where`."""
     fields = _parse_object(raw, where)

@@ -1,123 +1,109 @@
-"""`kvtide run`: its options, parsed and checked."""
+"""`kvtide run`: checks its options, and makes the settings of them."""
 
 from __future__ import annotations
 
 import os
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvtide.cli.files import check_writable
-from kvtide.cli.prompts import LARGEST_NEW_TOKENS, LARGEST_SEED, check_temperature
+from kvtide.cli.options import (
+    InputOptions,
+    MemoryOptions,
+    ModelOptions,
+    OutputOptions,
+    SamplingOptions,
+    flattened,
+)
+from kvtide.cli.prompts import LARGEST_SEED, check_temperature
 from kvtide.cli.serving import LibraryServing, check_schedule
 from kvtide.cli.session import RunSettings, execute
 from kvtide.errors import UsageError
 from kvtide.sizes import parse_size
 
-
-class OnPressure(str, Enum):
-    """What happens to the KV of a request that is retracted."""
-
-    offload = "offload"
-    recompute = "recompute"
-
-
-class DType(str, Enum):
-    """The dtypes of weights and KV."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-def _option(text: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=text, **settings)
-
-
-# The options whose defaults are said in words.
-_KVMemory = Annotated[str | None, _option("KV pool, such as 24MiB.", show_default="room for all")]
-_HostMemory = Annotated[
-    str | None, _option("For retracted KV.", show_default="a quarter of what is free")
-]
-_Schedule = Annotated[
-    str | None,
-    _option("When it works: lazy, eager, random:SEED, thread.", show_default="lazy"),
-]
-_Threads = Annotated[
-    int | None, _option("Compute threads.", min=1, max=1024, show_default="torch's")
-]
-
-
-def run(
-    ctx: typer.Context,
-    prompts: Annotated[
-        str, typer.Argument(metavar="PROMPTS", help="A file of prompts (JSONL), or - for stdin.")
-    ],
-    model: Annotated[
-        str, _option("A folder, a GGUF file, a hub id, smollm2 or tiny-random.")
-    ] = "smollm2",
-    kv_memory: _KVMemory = None,
-    host_memory: _HostMemory = None,
-    on_pressure: Annotated[OnPressure, _option("Fate of retracted KV.")] = OnPressure.offload,
-    max_new_tokens: Annotated[
-        int, _option("Longest answer, in tokens.", min=1, max=LARGEST_NEW_TOKENS)
-    ] = 64,
-    temperature: Annotated[float, _option("0 is greedy.")] = 0.0,
-    top_k: Annotated[int, _option("0 is every token.", min=0)] = 0,
-    top_p: Annotated[float, _option("Above 0, at most 1.")] = 1.0,
-    seed: Annotated[int, _option("Seed of each request's sampling.", min=0)] = 0,
-    dtype: Annotated[DType, _option("Dtype of weights and KV.")] = DType.bfloat16,
-    device: Annotated[str, _option("Where the model and the pool are.")] = "cpu",
-    simulate: Annotated[bool, _option("Simulate that device.", "--simulate")] = False,
-    schedule: _Schedule = None,
-    page_size: Annotated[int, _option("Tokens a page.", min=1, max=4096)] = 16,
-    chunk_tokens: Annotated[int, _option("Prompt tokens a step and request.", min=1)] = 256,
-    threads: _Threads = None,
-    exact: Annotated[
-        bool, _option("Answers independent of the batch, or speed.", "--exact/--fast")
-    ] = True,
-    verify: Annotated[
-        bool, _option("Compare with a run in a pool that holds all.", "--verify")
-    ] = False,
-    out: Annotated[Path | None, _option("Write answers here, one JSON line each.")] = None,
-    report: Annotated[Path | None, _option("Write one JSON object of counts here.")] = None,
-) -> None:
-    """Answer a file of prompts in little KV memory; every answer is exact."""
+if TYPE_CHECKING:
     from kvtide.serve.options import EngineOptions
     from kvtide.serve.request import SamplingParams
 
-    engine = EngineOptions(
-        kv_memory_bytes=_parse_size(kv_memory, "--kv-memory", least=1),
-        host_memory_bytes=_parse_size(host_memory, "--host-memory", least=0),
-        on_pressure=on_pressure.value,
-        page_size=page_size,
-        chunk_tokens=chunk_tokens,
-        threads=threads,
-        exact=exact,
-        device=device,
-        keep_logits=verify,
-    )
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=check_temperature(temperature, name="--temperature"),
-        top_k=top_k,
-        top_p=_check_top_p(top_p),
-        seed=_check_seed(seed),
-    )
+
+@flattened
+def run(
+    ctx: typer.Context,
+    source: InputOptions,
+    model: ModelOptions,
+    memory: MemoryOptions,
+    sampling: SamplingOptions,
+    output: OutputOptions,
+) -> None:
+    """Answer a file of prompts in little KV memory; every answer is exact."""
     settings = RunSettings(
-        source=prompts,
-        model=model,
-        dtype=dtype.value,
-        sampling=sampling,
-        engine=engine,
-        schedule=check_schedule(schedule, simulate=simulate),
-        verify=verify,
-        out=out,
-        report=report,
+        source=_check_source(source),
+        model=model.model,
+        dtype=model.dtype.value,
+        sampling=_sampling_params(sampling),
+        engine=_engine_options(model, memory, keep_logits=output.verify),
+        schedule=check_schedule(model.schedule, simulate=model.simulate),
+        verify=output.verify,
+        out=None if output.out == Path("-") else output.out,
+        report=output.report,
+        prompt=source.prompt,
+        input_format=source.input_format.value,
+        special_tokens=source.special_tokens,
+        sample_count=sampling.n,
+        logprobs=output.logprobs,
+        resume=output.resume,
+        overwrite=output.overwrite,
     )
     _check_files(settings)
     raise typer.Exit(execute(settings, ctx.obj or LibraryServing()))
+
+
+def _check_source(source: InputOptions) -> str:
+    """The name of the file of prompts; of standard input where `-p` replaces it."""
+    if source.prompts is not None and source.prompt is not None:
+        raise UsageError(
+            f"PROMPTS is {source.prompts} and --prompt is given too; give the one or the other"
+        )
+    if source.prompts is None and source.prompt is None:
+        raise UsageError(
+            "there are no prompts; name a file of them (PROMPTS), - for standard input, "
+            "or give one with --prompt"
+        )
+    return "-" if source.prompts is None else source.prompts
+
+
+def _engine_options(
+    model: ModelOptions, memory: MemoryOptions, *, keep_logits: bool
+) -> EngineOptions:
+    from kvtide.serve.options import EngineOptions
+
+    return EngineOptions(
+        kv_memory_bytes=_parse_size(memory.kv_memory, "--kv-memory", least=1),
+        host_memory_bytes=_parse_size(memory.host_memory, "--host-memory", least=0),
+        on_pressure=memory.on_pressure.value,
+        page_size=memory.page_size,
+        chunk_tokens=memory.chunk_tokens,
+        threads=model.threads,
+        exact=model.exact,
+        device=model.device,
+        max_running=memory.max_running,
+        keep_logits=keep_logits,
+    )
+
+
+def _sampling_params(sampling: SamplingOptions) -> SamplingParams:
+    from kvtide.serve.request import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=check_temperature(sampling.temperature, name="--temperature"),
+        top_k=sampling.top_k,
+        top_p=_check_top_p(sampling.top_p),
+        seed=_check_seed(sampling.seed),
+        stop=tuple(sampling.stop or ()),
+    )
 
 
 def _parse_size(text: str | None, option: str, *, least: int) -> int | None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvtide.cli.answers import is_answered, write_answers
 from kvtide.cli.display import Display, make_display, print_table, printable
 from kvtide.cli.interrupt import Interrupt
-from kvtide.cli.prompts import Prompt, read_prompts
+from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
 from kvtide.cli.report import describe_check, make_report, summarize, write_report
 from kvtide.cli.serving import Serving
 from kvtide.cli.verify import Verdict, compare_runs
@@ -46,7 +46,19 @@ class RunSettings:
     schedule: str | None
     verify: bool
     out: Path | None
+    """None is standard output."""
     report: Path | None
+    prompt: str | None = None
+    """The only prompt, in place of those in `source`."""
+    input_format: str = "auto"
+    special_tokens: bool = False
+    """Whether the text of a special token in a prompt is that token."""
+    sample_count: int = 1
+    """How many answers each prompt gets, unless its line says otherwise."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens of each step are reported beside the chosen one."""
+    resume: bool = False
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,10 @@ class Outcome:
 
 def execute(settings: RunSettings, serving: Serving) -> int:
     """Answers, verifies and reports; returns the exit code. Raises UsageError for bad input."""
-    prompts = read_prompts(settings.source)
+    if settings.prompt is None:
+        prompts = read_prompts(settings.source)
+    else:
+        prompts = [single_prompt(settings.prompt)]
     serving.check_device(settings.engine.device, schedule=settings.schedule)
     with make_display(Console(stderr=True)) as display:
         display.load(f"loading {settings.model}", 0, None)

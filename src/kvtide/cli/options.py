@@ -1,0 +1,191 @@
+"""The options of `kvtide run`: a dataclass for each panel of its help.
+
+A field is an option, and its default is the option's. `flattened` makes of a function that takes
+such dataclasses one that typer can read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kvtide.cli.prompts import LARGEST_NEW_TOKENS
+
+MOST_SAMPLES = 128
+MOST_LOGPROBS = 20
+
+
+class OnPressure(str, Enum):
+    """What happens to the KV of a request that is retracted."""
+
+    offload = "offload"
+    recompute = "recompute"
+
+
+class DType(str, Enum):
+    """The dtypes of weights and KV."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class InputFormat(str, Enum):
+    """How the file of prompts is written."""
+
+    auto = "auto"
+    jsonl = "jsonl"
+    openai = "openai"
+    text = "text"
+
+
+class _Panel:
+    """Makes the options of one panel of the help."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+
+    def __call__(self, text: str, *names: str, **settings: Any) -> Any:
+        return typer.Option(*names, help=text, rich_help_panel=self._title, **settings)
+
+
+_input, _model, _memory = _Panel("Input"), _Panel("Model"), _Panel("Memory")
+_sampling, _output = _Panel("Sampling"), _Panel("Output")
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """What is answered."""
+
+    prompts: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPTS", help="A file of prompts, or - for stdin.", show_default=False
+        ),
+    ] = None
+    prompt: Annotated[
+        str | None, _input("Answer this prompt instead of a file.", "-p", "--prompt")
+    ] = None
+    input_format: Annotated[InputFormat, _input("How the file is written.")] = InputFormat.auto
+    special_tokens: Annotated[
+        bool, _input("Read <|im_end|> and the like in prompts as tokens.", "--special-tokens")
+    ] = False
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What computes the answers, and where."""
+
+    model: Annotated[str, _model("A folder, a GGUF file, a hub id, smollm2 or tiny-random.")] = (
+        "smollm2"
+    )
+    dtype: Annotated[DType, _model("Dtype of weights and KV.")] = DType.bfloat16
+    device: Annotated[str, _model("Where the model and the pool are.")] = "cpu"
+    simulate: Annotated[bool, _model("Simulate that device.", "--simulate")] = False
+    schedule: Annotated[
+        str | None,
+        _model("When it works: lazy, eager, random:SEED, thread.", show_default="lazy"),
+    ] = None
+    threads: Annotated[
+        int | None, _model("Compute threads.", min=1, max=1024, show_default="torch's")
+    ] = None
+    exact: Annotated[
+        bool, _model("Answers independent of the batch, or speed.", "--exact/--fast")
+    ] = True
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How much memory the KV takes, and how it is used."""
+
+    kv_memory: Annotated[
+        str | None, _memory("KV pool, such as 24MiB.", show_default="room for all")
+    ] = None
+    host_memory: Annotated[
+        str | None, _memory("For retracted KV.", show_default="a quarter of what is free")
+    ] = None
+    on_pressure: Annotated[OnPressure, _memory("Fate of retracted KV.")] = OnPressure.offload
+    max_running: Annotated[int, _memory("Requests that run at once.", min=1, max=100_000)] = 64
+    page_size: Annotated[int, _memory("Tokens a page.", min=1, max=4096)] = 16
+    chunk_tokens: Annotated[int, _memory("Prompt tokens a step and request.", min=1)] = 256
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the tokens are chosen. A prompt's line may say otherwise for itself."""
+
+    max_new_tokens: Annotated[
+        int, _sampling("Longest answer, in tokens.", min=1, max=LARGEST_NEW_TOKENS)
+    ] = 64
+    temperature: Annotated[float, _sampling("0 is greedy.")] = 0.0
+    top_k: Annotated[int, _sampling("0 is every token.", min=0)] = 0
+    top_p: Annotated[float, _sampling("Above 0, at most 1.")] = 1.0
+    seed: Annotated[int, _sampling("Seeds the sampling of all requests.", min=0)] = 0
+    stop: Annotated[
+        list[str] | None, _sampling("End an answer before this text. May be repeated.")
+    ] = None
+    n: Annotated[int, _sampling("Answers to each prompt.", min=1, max=MOST_SAMPLES)] = 1
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is written where."""
+
+    out: Annotated[
+        Path | None, _output("Write answers here, one JSON line each.", show_default="stdout")
+    ] = None
+    resume: Annotated[bool, _output("Keep the answers that --out has.", "--resume")] = False
+    overwrite: Annotated[bool, _output("Replace the answers that --out has.", "--overwrite")] = (
+        False
+    )
+    logprobs: Annotated[
+        int | None,
+        _output(
+            "Log-probabilities: of each token, and of the N likeliest.",
+            min=0,
+            max=MOST_LOGPROBS,
+            metavar="N",
+        ),
+    ] = None
+    verify: Annotated[bool, _output("Compare with a run in a pool that holds all.", "--verify")] = (
+        False
+    )
+    report: Annotated[Path | None, _output("Write one JSON object of counts here.")] = None
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with a parameter for each field of the dataclasses that it takes."""
+    groups = {
+        name: kind
+        for name, kind in get_type_hints(command).items()
+        if isinstance(kind, type) and is_dataclass(kind)
+    }
+
+    @functools.wraps(command)
+    def flat(ctx: typer.Context, **values: Any) -> None:
+        made = {
+            name: kind(**{field.name: values[field.name] for field in fields(kind)})
+            for name, kind in groups.items()
+        }
+        command(ctx, **made)
+
+    parameters = [Parameter("ctx", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    for kind in groups.values():
+        hints = get_type_hints(kind, include_extras=True)
+        parameters += [
+            Parameter(
+                field.name,
+                Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(kind)
+        ]
+    flat.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return flat
