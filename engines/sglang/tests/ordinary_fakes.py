@@ -55,6 +55,7 @@ class Batch:
     """A running batch, of requests without a recurrent state."""
 
     mamba_track_mask_cpu: Any = None
+    tree_cache: Any = None
 
     def __init__(self, *reqs: Req) -> None:
         self.reqs = list(reqs)

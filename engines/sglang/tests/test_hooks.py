@@ -243,6 +243,12 @@ def test_every_function_is_where_it_is_hooked(registry: list[str], is_colocated:
     assert is_colocated == any("get_new_batch_prefill" in target for target in registry)
 
 
+def test_no_function_has_two_hooks() -> None:
+    """SGLang would warn of them in each of its processes, whenever a server starts."""
+    targets = [target for target, _, _ in hooks.hooks_for(Settings(is_colocated=True))]
+    assert sorted({*targets}) == sorted(targets)
+
+
 def test_invalid_settings_end_the_process(
     registry: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

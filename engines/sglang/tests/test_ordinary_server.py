@@ -239,6 +239,11 @@ def test_nothing_is_left_behind(served: Served) -> None:
     assert "leak" not in served.run.log
 
 
+def test_sglang_warns_of_no_hook(served: Served) -> None:
+    """It would warn of two hooks around a function, once in each of its processes."""
+    assert [] == served.run.log_lines("Multiple", "hooks on")
+
+
 @pytest.mark.parametrize("served", ["adapters"], indirect=True)
 def test_adapters_change_the_answers(served: Served) -> None:
     """The control: to the same prompts, and not to the first, which is asked without one."""

@@ -12,6 +12,7 @@ from sglang.srt.lora.lora_drainer import LoRADrainer
 from sglang.srt.lora.lora_manager import LoRAManager
 
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged
+from kvtide.plugin.sglang import hooks as server_hooks
 from kvtide.plugin.sglang.ordinary import hooks
 from kvtide.plugin.sglang.ordinary import shelf as shelving
 from kvtide.plugin.sglang.ordinary.resume import recount_penalties
@@ -207,7 +208,7 @@ def test_who_waits_no_more_has_no_backup() -> None:
         (lambda scheduler: hooks._after_flush(True, scheduler), True),
         (lambda scheduler: hooks._after_flush(False, scheduler), False),
         (lambda scheduler: hooks._before_update(SimpleNamespace(scheduler=scheduler)), True),
-        (hooks._before_shutdown, True),
+        (lambda scheduler: server_hooks.end(lambda _: None, scheduler), True),
     ],
     ids=["flushed", "not flushed", "other weights", "shutdown"],
 )
@@ -247,7 +248,7 @@ def test_penalties_count_as_if_nothing_had_happened(is_late: bool, given: int) -
     if is_late:
         shelf._late.add(req)
     for step in range(given, given + 3):
-        hooks._count(sglang_counts, batch)
+        server_hooks.cumulate_penalty_output_tokens(sglang_counts, batch)
         # An overlapped step's token is known only when the next one is under way.
         undisturbed = ([8] if is_late else []) + list(range(100, 100 + step))
         assert undisturbed[:step] == counted

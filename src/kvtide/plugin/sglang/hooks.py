@@ -36,6 +36,7 @@ from kvtide.plugin.sglang.attachment import (
     would_cover,
 )
 from kvtide.plugin.sglang.ordinary.hooks import hooks as ordinary_hooks
+from kvtide.plugin.sglang.ordinary.shelf import shelf_of, shelf_with
 from kvtide.plugin.sglang.settings import Settings, read_settings
 from kvtide.plugin.sglang.status_line import report
 
@@ -167,6 +168,9 @@ def _beginning(settings: Settings) -> Hook:
 
 def end(original: Hook, scheduler: Any) -> None:
     """Closes kvtide together with SGLang's host resources."""
+    shelf = shelf_of(scheduler)
+    if shelf is not None:
+        shelf.clear("the server shuts down")
     try:
         original(scheduler)
     finally:
@@ -222,9 +226,12 @@ def process_batch_result(original: Hook, scheduler: Any, batch: Any, result: Any
 
 
 def cumulate_penalty_output_tokens(original: Hook, batch: Any) -> None:
-    """See UnseenResults.counting."""
-    attachment = attached()
-    with attachment.results.counting(batch) if attachment is not None else nullcontext():
+    """Hides the tokens that SGLang doesn't expect: see UnseenResults.counting, Shelf.counting."""
+    attachment, shelf = attached(), shelf_with(batch.tree_cache)
+    with (
+        shelf.counting(batch) if shelf is not None else nullcontext(),
+        attachment.results.counting(batch) if attachment is not None else nullcontext(),
+    ):
         original(batch)
 
 

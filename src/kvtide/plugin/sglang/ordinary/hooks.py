@@ -2,8 +2,10 @@
 
 release_req               saves a request whose slots SGLang gives away
 get_new_batch_prefill     resumes requests that fit, before SGLang admits new ones
-cumulate_penalty_output_tokens   see Shelf.counting
-abort_request, flush_cache, release_host_resources, update_weights_from_…   forget backups
+abort_request, flush_cache, update_weights_from_…   forget backups
+
+SGLang warns if a function has two hooks of the type AROUND. So each function has one hook of
+kvtide's; what both kinds of servers need is in kvtide.plugin.sglang.hooks.
 """
 
 from __future__ import annotations
@@ -28,11 +30,9 @@ def hooks() -> list[tuple[str, Hook, str]]:
     updates = [f"update_weights_from_{source}" for source in sources]
     return [
         (f"{batch}.release_req", _keep, "before"),
-        (f"{batch}.ScheduleBatch.cumulate_penalty_output_tokens", _count, "around"),
         (f"{scheduler}.get_new_batch_prefill", _plan_prefill, "around"),
         (f"{scheduler}.abort_request", _after_abort, "after"),
         (f"{scheduler}.flush_cache", _after_flush, "after"),
-        (f"{scheduler}.release_host_resources", _before_shutdown, "before"),
         *((f"{weights}.{update}", _before_update, "before")
           for update in [*updates, "begin_weight_update", "end_weight_update"]),
     ]  # fmt: skip
@@ -44,15 +44,6 @@ def _keep(*, req: Any, tree_cache: Any, offload_kv: bool = True, **_: Any) -> No
         shelf.keep(req)
     elif shelf is not None:
         shelf.leave(req)
-
-
-def _count(original: Hook, batch: Any) -> None:
-    shelf = shelf_with(batch.tree_cache)
-    if shelf is None:
-        original(batch)
-        return
-    with shelf.counting(batch):
-        original(batch)
 
 
 def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
@@ -81,11 +72,6 @@ def _after_flush(flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
     shelf = shelf_of(scheduler)
     if flushed and shelf is not None:
         shelf.clear("the cache was flushed")
-
-
-def _before_shutdown(scheduler: Any) -> None:
-    if (shelf := shelf_of(scheduler)) is not None:
-        shelf.clear("the server shuts down")
 
 
 def _before_update(manager: Any, *_: Any, **__: Any) -> None:
