@@ -65,7 +65,7 @@ def test_failure_to_write_names_file_and_reason(tmp_path: Path) -> None:
     """A folder that went away during the run is an error in one line."""
     path = tmp_path / "gone" / "out.jsonl"
     with pytest.raises(KvtideError, match=r"cannot write .*gone/out\.jsonl: No such file"):
-        write_answers(path, [])
+        write_answers(path, [], model="m")
 
 
 def test_full_disk_leaves_the_old_file_and_no_draft(
@@ -80,7 +80,7 @@ def test_full_disk_leaves_the_old_file_and_no_draft(
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(KvtideError, match=r"cannot write .*out\.jsonl: No space left on device"):
-        write_answers(path, [])
+        write_answers(path, [], model="m")
     assert "old" == path.read_text(encoding="utf-8")
     assert [path] == list(tmp_path.iterdir())
 

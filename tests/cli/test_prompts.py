@@ -25,24 +25,63 @@ def _write(folder: Path, *lines: str | bytes) -> str:
 def test_prompt_becomes_one_message_of_the_user(tmp_path: Path) -> None:
     """A plain prompt is a conversation of one turn, with no settings of its own."""
     path = _write(tmp_path, '{"id": "a", "prompt": "Hi"}')
-    where = f"{path}, line 1"
-    assert [Prompt(where, "a", (USER,), False, None, None, None)] == read_prompts(path)
+    assert [Prompt(f"{path}, line 1", "a", (USER,), is_chat=False)] == read_prompts(path)
 
 
 def test_messages_and_own_settings_are_kept(tmp_path: Path) -> None:
-    """A line's settings come with it, whole numbers of temperature too."""
+    """A line's settings come with it by the names of SamplingParams."""
     system = {"role": "system", "content": "Be brief."}
-    line = {"id": "b", "messages": [system, USER], "max_new_tokens": 3, "temperature": 1, "seed": 0}
+    said = {"max_new_tokens": 3, "temperature": 1, "seed": 0, "top_p": 0.5, "top_k": 7}
+    line = {"id": "b", "messages": [system, USER], **said, "logprobs": 2, "n": 4}
     path = _write(tmp_path, json.dumps(line))
-    expected = Prompt(f"{path}, line 1", "b", (system, USER), True, 3, 1.0, 0)
+    expected = Prompt(
+        f"{path}, line 1",
+        "b",
+        (system, USER),
+        is_chat=True,
+        settings={**said, "logprobs": 2},
+        sample_count=4,
+    )
     assert [expected] == read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "setting"),
+    [
+        ("max_tokens", 3, {"max_new_tokens": 3}),
+        ("stop", "END", {"stop": ("END",)}),
+        ("stop", ["END", "\n"], {"stop": ("END", "\n")}),
+        ("stop", [], {"stop": ()}),
+    ],
+)
+def test_settings_have_the_names_that_people_use(
+    key: str, value: object, setting: dict[str, object]
+) -> None:
+    """Those of OpenAI's API too."""
+    line = json.dumps({"id": "a", "prompt": "x", key: value}).encode()
+    assert setting == parse_prompt(line, where="f, line 1").settings
+
+
+def test_prompts_know_their_places(tmp_path: Path) -> None:
+    """The number among the prompts, whatever blank lines are between them."""
+    path = _write(tmp_path, '{"id": "z", "prompt": "1"}', "", '{"id": "a", "prompt": "2"}')
+    assert [("z", 0), ("a", 1)] == [(prompt.id, prompt.place) for prompt in read_prompts(path)]
+
+
+def test_answers_of_two_prompts_have_different_names(tmp_path: Path) -> None:
+    """A prompt with several answers gives each a name, which no other prompt may have."""
+    lines = ('{"id": "a", "prompt": "1"}', '{"id": "a#1", "prompt": "2"}')
+    path = _write(tmp_path, *lines)
+    assert ["a", "a#1"] == [prompt.id for prompt in read_prompts(path)]
+    with pytest.raises(UsageError, match=r'line 2: ids "a#1" and "a" \(line 1\) would both have'):
+        read_prompts(path, sample_count=2)
 
 
 def test_null_settings_are_as_if_absent(tmp_path: Path) -> None:
     """Programs write null for what isn't set."""
-    line = '{"id":"a","prompt":"p","max_new_tokens":null,"temperature":null,"seed":null}'
-    (prompt,) = read_prompts(_write(tmp_path, line))
-    assert (None, None, None) == (prompt.max_new_tokens, prompt.temperature, prompt.seed)
+    line = {"id": "a", "prompt": "p"} | dict.fromkeys(KEYS[3:])
+    (prompt,) = read_prompts(_write(tmp_path, json.dumps(line)))
+    assert ({}, None) == (prompt.settings, prompt.sample_count)
 
 
 def test_order_is_kept_and_blank_lines_count_but_are_skipped(tmp_path: Path) -> None:
@@ -84,7 +123,7 @@ def test_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"id": "a"}', "lacks a 'prompt' or 'messages'"),
         ('{"id": "a", "prompt": "x", "messages": []}', "both 'prompt' and 'messages'"),
         ('{"id": "a", "prompt": "x", "prompt": "y"}', 'key "prompt" appears twice'),
-        ('{"id": "a", "prompt": "x", "max_tokens": 3}', 'unknown key "max_tokens"'),
+        ('{"id": "a", "prompt": "x", "max_token": 3}', 'unknown key "max_token"'),
         ('{"id": 1, "prompt": "x"}', "'id' is a number (1), not a string"),
         ('{"id": "", "prompt": "x"}', "'id' is empty"),
         ('{"id": "a", "prompt": null}', "'prompt' is null, not a string"),
@@ -123,6 +162,18 @@ def test_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"id": "a", "prompt": "x", "temperature": "hot"}', "is a string, not a number"),
         ('{"id": "a", "prompt": "x", "seed": -1}', "'seed' is -1"),
         ('{"id": "a", "prompt": "x", "seed": 9223372036854775808}', "must be from 0 to"),
+        (
+            '{"id": "a", "prompt": "x", "max_tokens": 3, "max_new_tokens": 3}',
+            "has both 'max_new_tokens' and 'max_tokens'; keep one",
+        ),
+        ('{"id": "a", "prompt": "x", "top_p": 0}', "'top_p' is 0.0; it must be above 0"),
+        ('{"id": "a", "prompt": "x", "top_k": -1}', "'top_k' is -1"),
+        ('{"id": "a", "prompt": "x", "stop": 3}', "'stop' is a number (3), not a string or a list"),
+        ('{"id": "a", "prompt": "x", "stop": ""}', "'stop' is empty"),
+        ('{"id": "a", "prompt": "x", "stop": ["a", ""]}', "'stop[1]' is empty"),
+        ('{"id": "a", "prompt": "x", "stop": ["a", 1]}', "'stop[1]' is a number (1), not a string"),
+        ('{"id": "a", "prompt": "x", "n": 0}', "'n' is 0; it must be from 1 to 128"),
+        ('{"id": "a", "prompt": "x", "logprobs": 21}', "'logprobs' is 21; it must be from 0 to 20"),
         ('{"id": "first", "prompt": "x"}', 'id "first" was used in line 1'),
     ],
 )
@@ -154,8 +205,8 @@ def test_examples_are_24_prompts_of_both_kinds() -> None:
     prompts = read_prompts(str(EXAMPLES))
     assert 24 == len({prompt.id for prompt in prompts}) == len(prompts)
     assert any(prompt.is_chat for prompt in prompts)
-    assert any(prompt.max_new_tokens is not None for prompt in prompts)
-    assert any(prompt.temperature is not None for prompt in prompts)
+    assert any("max_new_tokens" in prompt.settings for prompt in prompts)
+    assert any("temperature" in prompt.settings for prompt in prompts)
 
 
 def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

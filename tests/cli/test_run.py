@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,15 @@ import pytest
 
 from kvtide.cli.answers import write_answers
 from kvtide.cli.main import main
+from kvtide.cli.prompts import Prompt
 from kvtide.cli.session import RunSettings
 from kvtide.errors import KvtideError, UsageError
 from kvtide.serve.request import Request
+from kvtide.serve.seeds import derived_seed
 from support.fake_serving import FOUND, FakeEngine, FakeServing, press_ctrl_c
 from support.results import read_report, read_rows
+
+Answers = Sequence[tuple[Prompt, Sequence[Request]]]
 
 
 @pytest.fixture
@@ -95,7 +99,7 @@ def test_options_reach_the_engine_and_the_requests(prompts: str) -> None:
     )
     assert (False, "cpu", False) == (made.exact, made.device, made.keep_logits)
     first, last = engine.requests[0].params, engine.requests[3].params
-    assert (5, 0.7, 40, 0.9, 3) == (
+    assert (5, 0.7, 40, 0.9, derived_seed(3, 0)) == (
         first.max_new_tokens,
         first.temperature,
         first.top_k,
@@ -134,7 +138,7 @@ def test_options_of_input_and_output_reach_the_settings(
         given.input_format,
         given.special_tokens,
         given.sample_count,
-        given.logprobs,
+        given.sampling.logprobs,
     )
     assert (("END", "##"), 5) == (given.sampling.stop, given.engine.max_running)
     assert (tmp_path / "o", True, True) == (given.out, given.resume, given.overwrite)
@@ -295,10 +299,10 @@ def test_ctrl_c_while_answers_are_written_waits_for_them(
 
         monkeypatch.setattr(engine, "close", close)
 
-    def press_and_write(path: Path, requests: list[Request]) -> int:
+    def press_and_write(path: Path, answers: Answers, *, model: str) -> int:
         for _ in range(presses):
             press_ctrl_c()
-        return write_answers(path, requests)
+        return write_answers(path, answers, model=model)
 
     monkeypatch.setattr("kvtide.cli.session.write_answers", press_and_write)
     serving, out = FakeServing(press_in_close), tmp_path / "out.jsonl"

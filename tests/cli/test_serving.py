@@ -55,6 +55,13 @@ def test_model_without_template_takes_plain_prompts_only(untaught: OpenModel) ->
         encode_prompt(untaught, chat)
 
 
+def test_a_raw_prompt_is_continued_without_the_template(tiny: OpenModel) -> None:
+    """As OpenAI's completions are; the text of a special token stays text unless asked."""
+    raw = replace(_prompt(prompt="a<|im_end|>"), is_openai=True)
+    assert len("a<|im_end|>") == len(encode_prompt(tiny, raw))
+    assert 2 == len(encode_prompt(tiny, raw, special_tokens=True))
+
+
 def test_what_the_template_refuses_is_bad_input(untaught: OpenModel) -> None:
     """Templates raise errors of their own, such as for roles that don't alternate."""
     untaught.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -80,8 +87,8 @@ def test_prompt_without_tokens_is_bad_input(untaught: OpenModel) -> None:
 def test_request_carries_id_tokens_and_params(tiny: OpenModel) -> None:
     """What the engine gets is what the line said."""
     params = SamplingParams(max_new_tokens=3)
-    request = LibraryServing().make_request(tiny, _prompt(prompt="x"), params)
-    assert ("a", params) == (request.id, request.params)
+    (request,) = LibraryServing().make_requests(tiny, _prompt(prompt="x", seed=5), params)
+    assert ("a", replace(params, seed=5)) == (request.id, request.params)
     assert encode_prompt(tiny, _prompt(prompt="x")) == request.prompt_ids
 
 

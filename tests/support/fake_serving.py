@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 from kvtide.cli.prompts import Prompt
+from kvtide.cli.requests import requests_of
 from kvtide.errors import UsageError
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.engine import Engine, EngineOptions, EngineStats
@@ -127,10 +128,18 @@ class FakeServing:
         self.opened.append((name, dtype))
         return cast(OpenModel, name)
 
-    def make_request(self, _model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
+    def make_requests(
+        self,
+        _model: OpenModel,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        sample_count: int = 1,
+        special_tokens: bool = False,
+    ) -> list[Request]:
         """See Serving."""
         text = "".join(message["content"] for message in prompt.messages)
-        return Request(id=prompt.id, prompt_ids=list(text.encode()), params=params)
+        return requests_of(prompt, list(text.encode()), params, sample_count)
 
     def build_engine(
         self,

@@ -1,13 +1,15 @@
-"""Writes `--out`: one JSON line for each answered request."""
+"""Writes `--out`: one JSON line for each answered prompt."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtide.cli.files import write_text
+from kvtide.cli.prompts import Prompt
+from kvtide.cli.rows import answer_row
 
 if TYPE_CHECKING:
     from kvtide.serve.request import Request
@@ -18,25 +20,18 @@ def is_answered(request: Request) -> bool:
     return request.finish_reason not in (None, "abort")
 
 
-def answer_row(request: Request) -> dict[str, object]:
-    """The `--out` line of one request, as a dictionary."""
-    return {
-        "id": request.id,
-        "text": request.text,
-        "token_ids": list(request.output_ids),
-        "prompt_tokens": len(request.prompt_ids),
-        "new_tokens": len(request.output_ids),
-        "finish_reason": request.finish_reason,
-        "retractions": request.retractions,
-        "error": request.error,
-    }
+def write_answers(
+    path: Path, answers: Iterable[tuple[Prompt, Sequence[Request]]], *, model: str
+) -> int:
+    """Writes a line for each prompt whose requests are all answered; returns the lines' number.
 
-
-def write_answers(path: Path, requests: Iterable[Request]) -> int:
-    """Writes a line for each answered request, in the given order; returns their number.
-
-    The file appears complete or not at all. Raises KvtideError if it can't be written.
+    The lines are in the given order. The file appears complete or not at all. Raises KvtideError if
+    it can't be written.
     """
-    rows = [json.dumps(answer_row(r), ensure_ascii=False) for r in requests if is_answered(r)]
+    rows = [
+        json.dumps(answer_row(prompt, requests, model=model), ensure_ascii=False)
+        for prompt, requests in answers
+        if all(is_answered(request) for request in requests)
+    ]
     write_text(path, "".join(row + "\n" for row in rows))
     return len(rows)

@@ -16,10 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvtide.cli.prompts import LARGEST_NEW_TOKENS
-
-MOST_SAMPLES = 128
-MOST_LOGPROBS = 20
+from kvtide.cli.prompts import LARGEST_NEW_TOKENS, MOST_LOGPROBS, MOST_SAMPLES
 
 
 class OnPressure(str, Enum):

@@ -42,7 +42,7 @@ def run(
         source=_check_source(source),
         model=model.model,
         dtype=model.dtype.value,
-        sampling=_sampling_params(sampling),
+        sampling=_sampling_params(sampling, output.logprobs),
         engine=_engine_options(model, memory, keep_logits=output.verify),
         schedule=check_schedule(model.schedule, simulate=model.simulate),
         verify=output.verify,
@@ -52,7 +52,6 @@ def run(
         input_format=source.input_format.value,
         special_tokens=source.special_tokens,
         sample_count=sampling.n,
-        logprobs=output.logprobs,
         resume=output.resume,
         overwrite=output.overwrite,
     )
@@ -93,7 +92,7 @@ def _engine_options(
     )
 
 
-def _sampling_params(sampling: SamplingOptions) -> SamplingParams:
+def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> SamplingParams:
     from kvtide.serve.request import SamplingParams
 
     return SamplingParams(
@@ -103,6 +102,7 @@ def _sampling_params(sampling: SamplingOptions) -> SamplingParams:
         top_p=_check_top_p(sampling.top_p),
         seed=_check_seed(sampling.seed),
         stop=tuple(sampling.stop or ()),
+        logprobs=logprobs,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvtide.cli.prompts import Prompt
+from kvtide.cli.requests import requests_of
 from kvtide.cli.simulated import simulate
 from kvtide.errors import UsageError
 
@@ -29,8 +30,21 @@ class Serving(Protocol):
     def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
         """Loads weights and tokenizer. Raises UsageError if the model can't be loaded."""
 
-    def make_request(self, model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
-        """Turns a prompt into tokens. Raises UsageError if the model can't take it."""
+    def make_requests(
+        self,
+        model: OpenModel,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        sample_count: int = 1,
+        special_tokens: bool = False,
+    ) -> list[Request]:
+        """The requests for the answers to a prompt, in the order of the answers.
+
+        `params` and `sample_count` are the run's; what the prompt's line says wins. With
+        `special_tokens` the text of a special token in a prompt is that token. Raises UsageError if
+        the model can't take the prompt.
+        """
 
     def build_engine(
         self,
@@ -65,11 +79,18 @@ class LibraryServing:
 
         return open_model(name, dtype=dtype, progress=progress)
 
-    def make_request(self, model: OpenModel, prompt: Prompt, params: SamplingParams) -> Request:
+    def make_requests(
+        self,
+        model: OpenModel,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        sample_count: int = 1,
+        special_tokens: bool = False,
+    ) -> list[Request]:
         """See Serving."""
-        from kvtide.serve.request import Request
-
-        return Request(prompt.id, encode_prompt(model, prompt), params)
+        prompt_ids = encode_prompt(model, prompt, special_tokens=special_tokens)
+        return requests_of(prompt, prompt_ids, params, sample_count)
 
     def build_engine(
         self,
@@ -94,20 +115,22 @@ def check_schedule(schedule: str | None, *, simulate: bool) -> str | None:
     return (schedule or "lazy") if simulate else None
 
 
-def encode_prompt(model: OpenModel, prompt: Prompt) -> list[int]:
+def encode_prompt(model: OpenModel, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
     """The prompt's token ids, in the model's chat template if it has one.
 
-    Raises UsageError for messages without a template, and for messages that the template refuses.
+    With `special_tokens` the text of a special token in a prompt is that token. Raises UsageError
+    for messages without a template, and for messages that the template refuses.
     """
     tokenizer = model.tokenizer
     messages = [dict(message) for message in prompt.messages]
-    if tokenizer.chat_template is None:
-        if prompt.is_chat:
-            raise UsageError(
-                f"{prompt.where}: the model {model.name} has no chat template, so it can't take "
-                "'messages'; write a 'prompt'"
-            )
-        ids = tokenizer(messages[0]["content"])["input_ids"]
+    if prompt.is_chat and tokenizer.chat_template is None:
+        raise UsageError(
+            f"{prompt.where}: the model {model.name} has no chat template, so it can't take "
+            "'messages'; write a 'prompt'"
+        )
+    if prompt.is_raw or tokenizer.chat_template is None:
+        text = messages[0]["content"]
+        ids = tokenizer(text, split_special_tokens=not special_tokens)["input_ids"]
     else:
         try:
             ids = tokenizer.apply_chat_template(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -55,8 +55,6 @@ class RunSettings:
     """Whether the text of a special token in a prompt is that token."""
     sample_count: int = 1
     """How many answers each prompt gets, unless its line says otherwise."""
-    logprobs: int | None = None
-    """How many of the likeliest tokens of each step are reported beside the chosen one."""
     resume: bool = False
     overwrite: bool = False
 
@@ -75,7 +73,7 @@ class Outcome:
 def execute(settings: RunSettings, serving: Serving) -> int:
     """Answers, verifies and reports; returns the exit code. Raises UsageError for bad input."""
     if settings.prompt is None:
-        prompts = read_prompts(settings.source)
+        prompts = read_prompts(settings.source, sample_count=settings.sample_count)
     else:
         prompts = [single_prompt(settings.prompt)]
     serving.check_device(settings.engine.device, schedule=settings.schedule)
@@ -137,7 +135,8 @@ class _Session:
 
     def answer(self, prompts: Sequence[Prompt]) -> Outcome:
         """Answers the requests and writes the answers; after an error, the answers so far."""
-        requests = [self._make_request(prompt) for prompt in prompts]
+        answers = [(prompt, self._make_requests(prompt)) for prompt in prompts]
+        requests = [request for _, samples in answers for request in samples]
         engine = self._build_engine(self._settings.engine, requests)
         if engine.exact_check is not None:
             self._display.say(describe_check(engine.exact_check))
@@ -147,24 +146,25 @@ class _Session:
                 outcome = self._drive(engine, requests, "answering", interrupt, echo=True)
             finally:
                 if self._settings.out is not None:
-                    write_answers(self._settings.out, requests)
+                    write_answers(self._settings.out, answers, model=self._settings.model)
         return replace(outcome, interrupted=interrupt.requested)
 
     def verify(self, prompts: Sequence[Prompt], outcome: Outcome) -> Verdict:
         """Answers again, in a pool that holds all requests, all that didn't fail; compares."""
+        again = [request for prompt in prompts for request in self._make_requests(prompt)]
         pairs = [
-            (request, self._make_request(prompt))
-            for prompt, request in zip(prompts, outcome.requests, strict=True)
+            (request, other)
+            for request, other in zip(outcome.requests, again, strict=True)
             if request.error is None
         ]
         others = [other for _, other in pairs]
         roomy = replace(self._settings.engine, kv_memory_bytes=None)
         engine = self._build_engine(roomy, others, outcome.exact_check)
         with Interrupt() as interrupt:
-            again = self._drive(engine, others, "verifying", interrupt, echo=False)
+            reference = self._drive(engine, others, "verifying", interrupt, echo=False)
         if interrupt.requested:
             raise KeyboardInterrupt
-        return compare_runs([request for request, _ in pairs], again.requests)
+        return compare_runs([request for request, _ in pairs], reference.requests)
 
     def _drive(
         self,
@@ -188,16 +188,14 @@ class _Session:
         self._display.load("making the pool and the engine", 0, None)
         return self._serving.build_engine(self._model, options, requests, check)
 
-    def _make_request(self, prompt: Prompt) -> Request:
-        """The settings in a prompt's line win over the command's options."""
-        said: dict[str, Any] = {
-            "max_new_tokens": prompt.max_new_tokens,
-            "temperature": prompt.temperature,
-            "seed": prompt.seed,
-        }
-        said = {name: value for name, value in said.items() if value is not None}
-        return self._serving.make_request(
-            self._model, prompt, replace(self._settings.sampling, **said)
+    def _make_requests(self, prompt: Prompt) -> list[Request]:
+        settings = self._settings
+        return self._serving.make_requests(
+            self._model,
+            prompt,
+            settings.sampling,
+            sample_count=settings.sample_count,
+            special_tokens=settings.special_tokens,
         )
 
 

@@ -19,7 +19,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 exclude no tokens. `seed` seeds the random
     generator of this request. An answer ends before the first of the `stop` strings, at an
-    end-of-text token, or after `max_new_tokens` tokens.
+    end-of-text token, or after `max_new_tokens` tokens. With `logprobs` the log-probability of each
+    token is kept, and of that many of the likeliest tokens beside it; None keeps none.
     """
 
     max_new_tokens: int = 64
@@ -28,6 +29,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for an invalid value."""
@@ -37,9 +39,30 @@ class SamplingParams:
             ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            ("logprobs", self.logprobs, (self.logprobs or 0) >= 0, "None, or 0 or more"),
         ):
             if not holds:
                 raise UsageError(f"{name} is {value}; it must be {range_text}")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its text, and the natural logarithm of its probability."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """The log-probabilities of one step: of the chosen token, and of the likeliest ones."""
+
+    chosen: TokenLogprob
+    likeliest: tuple[TokenLogprob, ...]
+    """From the likeliest on; of equal ones the token with the smaller id comes first."""
 
 
 @final
@@ -61,6 +84,8 @@ class Request:
     """False once KV was computed again in different steps than before; `--fast` allows that."""
     logit_digests: list[int] = field(default_factory=list)
     """The XXH3 128 hash of the logits of each output token, if the engine keeps them."""
+    logprobs: list[StepLogprobs] = field(default_factory=list)
+    """An entry for each output token, if `params` ask for them."""
 
     arrival: int = 0
     """The request's number in the order of arrival. The newest is retracted first."""

@@ -1,0 +1,26 @@
+"""Reads prompts in the formats that people have them in. Errors name the file and the line."""
+
+from kvtide.cli.prompts.fields import check_temperature
+from kvtide.cli.prompts.lines import KEYS, parse_prompt, single_prompt
+from kvtide.cli.prompts.prompt import Message, Prompt
+from kvtide.cli.prompts.reader import read_prompts
+from kvtide.cli.prompts.settings import (
+    LARGEST_NEW_TOKENS,
+    LARGEST_SEED,
+    MOST_LOGPROBS,
+    MOST_SAMPLES,
+)
+
+__all__ = [
+    "KEYS",
+    "LARGEST_NEW_TOKENS",
+    "LARGEST_SEED",
+    "MOST_LOGPROBS",
+    "MOST_SAMPLES",
+    "Message",
+    "Prompt",
+    "check_temperature",
+    "parse_prompt",
+    "read_prompts",
+    "single_prompt",
+]

@@ -1,0 +1,58 @@
+"""Reads a file of prompts, one a line."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from kvtide.cli.prompts.fields import quote, refuse
+from kvtide.cli.prompts.lines import parse_prompt
+from kvtide.cli.prompts.prompt import Prompt
+from kvtide.errors import UsageError
+
+
+def read_prompts(source: str, *, sample_count: int = 1) -> list[Prompt]:
+    """Reads all prompts from the file `source`, or from standard input if it is `-`.
+
+    `sample_count` is the number of answers to each prompt that doesn't say it. Blank lines are
+    skipped. Raises UsageError for the first error, with the file and the line.
+    """
+    name = "standard input" if source == "-" else source
+    prompts: list[Prompt] = []
+    taken: dict[str, tuple[Prompt, int]] = {}
+    for number, raw in enumerate(_read_bytes(source).split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        prompt = parse_prompt(raw, where=f"{name}, line {number}")
+        for request_id in prompt.sample_ids(sample_count):
+            if request_id in taken:
+                _refuse_taken(prompt, request_id, *taken[request_id])
+            taken[request_id] = prompt, number
+        prompts.append(replace(prompt, place=len(prompts)))
+    if not prompts:
+        raise UsageError(f'{name} has no prompts; write one {{"id": ..., "prompt": ...}} a line')
+    return prompts
+
+
+def _refuse_taken(prompt: Prompt, request_id: str, other: Prompt, line: int) -> NoReturn:
+    if prompt.id == other.id:
+        refuse(prompt.where, f"id {quote(prompt.id)} was used in line {line}")
+    refuse(
+        prompt.where,
+        f"ids {quote(prompt.id)} and {quote(other.id)} (line {line}) would both have an answer "
+        f"called {quote(request_id)}; choose another id",
+    )
+
+
+def _read_bytes(source: str) -> bytes:
+    if source == "-" and sys.stdin is None:
+        raise UsageError("cannot read prompts from -: standard input is closed; name a file")
+    try:
+        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except (OSError, ValueError) as error:
+        # ValueError: the path has a NUL byte.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(f"cannot read prompts from {source}: {reason}") from error
+    return raw.removeprefix(b"\xef\xbb\xbf")
