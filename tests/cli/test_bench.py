@@ -12,7 +12,7 @@ OPERATIONS = ["gather", "sealed_gather", "scatter", "engine_gather", "engine_sca
 
 
 def test_json_has_these_keys_for_these_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    """What the command prints is one object; threads are as they were before."""
+    """The command prints one JSON object and leaves the number of threads as it was."""
     before = torch.get_num_threads()
     assert (
         main(["bench", "copy", "--json", "--size", "1MiB", "--rounds", "1", "--threads", "1"]) == 0
@@ -35,7 +35,7 @@ def test_json_has_these_keys_for_these_cases(capsys: pytest.CaptureFixture[str])
 
 
 def test_table_names_each_operation_of_each_case(capsys: pytest.CaptureFixture[str]) -> None:
-    """People see times beside ratios, the size and the thread count."""
+    """The table shows times beside ratios, the size and the thread count."""
     assert main(["bench", "copy", "--size", "2MiB", "--rounds", "1", "--threads", "1"]) == 0
     printed = capsys.readouterr().out
     assert "2.0 MiB each" in printed
@@ -45,7 +45,7 @@ def test_table_names_each_operation_of_each_case(capsys: pytest.CaptureFixture[s
 
 
 def test_people_see_a_line_for_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its row sizes beside its ratios."""
+    """Each line has the layout's row sizes beside its ratios."""
     assert 0 == main(["bench", "copy", "--layouts", "--size", "1MiB", "--rounds", "1"])
     printed = capsys.readouterr().out
     assert "pages of 64 tokens, scattered" in printed
@@ -66,7 +66,7 @@ def test_people_see_a_line_for_each_layout(capsys: pytest.CaptureFixture[str]) -
 def test_bad_option_is_one_line_and_exit_code_2(
     option: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is measured, and nothing is on standard output."""
+    """Nothing is measured, and standard output stays empty."""
     assert main(["bench", "copy", option]) == 2
     captured = capsys.readouterr()
     assert complaint in captured.err

@@ -17,7 +17,7 @@ from support.fake_serving import make_request, make_stats
 
 
 class _Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,7 +54,7 @@ BUSY = make_stats(
 
 
 def test_live_display_fits_80_columns_and_shows_all_figures() -> None:
-    """Requests done, running, waiting, retracted; pool and host memory in use; the rate."""
+    """It shows how many requests are in each state, the memory in use, and the token rate."""
     console, clock = _console_of(80, is_terminal=True), _Clock()
     with LiveDisplay(console, clock=clock) as display:
         display.start("answering", 24)
@@ -74,7 +74,7 @@ def test_live_display_fits_80_columns_and_shows_all_figures() -> None:
 
 
 def test_live_display_is_removed_at_the_end() -> None:
-    """After the run the answers' lines are left on the terminal, and the cursor is back."""
+    """After the run the terminal keeps the lines of the answers and shows the cursor again."""
     console = _console_of(80, is_terminal=True)
     with LiveDisplay(console) as display:
         display.start("answering", 1)
@@ -85,7 +85,7 @@ def test_live_display_is_removed_at_the_end() -> None:
 
 
 def test_plain_display_prints_answers_and_now_and_then_a_status() -> None:
-    """Without a terminal: no control characters, and a line after ten quiet seconds."""
+    """It writes no control characters, and a status line after ten quiet seconds."""
     console, clock = _console_of(80, is_terminal=False), _Clock()
     with Display(console, clock=clock) as display:
         display.start("answering", 24)
@@ -102,7 +102,7 @@ def test_plain_display_prints_answers_and_now_and_then_a_status() -> None:
 
 
 def test_loading_is_shown_in_few_plain_lines() -> None:
-    """A download's many calls make one line at its begin, one at its end."""
+    """A download that reports often gives one line when it begins and one when it ends."""
     console, clock = _console_of(80, is_terminal=False), _Clock()
     with Display(console, clock=clock) as display:
         for done in range(101):
@@ -124,7 +124,7 @@ def test_display_is_live_only_where_a_cursor_can_move() -> None:
 
 
 def test_failed_request_is_told_in_full() -> None:
-    """An answer's line is cut to the terminal's width, but never the reason of a failure."""
+    """Answers are cut to the terminal's width, but the reason of a failure is not."""
     console = _console_of(40, is_terminal=True)
     with LiveDisplay(console) as display:
         display.start("answering", 2)
@@ -138,7 +138,7 @@ def test_failed_request_is_told_in_full() -> None:
 
 
 def test_model_text_cannot_steer_the_terminal() -> None:
-    """Escapes and newlines in an answer don't reach the terminal; other scripts do."""
+    """Escapes and newlines of an answer don't reach the terminal; other scripts do."""
     request = make_request(
         "a", finish_reason="stop", text="\x1b[31mred\r\n猫 [bold]x", output_ids=[1]
     )
@@ -149,14 +149,14 @@ def test_model_text_cannot_steer_the_terminal() -> None:
 
 
 def test_table_is_plain_lines_without_a_terminal() -> None:
-    """`name: value` can be searched; long values aren't broken."""
+    """Each row is `name: value`, so that it can be searched, and long values aren't broken."""
     console = _console_of(20, is_terminal=False)
     print_table(console, [("exact", "true"), ("answers", "x" * 50 + "[red]")])
     assert f"exact: true\nanswers: {'x' * 50}[red]\n" == _output_of(console)
 
 
-def test_rate_is_that_of_the_last_five_seconds() -> None:
-    """A slow start doesn't weigh on the rate for ever."""
+def test_rate_covers_the_last_five_seconds() -> None:
+    """A slow start doesn't lower the rate for the rest of the run."""
     rate = TokenRate()
     assert rate.per_second == 0.0
     for now, tokens in ((0.0, 0), (10.0, 10), (12.0, 50), (14.0, 90)):

@@ -1,4 +1,4 @@
-"""`kvtide doctor` on the CPU, and on devices that are broken in one way each."""
+"""`kvtide doctor` on the CPU, and on devices of which each has one fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ask = Callable[[Callable[[], Device]], tuple[int, list[str]]]
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Runs the doctor on the device that the function makes: its exit code and lines."""
+    """A function that runs the doctor on the device that `make` makes: exit code and lines."""
 
     def run(make: Callable[[], Device]) -> tuple[int, list[str]]:
         monkeypatch.setattr("kvtide.doctor.device._ROUNDS", 1)
@@ -54,12 +54,12 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def failed(lines: Sequence[str]) -> list[str]:
-    """What failed, by name."""
+    """Names the checks that failed."""
     return [line.partition(": FAILED: ")[0] for line in lines if ": FAILED: " in line]
 
 
 def trips(lines: Sequence[str]) -> list[str]:
-    """The lines of the round trips."""
+    """Finds the lines of the round trips."""
     if HEADING not in lines:
         return []
     first = lines.index(HEADING) + 1
@@ -67,7 +67,7 @@ def trips(lines: Sequence[str]) -> list[str]:
 
 
 def test_sound_device_is_ok(ask: Ask) -> None:
-    """Every part is there, in order; nothing failed, and the verdict says so."""
+    """The report has all parts in order, no failure, and says `ok` in its last line."""
     code, lines = ask(FakeDevice)
     assert 0 == code
     assert [] == failed(lines)
@@ -88,7 +88,7 @@ def test_sound_device_is_ok(ask: Ask) -> None:
 
 
 def test_line_of_a_round_trip_says_what_moved(ask: Ask) -> None:
-    """Layout, dtype, planes with their widths, bytes a token, pages."""
+    """The line has the layout, the dtype, the planes with their widths, bytes a token, the page."""
     _, lines = ask(FakeDevice)
     assert (
         "gqa bfloat16: k 3x[2,5] v 3x[2,3], 96 B a token, pages of 4: exact" in lines
@@ -96,7 +96,7 @@ def test_line_of_a_round_trip_says_what_moved(ask: Ask) -> None:
 
 
 def test_planes_of_different_dtypes_are_told_apart() -> None:
-    """A layout whose planes differ has the dtype beside each."""
+    """Where planes differ in dtype, each plane is followed by its dtype."""
 
     class Mixed:
         layout = Layout("mixed", Plane("a", "layer page token x"), Plane("b", "page token y"))
@@ -111,7 +111,7 @@ def test_planes_of_different_dtypes_are_told_apart() -> None:
 
 
 def test_byte_that_a_copy_flips_is_found(ask: Ask) -> None:
-    """No checksum can know of it, as it was sealed like that: only comparing finds it."""
+    """The byte changes before it is sealed, so no checksum sees it; comparing the bytes does."""
     code, lines = ask(lambda: FlippingDevice(before_it_is_sealed=True))
     assert 1 == code
     assert TRIP_COUNT == len(failed(lines)) == len(trips(lines))
@@ -123,7 +123,7 @@ def test_byte_that_a_copy_flips_is_found(ask: Ask) -> None:
 
 
 def test_byte_that_flips_in_host_memory_is_found(ask: Ask) -> None:
-    """The seal knows."""
+    """The seal's checksum differs, so the restore raises SnapshotDamaged."""
     code, lines = ask(lambda: FlippingDevice(before_it_is_sealed=False))
     assert 1 == code
     assert TRIP_COUNT == len(failed(lines)) == len(trips(lines))
@@ -140,7 +140,7 @@ def test_byte_that_flips_in_host_memory_is_found(ask: Ask) -> None:
 def test_device_that_moves_nothing_is_tried_to_the_end(
     device: Callable[[], Device], reason: str, ask: Ask
 ) -> None:
-    """Each copy fails by itself, with the first line of its reason; all else goes on."""
+    """Each copy fails with the first line of its error, and all other checks still run."""
     code, lines = ask(device)
     assert 1 == code
     assert TRIP_COUNT == len(trips(lines))
@@ -154,7 +154,7 @@ def test_device_that_moves_nothing_is_tried_to_the_end(
 
 
 def test_memory_that_cannot_be_pinned_is_said_with_the_remedy(ask: Ask) -> None:
-    """As a line, not as a warning of Python's; all else works."""
+    """The report has a line with the remedy and no warning of Python; all else works."""
     code, lines = ask(UnpinnedDevice)
     assert 1 == code
     assert "host memory: pageable: 64 bytes can't be pinned; raise ulimit -l" == lines[2]
@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_pinned_is_said_with_the_remedy(ask: Ask) -> None:
 
 
 def test_device_without_memory_is_tried_to_the_end(ask: Ask) -> None:
-    """An error without words is named by its class."""
+    """The doctor goes on without memory, and an error without a message is named by its class."""
     code, lines = ask(PoorDevice)
     assert 1 == code
     assert "host memory: pageable: MemoryError" == lines[2]
@@ -178,7 +178,7 @@ def test_device_without_memory_is_tried_to_the_end(ask: Ask) -> None:
 
 
 def test_memory_that_is_not_zeroed_is_found(ask: Ask) -> None:
-    """A pool of one's own begins with zeros; what is moved is exact all the same."""
+    """Pool.create needs zeros, so this check fails; the round trips are exact all the same."""
     code, lines = ask(DirtyDevice)
     assert 1 == code
     assert ["device memory, zeroed"] == failed(lines)
@@ -187,7 +187,7 @@ def test_memory_that_is_not_zeroed_is_found(ask: Ask) -> None:
 
 @pytest.mark.parametrize("make", [FakeDevice, FullDevice])
 def test_device_is_closed_at_the_end(make: Callable[[], FakeDevice], ask: Ask) -> None:
-    """Whatever came of it: its threads and its memory aren't the doctor's to keep."""
+    """The doctor closes the device that it opened, whether it works or not."""
     made: list[FakeDevice] = []
 
     def remember() -> Device:
@@ -199,7 +199,7 @@ def test_device_is_closed_at_the_end(make: Callable[[], FakeDevice], ask: Ask) -
 
 
 def test_operator_that_raises_is_named(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device lacks is one line a dtype, and what can be done without it is ok."""
+    """Each dtype has one line that names the missing operator; all other operators are ok."""
 
     def refuse(*_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError("index_select isn't there\nregistered are: none")
@@ -219,7 +219,7 @@ def test_operator_that_raises_is_named(ask: Ask, monkeypatch: pytest.MonkeyPatch
 def test_operator_that_computes_something_else_is_named(
     ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To return isn't enough: results are compared with the host's."""
+    """An operator that returns without an error isn't trusted: its result is compared."""
 
     def forget(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
         return out.fill_(0)
@@ -233,7 +233,7 @@ def test_operator_that_computes_something_else_is_named(
 
 
 def test_device_that_cannot_be_opened_is_tried_without_kvtide(ask: Ask) -> None:
-    """What torch does on it is still worth knowing; moves aren't tried."""
+    """torch's operators are still tried on the device; copies and speed are not."""
 
     def refuse() -> Device:
         raise RuntimeError("no stream left")
@@ -248,7 +248,7 @@ def test_device_that_cannot_be_opened_is_tried_without_kvtide(ask: Ask) -> None:
 
 
 def test_json_is_one_object_with_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """And nothing else is on standard output."""
+    """The object holds the whole report, and nothing else is on standard output."""
     assert 0 == main([*CPU, "--json"])
     captured = capsys.readouterr()
     assert "" == captured.err
@@ -285,7 +285,7 @@ def test_json_is_one_object_with_all_of_it(capsys: pytest.CaptureFixture[str]) -
 def test_json_has_the_reasons_of_what_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code and counts are those of the table."""
+    """Exit code and counts equal those of the printed report."""
     monkeypatch.setattr("kvtide.doctor.here.open_device", lambda name: FullDevice())
     assert 1 == main([*CPU, "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -301,7 +301,7 @@ def test_json_has_the_reasons_of_what_failed(
 
 
 def test_reasons_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stand below the line that failed, folded, and no line is wider than the terminal."""
+    """Reasons are folded below their line, and no line is wider than the terminal."""
     monkeypatch.setattr("kvtide.doctor.here.open_device", lambda name: FullDevice())
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, color_system=None, width=80)
@@ -330,7 +330,7 @@ def test_reasons_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_option_is_one_line_and_exit_code_2(
     options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is tried, and nothing is on standard output."""
+    """Nothing is tried, and standard output stays empty."""
     assert 2 == main(["doctor", *options])
     captured = capsys.readouterr()
     assert complaint in captured.err

@@ -1,4 +1,4 @@
-"""`kvtide doctor --sglang` where there is no SGLang; with it: engines/sglang/tests."""
+"""`kvtide doctor --sglang` without SGLang; engines/sglang/tests has the tests with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtide.cli.main import main
 
 
 def test_without_sglang_it_says_where_to_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, which names the environment that was looked into."""
+    """One line names the environment that the command looked into."""
     assert 2 == main(["doctor", "--sglang"])
     captured = capsys.readouterr()
     assert "" == captured.out
@@ -32,7 +32,7 @@ def test_without_sglang_it_says_where_to_run(capsys: pytest.CaptureFixture[str])
 def test_options_of_a_device_are_refused(
     options: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is looked at."""
+    """The command refuses them before it looks at SGLang."""
     assert 2 == main(["doctor", "--sglang", *options])
     expected = f"kvtide: --sglang looks at SGLang, not at a device; leave out {named}\n"
     assert expected == capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`kvtide doctor` on the simulated accelerator, where what isn't waited for hasn't happened."""
+"""`kvtide doctor` on the simulated accelerator, which shows work that nobody waited for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRIP_COUNT = len(SAMPLES)
 def test_simulated_device_is_ok_by_every_schedule(
     schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No probe forgets to wait: whatever it didn't wait for would not have happened."""
+    """Every check waits for its work: a check that didn't would see the bytes from before it."""
     with simulated(schedule):
         code = main(["doctor", "--simulate", "--schedule", schedule, "--size", "1MiB", "--json"])
         found = json.loads(capsys.readouterr().out)
@@ -41,7 +41,7 @@ def test_simulated_device_is_ok_by_every_schedule(
 def test_device_that_does_not_wait_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Copies that are taken for done when they were only asked for: no round trip is exact."""
+    """The device doesn't wait for a copy, so no round trip is exact."""
 
     def issue(copy_stream: Any, step: Step[Any]) -> torch.Event:
         with copy_stream.stream:
@@ -62,7 +62,7 @@ def test_device_that_does_not_wait_is_found(
 
 
 def test_simulation_begins_in_a_fresh_process() -> None:
-    """As a person runs it: the device is there, and its speed is said to mean nothing."""
+    """The command registers the simulated device itself, and says that its speed means nothing."""
     program = "from kvtide.cli import start; raise SystemExit(start())"
     command = ["doctor", "--device", "npu:1", "--simulate", "--schedule", "random:3"]
     done = subprocess.run(

@@ -15,7 +15,7 @@ from kvtide.errors import KvtideError, UsageError
 
 
 def test_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
-    """An older, longer file leaves nothing behind, nor does the draft."""
+    """Neither the rest of a longer old file nor a temporary file remains."""
     path = tmp_path / "report.json"
     path.write_text("x" * 1000, encoding="utf-8")
     path.chmod(0o640)
@@ -26,7 +26,7 @@ def test_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def test_link_stays_a_link(tmp_path: Path) -> None:
-    """What a symbolic link points to is replaced, not the link."""
+    """The file that a symbolic link points to is replaced, and the link stays."""
     target, link = tmp_path / "real.json", tmp_path / "link.json"
     target.write_text("old", encoding="utf-8")
     link.symlink_to(target)
@@ -36,7 +36,7 @@ def test_link_stays_a_link(tmp_path: Path) -> None:
 
 
 def test_planted_draft_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write to the folder, and guesses the draft's name, can't have it overwrite."""
+    """Someone who guesses the temporary file's name can't make kvtide overwrite another file."""
     monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
     write_report(tmp_path / "r.json", {})
     victim, planted = tmp_path / "victim", tmp_path / ".kvtide-0000000000000000.part"
@@ -49,7 +49,7 @@ def test_planted_draft_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    """Who reads a named pipe gets the lines."""
+    """The reader of a named pipe gets the lines."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -62,7 +62,7 @@ def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 
 def test_failure_to_write_names_file_and_reason(tmp_path: Path) -> None:
-    """A folder that went away during the run is an error in one line."""
+    """If the folder vanishes during the run, the error is one line."""
     path = tmp_path / "gone" / "out.jsonl"
     with pytest.raises(KvtideError, match=r"cannot write .*gone/out\.jsonl: No such file"):
         write_answers(path, [], model="m")
@@ -71,7 +71,7 @@ def test_failure_to_write_names_file_and_reason(tmp_path: Path) -> None:
 def test_full_disk_leaves_the_old_file_and_no_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was there stays whole, and nothing else is left lying about."""
+    """The old file stays whole, and no temporary file remains."""
     path = tmp_path / "out.jsonl"
     path.write_text("old", encoding="utf-8")
 
@@ -86,7 +86,7 @@ def test_full_disk_leaves_the_old_file_and_no_draft(
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_run(tmp_path: Path) -> None:
-    """A folder, and a file in a folder that isn't there, by the option's name."""
+    """The error names the option, for a folder and for a file in a missing folder."""
     with pytest.raises(UsageError, match=r"--out: .* is a folder"):
         check_writable(tmp_path, option="--out")
     with pytest.raises(UsageError, match=r"--report: there is no folder .*nowhere for r\.json"):
@@ -100,7 +100,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_run(tmp_path: Path)
 def test_permission_is_needed_for_the_folder_or_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is replaced, which its folder must allow; a device is written to itself."""
+    """A file is replaced, so its folder must allow it; a device is written to directly."""
     monkeypatch.setattr("os.access", lambda _path, _mode: False)
     for path, target in ((tmp_path / "r.json", str(tmp_path)), (Path(os.devnull), os.devnull)):
         with pytest.raises(UsageError) as error:

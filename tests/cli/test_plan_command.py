@@ -32,7 +32,7 @@ def config_of(name: str) -> str:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """What `kvtide plan` prints, when all is well."""
+    """Returns the lines that `kvtide plan` prints of good input."""
     assert 0 == main(["plan", *arguments])
     captured = capsys.readouterr()
     assert "" == captured.err
@@ -40,7 +40,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that it prints of bad input."""
+    """Returns the one line that `kvtide plan` prints of bad input."""
     assert 2 == main(["plan", *arguments])
     captured = capsys.readouterr()
     assert "" == captured.out
@@ -50,7 +50,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_lines_are_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything of a model with windows, a line each."""
+    """Without a terminal, a model with sliding windows is described by one fact a line."""
     assert [
         f"model: {config_of('gemma-3-27b')} (gemma3_text)",
         "layout: window_and_full",
@@ -69,7 +69,7 @@ def test_lines_are_plain_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
 
 
 def test_options_change_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank's heads, a stage's layers, the cache's dtype, the page; and what 1,000 tokens take."""
+    """The options set a rank's heads, a stage's layers, the cache's dtype, the page, the tokens."""
     options = ["--tp=4", "--pp=5", "--dtype=float8_e4m3fn", "--page-size=64", "--tokens=1000"]
     assert [
         f"model: {config_of('qwen3-next-80b-a3b')} (qwen3_next)",
@@ -91,7 +91,7 @@ def test_options_change_what_is_planned(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_heads_of_padding_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Llama's 8 over 3 ranks: who runs it so."""
+    """3 ranks can't share 8 heads evenly: the line names the engine that pads them."""
     lines = printed(capsys, config_of("llama-3.1-8b"), "--tp", "3")
     rank = "rank: one of 3 that share the heads, some of them padding, as SGLang does it on a CPU"
     assert rank in lines
@@ -100,7 +100,7 @@ def test_heads_of_padding_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_has_the_same_as_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    """One object, with the axes as the layout declares them and all sizes."""
+    """The output is one object with all sizes, and each plane's axes as its layout has them."""
     (line,) = printed(capsys, config_of("gpt-oss-20b"), "--json", "--tokens", "200", "--pp", "12")
     found = json.loads(line)
     planes, sizes = found.pop("planes"), found.pop("sizes")
@@ -140,7 +140,7 @@ def test_json_has_the_same_as_numbers(capsys: pytest.CaptureFixture[str]) -> Non
 def test_json_has_null_for_what_costs_nothing_or_is_not_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """No window; or beyond it no cost, and so no limit."""
+    """A model without a window has no size for it; a size of 0 bytes sets no limit on tokens."""
     (line,) = printed(capsys, config_of("llama-3.1-8b"), "--json")
     found = json.loads(line)
     assert [None] * 5 == [
@@ -159,7 +159,7 @@ def test_json_has_null_for_what_costs_nothing_or_is_not_there(
 def test_table_fits_a_terminal_of_80_columns(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every model's: no line is longer, and no number is cut or broken."""
+    """No model's table has a longer line, and no number is cut or broken."""
 
     def terminal() -> Console:
         return Console(file=sys.stdout, width=80, force_terminal=True, color_system=None,
@@ -179,7 +179,7 @@ def test_table_fits_a_terminal_of_80_columns(
 
 
 def test_model_is_a_folder_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a config.json, the file by any name, also below `~`."""
+    """The model may be a folder with a config.json, any file, or a path that begins with `~`."""
     folder = tmp_path / "some" / "model"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "one"}', encoding="utf-8")
@@ -193,7 +193,7 @@ def test_model_is_a_folder_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_gguf_file_is_planned_from_its_own_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tiny model's costs what the tiny model costs."""
+    """A GGUF file of the tiny model gives the same plan as the tiny model."""
     path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
     assert printed(capsys, "tiny-random")[1:] == printed(capsys, str(path))[1:]
 
@@ -202,7 +202,7 @@ def test_gguf_file_is_planned_from_its_own_keys(
 def test_gguf_file_that_is_cut_off_is_one_line(
     share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Empty, or in its head."""
+    """The file is empty or ends within its header."""
     path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
     data = path.read_bytes()
     path.write_bytes(data[: int(share * len(data))])
@@ -212,7 +212,7 @@ def test_gguf_file_that_is_cut_off_is_one_line(
 def test_gguf_file_that_is_not_served_is_not_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A key that nobody knows: the line is that of `kvtide run`."""
+    """A file with an unknown key gets the same error as from `kvtide run`."""
     path = tmp_path / "tiny.gguf"
     key = "llama.attention.some_new_thing"
     write_gguf(open_model("tiny-random"), path, lambda writer: writer.add_uint32(key, 7))
@@ -222,7 +222,7 @@ def test_gguf_file_that_is_not_served_is_not_planned(
 def test_hub_id_fetches_the_configuration_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One file, and what the hub says meanwhile is its own again afterwards."""
+    """Only config.json is fetched; the hub's log level is as before afterwards."""
     asked: list[tuple[str, str]] = []
 
     def fetch(name: str, file: str) -> str:
@@ -243,7 +243,7 @@ def test_hub_id_fetches_the_configuration_alone(
 def test_hub_that_gives_nothing_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the hub's client raises: its first line, and what else a model may be."""
+    """The line has the first line of the hub's error, and says what else a model may be."""
 
     def fail(name: str, file: str) -> str:
         raise OSError("no route\nto any host")
@@ -273,7 +273,7 @@ def test_hub_that_gives_nothing_is_one_line(
 def test_bad_configuration_is_one_line(
     content: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What isn't JSON, no model's, or a model's that isn't known."""
+    """The file isn't JSON, isn't a model's configuration, or is of an unknown model."""
     path = tmp_path / "config.json"
     path.write_bytes(content)
     assert reason in complaint(capsys, str(path))
@@ -282,7 +282,7 @@ def test_bad_configuration_is_one_line(
 def test_file_too_large_to_be_a_configuration_is_not_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Someone names the weights."""
+    """This happens when someone names the file of the weights."""
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.truncate((16 << 20) + 1)
@@ -309,7 +309,7 @@ def test_name_of_nothing_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Neither a path that is there nor a hub id."""
+    """The name is neither an existing path nor an id of the hub."""
     monkeypatch.chdir(tmp_path)
     line = complaint(capsys, name)
     assert reason in line
@@ -319,7 +319,7 @@ def test_name_of_nothing_is_one_line(
 def test_file_that_may_not_be_read_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The system's reason is in it."""
+    """The line has the system's reason."""
 
     def refuse(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -330,8 +330,8 @@ def test_file_that_may_not_be_read_is_one_line(
     assert "can't be read (Permission denied): name a folder" in complaint(capsys, str(path))
 
 
-def test_options_that_can_not_be_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A dtype that caches don't have, and more stages than layers."""
+def test_invalid_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Caches don't have this dtype, and a model can't have more stages than layers."""
     llama = config_of("llama-3.1-8b")
     assert "int4" in complaint(capsys, llama, "--dtype", "int4")
     assert "over 33 pipeline stages" in complaint(capsys, llama, "--pp", "33")
@@ -339,21 +339,21 @@ def test_options_that_can_not_be_are_one_line(capsys: pytest.CaptureFixture[str]
 
 
 def test_tiny_random_is_planned_as_it_is_served() -> None:
-    """The same geometry, fingerprint and all, without the model."""
+    """The plan has the same geometry and fingerprint, and doesn't need the model."""
     served = geometry_of(open_model("tiny-random").model.config, "bfloat16", 16)
     assert served.fingerprint == cache_of(read_config("tiny-random")).geometry.fingerprint
 
 
 @pytest.mark.smollm2
 def test_smollm2_is_planned_as_it_is_served() -> None:
-    """The same geometry, fingerprint and all, without the weights."""
+    """The plan has the same geometry and fingerprint, and doesn't need the weights."""
     served = geometry_of(open_model("smollm2").model.config, "bfloat16", 16)
     assert served.fingerprint == cache_of(read_config("smollm2")).geometry.fingerprint
 
 
 @pytest.mark.parametrize("name", sorted(DEFAULT_SIZES.keys() - {"kimi_k2"}))
 def test_plan_and_run_know_the_same_of_a_configuration(name: str) -> None:
-    """What a file leaves out is what transformers fills in; who refuses one refuses the other."""
+    """`plan` fills in what a file leaves out as `run` does, and refuses what `run` refuses."""
     config = tf.AutoConfig.for_model(name)
     planned = cache_or_none(json.loads(config.to_json_string(use_diff=True)))
     filled = cache_or_none(json.loads(config.to_json_string(use_diff=False)))
@@ -367,7 +367,7 @@ def test_plan_and_run_know_the_same_of_a_configuration(name: str) -> None:
 
 
 def cache_or_none(config: dict[str, Any]) -> ModelCache | None:
-    """What `kvtide plan` is about, unless it refuses."""
+    """Returns the cache that `kvtide plan` describes, or None where it refuses."""
     try:
         return cache_of(config)
     except UsageError:
@@ -387,9 +387,9 @@ FAMILIES = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plan_agrees_with_what_transformers_caches(family: str) -> None:
-    """A model without weights is run, and its cache measured: widths, windows and states.
+    """The test runs a model without weights and measures its cache: widths, windows, states.
 
-    Its convolutions keep one input more than those of engines, which isn't compared.
+    transformers keeps one input more of each convolution than engines do: that isn't compared.
     """
     settings: dict[str, Any] = {"num_hidden_layers": 12, "max_position_embeddings": 8192}
     config = tf.AutoConfig.for_model(family, **settings, **DENSE.get(family, {}))
@@ -406,7 +406,7 @@ def test_plan_agrees_with_what_transformers_caches(family: str) -> None:
         )
 
     fields = json.loads(config.to_json_string(use_diff=False))
-    fields.pop("layer_types", None)  # so that the type's own rule is what is compared
+    fields.pop("layer_types", None)  # then the model type's rule decides, and is compared
     cache = cache_of(fields)
     assert token_bytes(attending) == cache.geometry.token_bytes
     assert token_bytes(attending) - token_bytes(windowed) == cache.lasting.token_bytes

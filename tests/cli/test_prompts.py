@@ -23,13 +23,13 @@ def _write(folder: Path, *lines: str | bytes) -> str:
 
 
 def test_prompt_becomes_one_message_of_the_user(tmp_path: Path) -> None:
-    """A plain prompt is a conversation of one turn, with no settings of its own."""
+    """A plain prompt is a conversation of one turn, without settings."""
     path = _write(tmp_path, '{"id": "a", "prompt": "Hi"}')
     assert [Prompt(f"{path}, line 1", "a", (USER,), is_chat=False)] == read_prompts(path)
 
 
-def test_messages_and_own_settings_are_kept(tmp_path: Path) -> None:
-    """A line's settings come with it by the names of SamplingParams."""
+def test_messages_and_settings_are_kept(tmp_path: Path) -> None:
+    """A line's settings are kept, and a temperature may be a whole number."""
     system = {"role": "system", "content": "Be brief."}
     said = {"max_new_tokens": 3, "temperature": 1, "seed": 0, "top_p": 0.5, "top_k": 7}
     line = {"id": "b", "messages": [system, USER], **said, "logprobs": 2, "n": 4}
@@ -78,14 +78,14 @@ def test_answers_of_two_prompts_have_different_names(tmp_path: Path) -> None:
 
 
 def test_null_settings_are_as_if_absent(tmp_path: Path) -> None:
-    """Programs write null for what isn't set."""
-    line = {"id": "a", "prompt": "p"} | dict.fromkeys(KEYS[3:])
-    (prompt,) = read_prompts(_write(tmp_path, json.dumps(line)))
-    assert ({}, None) == (prompt.settings, prompt.sample_count)
+    """Programs write null for a setting that isn't set."""
+    line = '{"id":"a","prompt":"p","max_new_tokens":null,"temperature":null,"seed":null}'
+    (prompt,) = read_prompts(_write(tmp_path, line))
+    assert (None, None, None) == (prompt.max_new_tokens, prompt.temperature, prompt.seed)
 
 
 def test_order_is_kept_and_blank_lines_count_but_are_skipped(tmp_path: Path) -> None:
-    """Also with a byte order mark and carriage returns, as editors on Windows write them."""
+    """A byte order mark and carriage returns, which Windows editors write, change nothing."""
     path = _write(
         tmp_path,
         b'\xef\xbb\xbf{"id": "z", "prompt": "1"}\r',
@@ -100,7 +100,7 @@ def test_order_is_kept_and_blank_lines_count_but_are_skipped(tmp_path: Path) -> 
 
 
 def test_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-` is standard input, and errors call it that."""
+    """`-` means standard input, and errors name it so."""
     raw = b'{"id": "a", "prompt": "Hi"}\n'
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(raw)))
     assert ["standard input, line 1"] == [prompt.where for prompt in read_prompts("-")]
@@ -180,7 +180,7 @@ def test_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_line_is_refused_with_its_number(
     tmp_path: Path, line: str | bytes, complaint: str
 ) -> None:
-    """Whatever is wrong with line 3, the one-line error names file, line and what is wrong."""
+    """The error for line 3 is one line: the file, the line's number and the mistake."""
     path = _write(tmp_path, '{"id": "first", "prompt": "x"}', "", line, "not reached")
     with pytest.raises(UsageError) as error:
         read_prompts(path)
@@ -193,7 +193,7 @@ def test_bad_line_is_refused_with_its_number(
 
 @pytest.mark.parametrize("raw", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])
 def test_file_without_prompts_is_refused(tmp_path: Path, raw: bytes) -> None:
-    """An empty file is a mistake, not a run of nothing."""
+    """An empty file is a mistake, not a run without requests."""
     path = tmp_path / "empty.jsonl"
     path.write_bytes(raw)
     with pytest.raises(UsageError, match=r"empty\.jsonl has no prompts"):
@@ -201,7 +201,7 @@ def test_file_without_prompts_is_refused(tmp_path: Path, raw: bytes) -> None:
 
 
 def test_examples_are_24_prompts_of_both_kinds() -> None:
-    """What the demo runs: conversations and settings of their own are among them."""
+    """The examples have conversations, and prompts with their own settings."""
     prompts = read_prompts(str(EXAMPLES))
     assert 24 == len({prompt.id for prompt in prompts}) == len(prompts)
     assert any(prompt.is_chat for prompt in prompts)
@@ -231,7 +231,7 @@ json_values = st.recursive(
     )
 )
 def test_any_bytes_give_a_prompt_or_a_usage_error(raw: bytes) -> None:
-    """No line, however odd, ends in a traceback."""
+    """No line of a file ends in a traceback."""
     try:
         prompt = parse_prompt(raw, where="f, line 1")
     except UsageError as error:

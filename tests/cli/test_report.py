@@ -7,7 +7,7 @@ ANSWERED = {"output_ids": [5, 6], "text": "hé\n", "finish_reason": "stop", "ret
 
 
 def test_report_has_exactly_these_keys() -> None:
-    """The keys are an interface; each comes from the count of the same name."""
+    """The keys are an interface, and each holds the count of the same name."""
     stats = make_stats(
         prompt_tokens=10,
         new_tokens=6,
@@ -51,7 +51,7 @@ def test_report_has_exactly_these_keys() -> None:
 
 
 def test_table_says_what_was_recomputed() -> None:
-    """The tokens are counted, and how many requests are no longer exact for it."""
+    """The table counts the recomputed tokens, and the requests that are inexact because of them."""
     requests = [make_request("a", exact=False), make_request("b")]
     stats = make_stats(recomputed_tokens=7)
     report = make_report(requests, stats, seconds=1.0, exact=False, check=None, verified=None)
@@ -61,7 +61,7 @@ def test_table_says_what_was_recomputed() -> None:
 
 
 def test_table_of_a_fast_run_says_so() -> None:
-    """`--fast` is the reason when nothing was recomputed."""
+    """Nothing was recomputed, so `--fast` is the reason."""
     report = make_report([], make_stats(), seconds=0.0, exact=False, check=None, verified=None)
     rows = dict(summarize([], report))
     assert "false (--fast)" == rows["exact"]

@@ -28,7 +28,7 @@ Answers = Sequence[tuple[Prompt, Sequence[Request]]]
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    """Four prompts: the second never fits, the third is retracted, the last has own settings."""
+    """Four prompts: one never fits, one is retracted, and the last has its own settings."""
     path = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [
         {"id": "first", "prompt": "Hi"},
@@ -41,13 +41,13 @@ def prompts(tmp_path: Path) -> str:
 
 
 def _at_step(step: int, act: Callable[[], None]) -> Callable[[], None]:
-    """For `before_step`: acts before the step of that number, counted from 1, alone."""
+    """A function for `before_step` that acts before one step, counted from 1."""
     calls = iter(range(1, 1000))
     return lambda: act() if next(calls) == step else None
 
 
 def test_run_answers_all_but_the_one_that_never_fits(prompts: str, tmp_path: Path) -> None:
-    """One request fails alone; the others are answered, in input order, and all is reported."""
+    """One request fails alone; all others are answered in input order and reported."""
     out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3"]
     files = ["--out", str(out), "--report", str(report)]
@@ -66,7 +66,7 @@ def test_run_answers_all_but_the_one_that_never_fits(prompts: str, tmp_path: Pat
 
 
 def test_a_device_is_simulated_where_that_is_asked_for(prompts: str) -> None:
-    """By the schedule named, or by the laziest; a real one has none."""
+    """The schedule is the named one, or lazy; a real device has none."""
     for options, expected in (
         ("--device cpu", ("cpu", None)),
         ("--device npu --simulate", ("npu", "lazy")),
@@ -79,7 +79,7 @@ def test_a_device_is_simulated_where_that_is_asked_for(prompts: str) -> None:
 
 
 def test_options_reach_the_engine_and_the_requests(prompts: str) -> None:
-    """Every option arrives, and what a line sets for itself wins."""
+    """Every option arrives, and a line's own settings win over the options."""
     serving = FakeServing()
     options = (
         "--model tiny-random --kv-memory 24MiB --host-memory 1.5GiB --on-pressure recompute "
@@ -159,7 +159,7 @@ def test_a_prompt_of_the_command_line_is_answered(tmp_path: Path) -> None:
 
 
 def test_fast_is_reported_as_not_exact(prompts: str, tmp_path: Path) -> None:
-    """Whoever gives exactness up finds it in the report."""
+    """The report of a run with `--fast` says that it isn't exact."""
     report = tmp_path / "r.json"
     assert main(["run", prompts, "--fast", "--report", str(report)], serving=FakeServing()) == 0
     found = read_report(report)
@@ -171,7 +171,7 @@ def test_fast_is_reported_as_not_exact(prompts: str, tmp_path: Path) -> None:
 def test_a_run_says_by_which_passes_it_is_exact(
     prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line, before the answers; none with `--fast`."""
+    """One line says it before the answers; with `--fast` there is no such line."""
     line = "exact mode: passes of 2 to 4 rows agree (self-check: 0.2 s)\n"
     assert main(["run", prompts], serving=FakeServing()) == 0
     assert line in capsys.readouterr().err
@@ -179,8 +179,8 @@ def test_a_run_says_by_which_passes_it_is_exact(
     assert "exact mode" not in capsys.readouterr().err
 
 
-def test_to_verify_measures_nothing_anew(prompts: str) -> None:
-    """The second engine gets what the first has found out about exact mode."""
+def test_verify_measures_nothing_again(prompts: str) -> None:
+    """The second engine is given the first engine's self-check."""
     serving = FakeServing()
     assert main(["run", prompts, "--verify"], serving=serving) == 0
     assert [None, FOUND] == serving.checks
@@ -189,7 +189,7 @@ def test_to_verify_measures_nothing_anew(prompts: str) -> None:
 def test_recomputed_request_is_reported_as_not_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A request that the engine calls inexact makes the run so, and the table says how many."""
+    """One inexact request makes the run inexact, and the table counts such requests."""
     prompts, report = tmp_path / "p.jsonl", tmp_path / "r.json"
     prompts.write_text('{"id": "recomputed", "prompt": "x"}', encoding="utf-8")
     assert main(["run", str(prompts), "--report", str(report)], serving=FakeServing()) == 0
@@ -200,7 +200,7 @@ def test_recomputed_request_is_reported_as_not_exact(
 def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second pool isn't limited; both engines keep digests and both are closed."""
+    """The second pool has no limit; both engines keep digests, and both are closed."""
     serving, report = FakeServing(), tmp_path / "r.json"
     options = ["--kv-memory", "24MiB", "--verify", "--report", str(report)]
     assert main(["run", prompts, *options], serving=serving) == 0
@@ -218,7 +218,7 @@ def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
 def test_verify_that_differs_exits_3_and_says_where(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One step's logits that differ are enough, although every token is right."""
+    """A difference in one step's logits is enough, even if every token is equal."""
 
     def spoil_second(engine: FakeEngine, number: int) -> None:
         if number == 1:
@@ -237,7 +237,7 @@ def test_verify_that_differs_exits_3_and_says_where(
 def test_ctrl_c_keeps_the_answers_that_are_done(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The step is finished, the rest aborted, the engine closed; exit code 130, no traceback."""
+    """The step ends, the other requests are aborted, the engine is closed; exit code 130."""
 
     def interrupt_at_step_3(engine: FakeEngine, _number: int) -> None:
         engine.before_step = _at_step(3, press_ctrl_c)
@@ -259,7 +259,7 @@ def test_ctrl_c_keeps_the_answers_that_are_done(
 def test_second_ctrl_c_does_not_wait_for_the_step(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever presses twice gets out at once, still with what is done and without a traceback."""
+    """The second Ctrl-C ends the run at once, and the finished answers are still kept."""
 
     def press_twice(engine: FakeEngine, _number: int) -> None:
         def press() -> None:
@@ -279,7 +279,7 @@ def test_second_ctrl_c_does_not_wait_for_the_step(
 def test_ctrl_c_while_loading_is_one_line(
     prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before there is anything to keep."""
+    """Nothing is answered yet, so nothing is kept."""
     serving = FakeServing()
     monkeypatch.setattr(serving, "open_model", lambda *args, **options: press_ctrl_c())
     assert main(["run", prompts], serving=serving) == 130
@@ -290,7 +290,7 @@ def test_ctrl_c_while_loading_is_one_line(
 def test_ctrl_c_while_answers_are_written_waits_for_them(
     prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int
 ) -> None:
-    """Also while the engine closes before that, and however often it is pressed."""
+    """All answers are written, however often it is pressed, and also while the engine closes."""
 
     def press_in_close(engine: FakeEngine, _number: int) -> None:
         def close() -> None:
@@ -314,7 +314,7 @@ def test_ctrl_c_while_answers_are_written_waits_for_them(
 def test_ctrl_c_while_verifying_keeps_answers_and_report(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are written before they are verified."""
+    """Answers and report are written before the run is verified."""
 
     def interrupt_second(engine: FakeEngine, number: int) -> None:
         if number == 1:
@@ -332,7 +332,7 @@ def test_ctrl_c_while_verifying_keeps_answers_and_report(
 def test_verify_that_gets_no_pool_leaves_answers_and_report(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run was done; that nothing is known of it is `verified: null`."""
+    """The answers are complete; `verified: null` says that nothing verified them."""
 
     def refuse_second(_engine: FakeEngine, number: int) -> None:
         if number == 1:
@@ -349,7 +349,7 @@ def test_verify_that_gets_no_pool_leaves_answers_and_report(
 def test_failure_of_the_engine_keeps_the_answers_that_are_done(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An error of kvtide's own is one line and exit code 1; the engine is closed."""
+    """An error of kvtide is one line and exit code 1, and the engine is closed."""
 
     def fail_at_step_4(engine: FakeEngine, _number: int) -> None:
         def fail() -> None:
@@ -407,7 +407,7 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
 def test_bad_input_is_one_line_and_exit_code_2(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, complaint: str
 ) -> None:
-    """Before the model is opened, and with nothing on standard output."""
+    """The command refuses it before it opens the model, and standard output stays empty."""
     serving = FakeServing()
     (tmp_path / "loop").symlink_to("loop")
     words = [
@@ -423,10 +423,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert [] == serving.opened
 
 
-def test_pool_that_cannot_be_leaves_the_old_answers_alone(
+def test_pool_too_small_for_a_page_leaves_the_old_answers_alone(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What only the model tells, such as the bytes of a page, is bad input like any other."""
+    """Only the model tells the bytes of a page, so this bad input is found late."""
     error = UsageError("--kv-memory: 1 byte is less than a page\nof 360 KiB")
     serving, out = FakeServing(build_error=error), tmp_path / "out.jsonl"
     out.write_text("old", encoding="utf-8")
@@ -436,7 +436,7 @@ def test_pool_that_cannot_be_leaves_the_old_answers_alone(
 
 
 def test_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`-` needs no file."""
+    """`-` reads the prompts from standard input."""
     path, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     path.write_text('{"id": "a", "prompt": "Hi"}', encoding="utf-8")
     with path.open(encoding="utf-8") as file:
@@ -448,7 +448,7 @@ def test_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytest.Mo
 def test_closed_standard_input_is_bad_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python has None in its place then."""
+    """Python sets sys.stdin to None if it is closed."""
     monkeypatch.setattr("sys.stdin", None)
     assert main(["run", "-"], serving=FakeServing()) == 2
     expected = "kvtide: cannot read prompts from -: standard input is closed; name a file\n"
@@ -458,7 +458,7 @@ def test_closed_standard_input_is_bad_input(
 def test_terminal_that_knows_ascii_only_gets_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names of files and requests that can't be written there don't break a run that is done."""
+    """Characters that the terminal can't show become `?` and don't break a finished run."""
     (tmp_path / "p").write_text('{"id": "\u00fc", "prompt": "x"}', encoding="utf-8")
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
@@ -475,7 +475,7 @@ def test_terminal_that_knows_ascii_only_gets_its_lines(
 
 @contextlib.contextmanager
 def _standard_output_to(path: Path) -> Iterator[None]:
-    """As a shell's `> path`: the file is open as 1, and sys.stdout writes there."""
+    """Does what a shell does for `> path`: file descriptor 1 and sys.stdout write to the file."""
     kept = os.dup(1)
     try:
         with path.open("wb") as file:
@@ -492,7 +492,7 @@ def _standard_output_to(path: Path) -> Iterator[None]:
 
 
 def test_answers_to_standard_output_do_not_lose_the_table(prompts: str, tmp_path: Path) -> None:
-    """`--out /dev/stdout > file`: the file is the one that standard output goes on writing to."""
+    """Standard output goes on writing to the same file after the answers."""
     with _standard_output_to(tmp_path / "all"):
         assert main(["run", prompts, "--out", "/dev/stdout"], serving=FakeServing()) == 0
     lines = (tmp_path / "all").read_text(encoding="utf-8").splitlines()
@@ -503,7 +503,7 @@ def test_answers_to_standard_output_do_not_lose_the_table(prompts: str, tmp_path
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_missing_package_is_one_line_with_the_remedy(package: str) -> None:
-    """The command is installed without the extra that it needs, too."""
+    """One line says how to install the missing package."""
     code = (
         f"import sys; sys.modules[{package!r}] = None; "
         "from kvtide.cli import start; sys.exit(start())"
@@ -522,7 +522,7 @@ def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str])
 
 
 def test_help_says_what_memory_is_taken_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """Brackets in a help text are markup and would vanish."""
+    """Brackets are markup in a help text, and would vanish unless they are escaped."""
     assert main(["run", "--help"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for default in ("(room for all)", "(a quarter of what is free)", "(torch's)"):
@@ -530,7 +530,7 @@ def test_help_says_what_memory_is_taken_by_default(capsys: pytest.CaptureFixture
 
 
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--version` prints what the package says of itself."""
+    """`--version` prints the version of the package."""
     from kvtide import __version__
 
     assert main(["--version"]) == 0
@@ -539,7 +539,7 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("options", [["--kv-memory", "lots"], ["--kv-memory", "24MiB"]])
 def test_input_errors_do_not_import_torch(options: list[str]) -> None:
-    """torch takes seconds to import; a misspelt size must not, nor a file that isn't there."""
+    """torch takes seconds to import, so a bad size or a missing file is found before that."""
     code = (
         "import sys; from kvtide.cli.main import main; "
         f"code = main(['run', '/no/such/file', *{options!r}]); "

@@ -1,4 +1,4 @@
-"""`kvtide run` as a person runs it: the real engine, the small random model, nothing faked."""
+"""`kvtide run` with the real engine and the small random model; nothing is faked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = [*MODEL, "--kv-memory", "64KiB"]
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    """Six prompts of 10 to 35 bytes, which is as many tokens beside those of the chat template."""
+    """Six prompts of 10 to 35 bytes. Each byte is a token; the chat template adds more."""
     return _write(tmp_path, [{"id": name, "prompt": "ab" * (5 + i)} for i, name in enumerate(IDS)])
 
 
@@ -41,10 +41,10 @@ def _write(folder: Path, lines: Sequence[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_small_pool_gives_the_answers_of_one_that_holds_all(
+def test_small_pool_gives_the_answers_of_a_large_pool(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """KV was moved off and back, and no bit of any step's logits shows it."""
+    """KV moves to host memory and back, and the logits of every step stay the same to the bit."""
     out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
     files = ["--out", str(out), "--report", str(report)]
     assert main(["run", prompts, *SMALL, "--verify", *files]) == 0
@@ -63,7 +63,7 @@ def test_small_pool_gives_the_answers_of_one_that_holds_all(
 def test_a_model_that_is_not_served_is_one_line(
     kind: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever its configuration is like to read: exit code 2 and its name, before any answer."""
+    """The error names the model before any answer, though the configurations are hard to read."""
     tokenizer = open_model("tiny-random").tokenizer
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 32, "pad_token_id": 0}
     if kind == "gpt_neo":
@@ -82,7 +82,7 @@ def test_a_model_that_is_not_served_is_one_line(
 def _retract_and_spoil(
     tide: Tide, pages: Sequence[int], token_count: int, *, key: str = ""
 ) -> Snapshot:
-    """As Tide.retract, but what the pages held is gone: a request may come back into its own."""
+    """Retracts a request, then overwrites its pages, in case it comes back into the same pages."""
     snapshot = _RETRACT(tide, pages, token_count, key=key)
     slots = tide.slots_of(pages)
     for name in ("k", "v"):
@@ -95,7 +95,7 @@ _RETRACT = Tide.retract
 
 
 def test_spoiled_pages_alone_change_nothing(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a retraction leaves behind isn't needed: the snapshot has it all."""
+    """The snapshot has all the KV, so the old content of the pages doesn't matter."""
     monkeypatch.setattr(Tide, "retract", _retract_and_spoil)
     assert main(["run", prompts, *SMALL, "--verify"]) == 0
 
@@ -106,7 +106,7 @@ def test_restore_that_does_nothing_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`--verify` can fail: without the restore it names a request and its step, and exits 3."""
+    """`--verify` can fail: if nothing is restored, it names a request and a step, and exits 3."""
     report = tmp_path / "report.json"
     monkeypatch.setattr(Tide, "retract", _retract_and_spoil)
     monkeypatch.setattr(Tide, "restore", lambda *args, **options: None)
@@ -120,7 +120,7 @@ def test_restore_that_does_nothing_is_noticed(
 def test_pool_of_less_than_a_page_is_bad_input(
     prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says what a page takes."""
+    """The line says how many bytes a page takes."""
     assert main(["run", prompts, *MODEL, "--kv-memory", "1"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("kvtide: KV memory (--kv-memory) of 1 bytes holds no page")
@@ -128,7 +128,7 @@ def test_pool_of_less_than_a_page_is_bad_input(
 
 
 def test_request_that_never_fits_fails_alone(tmp_path: Path) -> None:
-    """Its error says its need and the pool's size; the run is a success."""
+    """The error says what the request needs and what the pool holds; the exit code is 0."""
     lines = [{"id": "large", "prompt": "ab" * 500}, {"id": "small", "prompt": "ab"}]
     prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
     assert main(["run", prompts, *SMALL, "--verify", "--out", str(out)]) == 0
@@ -139,7 +139,7 @@ def test_request_that_never_fits_fails_alone(tmp_path: Path) -> None:
 
 
 def test_fast_run_does_not_claim_to_be_exact(prompts: str, tmp_path: Path) -> None:
-    """All are answered; the report says what was given up."""
+    """All requests are answered, and the report says that the run isn't exact."""
     report = tmp_path / "report.json"
     assert main(["run", prompts, *SMALL, "--fast", "--report", str(report)]) == 0
     found = read_report(report)
@@ -153,14 +153,14 @@ class _AnyTokenEnds(LibraryServing):
 
 
 def test_answer_ends_with_the_model_s_own_end(prompts: str, tmp_path: Path) -> None:
-    """A token that ends an answer ends it, long before the limit."""
+    """Each answer ends at the model's end token, long before the limit."""
     out = tmp_path / "out.jsonl"
     assert main(["run", prompts, *SMALL, "--out", str(out)], serving=_AnyTokenEnds()) == 0
     assert [("stop", 1)] * 6 == [(r["finish_reason"], r["new_tokens"]) for r in read_rows(out)]
 
 
 def test_ctrl_c_ends_the_process_and_keeps_what_is_done(tmp_path: Path) -> None:
-    """A signal from outside, while one request is answered and many are far from it."""
+    """SIGINT arrives from outside when one request is answered and many aren't."""
     lines = [{"id": "done", "prompt": "x", "max_new_tokens": 1}]
     lines += [{"id": str(i), "prompt": "x" * i, "max_new_tokens": 8000} for i in range(1, 30)]
     prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
@@ -176,7 +176,7 @@ def test_ctrl_c_ends_the_process_and_keeps_what_is_done(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         output, rest = process.communicate(timeout=120)
     assert process.returncode == 130, seen + rest
-    rows = read_rows(out)  # more than one where the random model came to an end by itself
+    rows = read_rows(out)  # more than one if the random model ended others early
     assert "done" == rows[0]["id"]
     assert f"{len(rows)} of 30 requests are answered, kept in {out}" in seen + rest
     assert output == ""

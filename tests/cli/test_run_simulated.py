@@ -1,4 +1,4 @@
-"""`kvtide run --simulate` as a person runs it."""
+"""`kvtide run --simulate` in a process of its own, and by every schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 300
 
 
 def run(options: str, prompts: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, since a device is simulated for good."""
+    """Runs the command in a new process, since a device stays simulated until its process ends."""
     return subprocess.run(
         [sys.executable, "-c", START, "run", "-", *options.split()],
         input=prompts,
@@ -34,7 +34,7 @@ SIX = "".join(f'{{"id": "{i}", "prompt": "{"ab" * (5 + i)}"}}\n' for i in range(
 
 
 def test_a_simulated_npu_gives_answers_that_verify() -> None:
-    """In little KV memory; some requests are retracted and come back."""
+    """The KV memory is small, so some requests are retracted and come back."""
     found = run(f"{LITTLE} --simulate --schedule lazy", SIX)
     assert 0 == found.returncode, found.stderr
     assert "verified: true (6 requests: " in found.stdout
@@ -42,10 +42,10 @@ def test_a_simulated_npu_gives_answers_that_verify() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random:5", "thread"])
-def test_so_does_every_other_schedule(
+def test_answers_verify_by_every_other_schedule(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which has the device; and no mistake in waiting goes unnoticed."""
+    """The device raises an error for every read of data that nobody waited for."""
     (tmp_path / "six").write_text(SIX, encoding="utf-8")
     with simulated(schedule):
         code = main(
@@ -58,7 +58,7 @@ def test_so_does_every_other_schedule(
 
 
 def test_without_simulation_there_is_no_npu() -> None:
-    """Nothing registers it unasked."""
+    """kvtide doesn't register the simulated device unless it is asked to."""
     found = run("--device npu", '{"id": "a", "prompt": "Hi"}\n')
     message = "kvtide: device 'npu' isn't known here; known are: cpu\n"
     assert (2, message) == (found.returncode, found.stderr)
@@ -79,7 +79,7 @@ def test_without_simulation_there_is_no_npu() -> None:
 def test_what_cannot_be_simulated_is_one_line(
     options: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And exit code 2, before a model is loaded."""
+    """The exit code is 2, and no model is loaded."""
     main(["run", str(PROMPTS), "--device", "npu:9", "--simulate"])  # now this process has npu
     capsys.readouterr()
     assert 2 == main(["run", str(PROMPTS), "--simulate", "--device", *options.split()])

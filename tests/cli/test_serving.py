@@ -14,13 +14,13 @@ from kvtide.serve.request import SamplingParams
 
 @pytest.fixture(scope="module")
 def tiny() -> OpenModel:
-    """The model that tests are made for: one token a byte."""
+    """The small random model, for which each byte is a token."""
     return open_model("tiny-random")
 
 
 @pytest.fixture
 def untaught(tiny: OpenModel) -> OpenModel:
-    """The same without a chat template, as base models are."""
+    """The same model without a chat template, like a base model."""
     tokenizer = open_model("tiny-random").tokenizer
     tokenizer.chat_template = None
     return replace(tiny, tokenizer=tokenizer)
@@ -31,7 +31,7 @@ def _prompt(**fields: object) -> Prompt:
 
 
 def test_prompt_is_put_into_the_chat_template(tiny: OpenModel) -> None:
-    """The model reads a turn of the user's, and an answer of its own begun."""
+    """The model reads a turn of the user and the beginning of its answer."""
     ids = encode_prompt(tiny, _prompt(prompt="Hé"))
     expected = "<|im_start|>user\nHé<|im_end|>\n<|im_start|>assistant\n"
     assert expected == tiny.tokenizer.decode(ids)
@@ -71,21 +71,21 @@ def test_what_the_template_refuses_is_bad_input(untaught: OpenModel) -> None:
 
 @pytest.mark.parametrize("template", ["{{ 1/0 }}", "{{ range(10**9) }}", "{{ 1 + 'a' }}"])
 def test_template_that_fails_is_bad_input(untaught: OpenModel, template: str) -> None:
-    """A template is a program: it may divide by zero."""
+    """A template is a program, which may for example divide by zero."""
     untaught.tokenizer.chat_template = template
     with pytest.raises(UsageError, match="f, line 7: the chat template of tiny-random refuses"):
         encode_prompt(untaught, _prompt(prompt="x"))
 
 
 def test_prompt_without_tokens_is_bad_input(untaught: OpenModel) -> None:
-    """A template can leave nothing of a prompt; there is nothing to answer then."""
+    """A template may leave nothing of a prompt, and then there is nothing to answer."""
     untaught.tokenizer.chat_template = "{{ '' }}"
     with pytest.raises(UsageError, match="f, line 7: the prompt has no tokens"):
         encode_prompt(untaught, _prompt(prompt="x"))
 
 
 def test_request_carries_id_tokens_and_params(tiny: OpenModel) -> None:
-    """What the engine gets is what the line said."""
+    """The request has the id, the tokens and the settings of its line."""
     params = SamplingParams(max_new_tokens=3)
     (request,) = LibraryServing().make_requests(tiny, _prompt(prompt="x", seed=5), params)
     assert ("a", replace(params, seed=5)) == (request.id, request.params)
@@ -93,7 +93,7 @@ def test_request_carries_id_tokens_and_params(tiny: OpenModel) -> None:
 
 
 def test_unknown_device_is_refused_by_name() -> None:
-    """Before any model is opened."""
+    """The device is refused before a model is opened."""
     LibraryServing().check_device("cpu")
     with pytest.raises(UsageError, match=r"'abacus'.*cpu"):
         LibraryServing().check_device("abacus")

@@ -14,7 +14,7 @@ def _answered(request_id: str, tokens: list[int], digests: list[int]) -> Request
 
 
 def test_equal_runs_are_verified_with_the_count_of_what_was_compared() -> None:
-    """The evidence counts requests and steps."""
+    """The verdict counts the compared requests and steps."""
     runs = [[_answered("a", [1, 2], [11, 12]), _answered("b", [3], [13])] for _ in range(2)]
     verdict = compare_runs(*runs)
     assert verdict.verified
@@ -32,7 +32,7 @@ def test_equal_runs_are_verified_with_the_count_of_what_was_compared() -> None:
     ],
 )
 def test_first_difference_is_named(tokens: list[int], digests: list[int], reason: str) -> None:
-    """A token, the logits alone or the length: request and step are said."""
+    """The reason names the request, the step, and whether token, logits or length differ."""
     constrained = [_answered("same", [7], [17]), _answered("b", tokens, digests)]
     unconstrained = [_answered("same", [7], [17]), _answered("b", [1, 2, 3], [11, 12, 13])]
     verdict = compare_runs(constrained, unconstrained)
@@ -41,7 +41,7 @@ def test_first_difference_is_named(tokens: list[int], digests: list[int], reason
 
 
 def test_failure_in_the_large_pool_is_a_difference() -> None:
-    """An answer that the reference doesn't have isn't verified."""
+    """An answer is not verified if the reference run has no answer."""
     failed = make_request("a", finish_reason="error", error="no memory")
     verdict = compare_runs([_answered("a", [1], [11])], [failed])
     assert "false (request 'a', which failed in the pool that holds everything: no memory)" == str(
@@ -55,6 +55,6 @@ def test_nothing_to_compare_is_not_verified() -> None:
 
 
 def test_step_without_a_digest_is_our_mistake() -> None:
-    """Two runs that kept nothing aren't equal."""
+    """Two runs without digests don't count as equal."""
     with pytest.raises(AssertionError, match="has no digest"):
         compare_runs([_answered("a", [1], [])], [_answered("a", [1], [])])
