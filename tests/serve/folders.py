@@ -1,4 +1,4 @@
-"""Small Hugging Face folders, and changes to what they hold."""
+"""Small Hugging Face folders, and functions that change their content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_folder(path: Path) -> Path:
-    """The tiny model, in float32."""
+    """Saves the tiny model in float32."""
     tiny = open_model("tiny-random", dtype="float32")
     tiny.model.save_pretrained(path)
     tiny.tokenizer.save_pretrained(path)
@@ -28,20 +28,20 @@ def make_folder(path: Path) -> Path:
 
 
 def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
-    """Writes the weights anew, as `change` leaves them."""
+    """Loads the weights, changes them by `change`, and saves them."""
     tensors = load_file(folder / WEIGHTS)
     change(tensors)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    """Sets these keys of config.json."""
+    """Sets keys of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def split_up(folder: Path) -> dict[str, str]:
-    """Puts the weights into two files with an index, whose map it gives."""
+    """Splits the weights into two files with an index, and returns the index's map."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     files = {name: f"model-{1 + ('layers.3' in name)}.safetensors" for name in tensors}
@@ -53,12 +53,12 @@ def split_up(folder: Path) -> dict[str, str]:
 
 
 def write_index(folder: Path, files: dict[str, str]) -> None:
-    """Which file each tensor is said to be in."""
+    """Writes an index that says which file has each tensor."""
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
 def refusal(folder: Path, dtype: str = "float32") -> str:
-    """The one line that a folder is refused with, which names it."""
+    """Returns the one line of the error with which a folder is refused. It names the folder."""
     with pytest.raises(UsageError) as caught:
         open_model(str(folder), dtype=dtype)
     line = str(caught.value)

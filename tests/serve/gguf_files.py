@@ -1,4 +1,4 @@
-"""Small GGUF files, written by the library of the format as llama.cpp's converters write them."""
+"""Small GGUF files, written with the format's own library, as llama.cpp's converters do."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def write_gguf(
     split: str = "default",
     is_sentencepiece: bool = False,
 ) -> Path:
-    """A model with its tokenizer in float32, the tensors of Llama in llama.cpp's order of rows.
+    """Writes a model in float32 with its tokenizer; Llama's rows are in llama.cpp's order.
 
-    `more` writes further keys, `tensors` are further tensors by their names; keys and tensors whose
-    names end as one of `without` are left out. `split` is how texts are cut into words, for which
-    SentencePiece has a way of its own.
+    `more` writes further keys, and `tensors` are added by their names. Keys and tensors whose names
+    end with an element of `without` are left out. `split` names how the tokenizer cuts texts into
+    words; SentencePiece has its own rule for that.
     """
     arch = arch_of(opened)
     writer = gguf.GGUFWriter(path, arch)
@@ -55,12 +55,12 @@ def write_gguf(
 
 
 def arch_of(opened: OpenModel) -> str:
-    """llama.cpp's name for the kind of model."""
+    """Returns llama.cpp's name of the kind of model."""
     return str(opened.model.config.model_type).replace("_moe", "moe")
 
 
 def keys_of(opened: OpenModel) -> dict[str, int | float]:
-    """What the file says of the model, without the name of its kind before each key."""
+    """Returns the model's keys and values, without the kind's name that begins each key."""
     config = opened.model.config
     experts = {
         "expert_count": "num_experts",
@@ -84,14 +84,14 @@ def keys_of(opened: OpenModel) -> dict[str, int | float]:
 
 
 def head_dim_of(opened: OpenModel) -> int:
-    """The width of an attention head."""
+    """Returns the width of an attention head."""
     config = opened.model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(width)
 
 
 def write_tokenizer(opened: OpenModel, writer: Any, split: str) -> None:
-    """The tokenizer's texts and ids."""
+    """Writes the tokenizer's texts and ids."""
     tokenizer = opened.tokenizer
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
@@ -106,7 +106,7 @@ def write_tokenizer(opened: OpenModel, writer: Any, split: str) -> None:
 
 
 def write_pieces(writer: Any, count: int) -> None:
-    """A tokenizer as SentencePiece makes them, whose pieces are letters, bytes and `▁ab`."""
+    """Writes a SentencePiece tokenizer that knows letters, bytes and `▁ab`."""
     special = ["<unk>", "<s>", "</s>"]
     letters = ["▁", "a", "b", "▁a", "ab", "▁ab"]
     tokens = special + letters + [f"<0x{byte:02X}>" for byte in range(count - 9)]
@@ -123,7 +123,7 @@ def write_pieces(writer: Any, count: int) -> None:
 
 
 def tensors_of(opened: OpenModel) -> dict[str, Array]:
-    """The weights by llama.cpp's names."""
+    """Returns the weights by llama.cpp's names."""
     config = opened.model.config
     kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch_of(opened))
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)

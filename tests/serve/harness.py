@@ -1,4 +1,4 @@
-"""What the tests of the engine share: one model, requests, and an engine that hides nothing."""
+"""The tests of the engine share a model, requests, and helpers that show what is held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtide.serve.selfcheck import RowCheck, find_rows
 
 @functools.cache
 def tiny(dtype: str = "float32") -> OpenModel:
-    """The small random model; loaded once, since no test changes it."""
+    """Returns the small random model. It is loaded once, since no test changes it."""
     return open_model("tiny-random", dtype=dtype)
 
 
@@ -27,9 +27,9 @@ _checks: dict[tuple[object, ...], RowCheck] = {}
 
 
 def check_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets engines of one model share a self-check, which is half of a small one's time.
+    """Lets engines of one model share a self-check, half of the time of a small one.
 
-    It is made for each thread count and device, as each engine would; test_selfcheck.py is of it.
+    Each model, thread count and device has its own. tests/serve/test_selfcheck.py tests the check.
     """
 
     def find_once(model: PreTrainedModel, device: Device) -> RowCheck:
@@ -42,7 +42,7 @@ def check_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def token_bytes(source: OpenModel) -> int:
-    """Bytes of KV that a token of this model takes."""
+    """Returns how many bytes of KV a token of this model takes."""
     config = source.model.config
     rows = int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
     return 2 * rows * int(source.model.dtype.itemsize)
@@ -51,7 +51,7 @@ def token_bytes(source: OpenModel) -> int:
 def make_requests(
     seed: int, *, count: int = 6, longest_prompt: int = 60, longest_answer: int = 24
 ) -> list[Request]:
-    """Random prompts; every other request samples with a generator of its own."""
+    """Makes random prompts; every other request samples with its own generator."""
     numbers = random.Random(seed)
     return [
         Request(
@@ -69,7 +69,7 @@ def make_requests(
 
 
 def poison_released(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills every slot with NaN as soon as its page is released: whoever reads it shows it."""
+    """Fills slots with NaN when their page is released, so that a later read of them shows."""
     release = engine.pages.release
 
     def release_and_poison(pages: Iterable[int]) -> None:
@@ -91,14 +91,14 @@ def poison(engine: Engine, pages: Sequence[int]) -> None:
 
 
 def assert_nothing_held(engine: Engine) -> None:
-    """Free plus held equals the total, and nothing is held."""
+    """All pages are free again, and the arena holds nothing."""
     assert engine.pages.free_count + engine.pages.held_count == engine.pages.page_count
     assert engine.pages.held_count == 0
     assert engine.tide.arena.used_bytes == 0
 
 
 def run_all(engine: Engine, requests: Sequence[Request]) -> list[Request]:
-    """Answers all requests; those that are done, in the order in which they finished."""
+    """Answers all requests, and returns those that finished, in that order."""
     finished: list[Request] = []
     for request in requests:
         engine.add(request)
@@ -109,7 +109,7 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> list[Request]:
 
 
 def answers(requests: Sequence[Request]) -> list[tuple[object, ...]]:
-    """Tokens, text, end and the logits of every step, to be compared with another run's."""
+    """Returns tokens, text, end and logits of every step, to be compared with another run."""
     return [(r.id, r.output_ids, r.text, r.finish_reason, r.logit_digests) for r in requests]
 
 
@@ -117,7 +117,7 @@ def answers(requests: Sequence[Request]) -> list[tuple[object, ...]]:
 def expected_answers(
     seed: int, dtype: str, page_size: int, chunk_tokens: int
 ) -> list[tuple[object, ...]]:
-    """The answers to `make_requests(seed)` in a pool that holds everything."""
+    """Returns the answers to `make_requests(seed)` in a pool that holds everything."""
     requests = make_requests(seed)
     options = EngineOptions(page_size=page_size, chunk_tokens=chunk_tokens, keep_logits=True)
     engine = Engine.build(tiny(dtype), options, requests)

@@ -1,4 +1,4 @@
-"""Small random models of many families, their pools, and what they answer by themselves."""
+"""Small random models of many families, their pools, and their own answers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NEW_TOKENS = 6
 
 @functools.cache
 def model_of(family: str = "Llama", dtype: torch.dtype = torch.float32) -> Any:
-    """A small random model, shared by the tests: each of them gives it back."""
+    """Returns a small random model, which tests share: each must leave it as it was."""
     torch.manual_seed(3)
     sizes = {**SMALL, **(EXPERTS if "Moe" in family else {})}
     if family in ("Mistral", "Qwen2"):
         sizes["sliding_window"] = None
     if family == "GPTNeo":
         sizes["attention_types"] = [[["global"], 2]]
-    # Its own heads, not fewer of keys: what these don't know they would only carry about.
+    # GPT-2 and its like have as many heads of keys as of queries, and no setting for it.
     if family in ("GPT2", "GPTJ", "GPTNeo", "GPTNeoX", "OPT", "StableLm"):
         sizes |= {"hidden_size": 64, "num_key_value_heads": 4}
     if family == "GPTJ":
@@ -49,7 +49,7 @@ def model_of(family: str = "Llama", dtype: torch.dtype = torch.float32) -> Any:
 
 
 def pool_of(model: Any, page_count: int = 200) -> Pool:
-    """A pool for the model with NaN in every slot: whoever reads what nobody wrote shows it."""
+    """Makes a pool with NaN in every slot, so that a read of a slot that nobody wrote shows."""
     geometry = geometry_of(model.config, model.dtype, 16)
     pool = Pool.create(geometry, open_device("cpu"), page_count=page_count)
     for plane in geometry.planes:
@@ -59,7 +59,7 @@ def pool_of(model: Any, page_count: int = 200) -> Pool:
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:
-    """The same model's own answer."""
+    """Returns the answer that the model gives without kvtide."""
     found = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

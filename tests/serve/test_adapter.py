@@ -1,4 +1,4 @@
-"""What touches transformers: the trial pass refuses, release leaves no trace, scores narrow."""
+"""The adapter to transformers: its trial pass, its release, and scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serve.small_models import SMALL, generated, model_of, pool_of
 
 
 def test_a_released_model_generates_again() -> None:
-    """Being served leaves no trace in the model, nor in how its experts run."""
+    """A served model is left as it was, and so is the way in which its experts run."""
     model = model_of("Qwen3Moe")
     expected = generated(model, [1, 2, 3]), model.config._experts_implementation
     HookedModel(model, pool_of(model), experts_by_token=True).release()
@@ -25,14 +25,14 @@ def test_a_released_model_generates_again() -> None:
 
 
 def full_gemma() -> Any:
-    """Gemma 2 with no windows: what is left is that it caps its scores."""
+    """Makes a Gemma 2 without windows, so that only its cap on scores is special."""
     config = tf.Gemma2Config(**SMALL, head_dim=12, layer_types=["full_attention"] * 2)
     config.sliding_window = None
     return tf.Gemma2ForCausalLM(config)
 
 
 def full_gpt_oss() -> Any:
-    """GPT-OSS with no windows: what is left is its attention sinks."""
+    """Makes a GPT-OSS without windows, so that only its attention sinks are special."""
     config = tf.GptOssConfig(
         **SMALL, num_local_experts=4, head_dim=12, layer_types=["full_attention"] * 2
     )
@@ -43,7 +43,7 @@ def full_gpt_oss() -> Any:
 
 @pytest.mark.parametrize(("build", "name"), [(full_gemma, "softcap"), (full_gpt_oss, "s_aux")])
 def test_an_argument_that_changes_attention_is_refused_at_the_start(build: Any, name: str) -> None:
-    """By the trial pass, naming the argument; the model gets its own attention back."""
+    """The trial pass names the argument, and the model gets its own attention back."""
     model = build().eval()
     before = model.config._attn_implementation
     with pytest.raises(UsageError, match=f"'{name}'"):
@@ -52,7 +52,7 @@ def test_an_argument_that_changes_attention_is_refused_at_the_start(build: Any, 
 
 
 def test_an_architecture_that_attends_by_its_own_code_is_refused() -> None:
-    """It would never look into the pool; a person reads one line that names it."""
+    """Its attention would never read the pool; one line names the model."""
     model = model_of("GPTNeo")
     pool = pool_of(model_of("GPT2"))
     with pytest.raises(UsageError, match=r"GPTNeoForCausalLM isn't served: its layers don.t call"):
@@ -60,7 +60,7 @@ def test_an_architecture_that_attends_by_its_own_code_is_refused() -> None:
 
 
 def test_an_architecture_that_cannot_run_over_a_cache_is_refused() -> None:
-    """Whatever it raises."""
+    """The error that the model raises becomes one line."""
     model = model_of()
     forward = model.model.forward
     model.model.forward = lambda *_, **__: [][0]
@@ -71,8 +71,8 @@ def test_an_architecture_that_cannot_run_over_a_cache_is_refused() -> None:
         model.model.forward = forward
 
 
-def test_a_model_with_attention_of_its_own_is_refused() -> None:
-    """Layers that never call the replaceable attention would attend to this step only."""
+def test_a_model_with_a_layer_that_skips_the_attention_is_refused() -> None:
+    """A layer that doesn't call the replaceable attention would attend to this step only."""
     model = model_of()
     layer = model.model.layers[1].self_attn
     forward = layer.forward
@@ -85,7 +85,7 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
 
 
 def test_a_window_that_the_configuration_did_not_show_is_refused() -> None:
-    """A layer that hands one to its attention, shorter than the context."""
+    """One layer gives its attention a window that is shorter than the context."""
     model = model_of("Qwen2")
     attention = model.model.layers[1].self_attn
     attention.sliding_window = 511
@@ -99,13 +99,13 @@ def test_a_window_that_the_configuration_did_not_show_is_refused() -> None:
 
 
 def test_rows_of_another_shape_than_the_pools_are_refused() -> None:
-    """By the trial pass, with both shapes: Qwen3's heads are 128 wide, this Llama's 12."""
+    """The trial pass names both shapes: Qwen3's heads are 128 wide, this Llama's 12."""
     with pytest.raises(UsageError, match=r"layer 0 .* k rows of \[2, 12\] .* of \[2, 128\]"):
         HookedModel(model_of(), pool_of(model_of("Qwen3")), experts_by_token=False)
 
 
-def test_quiet_sets_back_what_was_set() -> None:
-    """Also after an error: who wants transformers' messages gets them again."""
+def test_quiet_restores_the_settings() -> None:
+    """transformers prints messages again, also after an error."""
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_info()
     logging.enable_progress_bar()
@@ -121,7 +121,7 @@ def test_quiet_sets_back_what_was_set() -> None:
 
 
 def test_scores_are_divided_by_temperature_and_the_unlikely_excluded() -> None:
-    """First the two highest by top_k; of these, the lower one isn't needed to reach top_p."""
+    """top_k keeps the two highest; of these, top_p needs only the higher."""
     scores, never = torch.tensor([[0.0, 3.0, 2.0, 1.0]]), float("-inf")
     assert [[0.0, 1.5, 1.0, 0.5]] == warper(2, 0, 1)(scores).tolist()
     assert [[never, 1.5, 1.0, never]] == warper(2, 2, 1)(scores).tolist()

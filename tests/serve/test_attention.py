@@ -1,4 +1,4 @@
-"""Attention over pool slots: right, and each request's own whoever shares its bucket."""
+"""Attention over pool slots is right, and doesn't depend on who shares a bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALE = DIM**-0.5
 
 
 def planes(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys and values whose sums cancel, so that another order of additions shows."""
+    """Returns keys and values whose sums cancel, so that another order of additions shows."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(dtype)
     values = torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(dtype)
@@ -35,7 +35,7 @@ def planes(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def segments_of(*shapes: tuple[int, int], seed: int = 0) -> list[Segment]:
-    """Segments of (count, context) in random slots that overlap with nobody's."""
+    """Makes segments of (count, context) in random slots that don't overlap."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(SLOTS, generator=generator)
     segments, first, used = [], 0, 0
@@ -46,17 +46,17 @@ def segments_of(*shapes: tuple[int, int], seed: int = 0) -> list[Segment]:
 
 
 def rows_of(segments: list[Segment]) -> int:
-    """The packed rows of all segments."""
+    """Counts the packed rows of all segments."""
     return sum(segment.count for segment in segments)
 
 
 def run(plan: AttentionPlan, query: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention of one layer, with fresh memory to gather into."""
+    """Computes the attention of one layer with a new workspace."""
     return attend(plan, query, *pool, SCALE, Workspace())
 
 
 def expected(segments: list[Segment], query: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
-    """The formula, one query at a time, in float64."""
+    """Computes the formula in float64, one query at a time."""
     rows = []
     for segment in segments:
         for number in range(segment.count):
@@ -71,20 +71,20 @@ def expected(segments: list[Segment], query: Tensor, pool: tuple[Tensor, Tensor]
 
 @given(st.integers(1, 20_000))
 def test_padding_covers_the_context_and_wastes_little(context: int) -> None:
-    """Never shorter than the context, and less than one block of 64 or of an eighth longer."""
+    """The padded length covers the context and is longer by less than 64 or an eighth."""
     padded = padded_length(context)
     assert context <= padded < context + max(64, context / 8 + 1)
 
 
 @given(st.integers(1, 20_000))
-def test_padding_keeps_its_own_lengths(context: int) -> None:
-    """Lengths that are padded already stay, so few distinct buckets exist."""
+def test_padded_lengths_stay_as_they_are(context: int) -> None:
+    """A length that padding gives isn't padded again, so there are few different buckets."""
     assert padded_length(context) == padded_length(padded_length(context))
 
 
 @pytest.mark.parametrize("sharing", list(Sharing))
 def test_attention_follows_the_formula(sharing: Sharing) -> None:
-    """Decoding rows of unlike lengths, a fresh prompt and a later chunk, against float64."""
+    """Single queries of different contexts, a first chunk and a later chunk equal float64."""
     segments = segments_of((1, 1), (1, 64), (1, 65), (1, 300), (70, 70), (30, 130))
     pool = planes(torch.float32)
     query = torch.randn(rows_of(segments), HEADS, DIM)
@@ -97,7 +97,7 @@ def test_attention_follows_the_formula(sharing: Sharing) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_request_gets_the_same_bits_in_any_company(dtype: torch.dtype, threads: int) -> None:
-    """Alone, among 24 others of its length, and last instead of first: no bit differs."""
+    """A request gets the same bits alone, among 24 others, and as the last one."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -120,7 +120,7 @@ def test_a_request_gets_the_same_bits_in_any_company(dtype: torch.dtype, threads
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_request_gets_the_same_bits_from_other_slots(dtype: torch.dtype) -> None:
-    """Moved to other slots, as a restore does, and NaN in all the rest."""
+    """The rows move to other slots, as in a restore, and all other slots hold NaN."""
     pool = planes(dtype)
     (segment,) = segments_of((1, 200))
     query = torch.randn(1, HEADS, DIM).to(dtype)
@@ -133,7 +133,7 @@ def test_a_request_gets_the_same_bits_from_other_slots(dtype: torch.dtype) -> No
 
 
 def test_padding_rows_are_zero() -> None:
-    """Rows that belong to no segment come out as zeros, not as whatever memory held."""
+    """A row that belongs to no segment is zero."""
     segments = segments_of((1, 9))
     query = torch.randn(4, HEADS, DIM)
     out = run(plan_attention(segments, 4, torch.float32), query, planes(torch.float32))
@@ -141,7 +141,7 @@ def test_padding_rows_are_zero() -> None:
 
 
 def test_like_lengths_share_a_bucket_and_others_do_not() -> None:
-    """Two contexts of up to 64 and one of 65 make two buckets; mixing makes one."""
+    """Contexts of 3 and 64 share a bucket and 65 has another; Sharing.ANY makes one bucket."""
     segments = segments_of((1, 3), (1, 64), (1, 65))
     counts = [part.count for part in plan_attention(segments, 3, torch.float32).parts]
     assert [2, 1] == counts
@@ -151,7 +151,7 @@ def test_like_lengths_share_a_bucket_and_others_do_not() -> None:
 
 
 def test_a_bucket_has_no_more_requests_than_the_self_check_tries() -> None:
-    """Seventy of one length make two; where none may share, each has its own."""
+    """Seventy contexts of one length need two buckets; with Sharing.NONE each has its own."""
     segments = segments_of(*[(1, 9)] * 70)
     plan = plan_attention(segments, 70, torch.float32)
     assert [MOST_IN_BUCKET, 70 - MOST_IN_BUCKET] == [part.count for part in plan.parts]
@@ -160,7 +160,7 @@ def test_a_bucket_has_no_more_requests_than_the_self_check_tries() -> None:
 
 
 def test_the_workspace_serves_planes_of_any_width() -> None:
-    """A longer gather, or another row width, gets memory of its own size."""
+    """A longer gather or another row width gets memory of its size."""
     workspace = Workspace()
     for width, count in ((4, 3), (4, 50), (8, 2), (4, 1)):
         plane = torch.randn(64, 1, width)

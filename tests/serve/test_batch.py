@@ -1,4 +1,4 @@
-"""Row counts: what a pass is padded to, and how people read them."""
+"""To which row counts a pass is padded, and how they are printed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvtide.serve.batch import RowCounts
     ],
 )
 def test_counts_are_read_as_runs(counts: tuple[int, ...], expected: str) -> None:
-    """Three of equal distance or more make one."""
+    """Three or more counts at equal distances are printed as a range."""
     assert expected == str(RowCounts(counts))
 
 
 def test_a_pass_is_padded_to_the_next_count() -> None:
-    """And one without rows isn't padded at all."""
+    """A pass without rows isn't padded."""
     rows = RowCounts((4, 8, 24))
     assert [0, 4, 4, 8, 24, 24] == [rows.padded(count) for count in (0, 1, 4, 5, 9, 24)]
     assert 24 == rows.most

@@ -1,4 +1,4 @@
-"""Models from files: each tensor counts, or the files are refused by its name."""
+"""Models from files: every tensor is used, or the error names it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER = "model.layers.2."
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The tiny model as a Hugging Face folder, in float32."""
+    """Saves the tiny model as a Hugging Face folder in float32."""
     return make_folder(tmp_path / "tiny")
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_a_tensor_without_a_place_is_named(folder: Path, name: str, width: int) -> None:
-    """A bias that the configuration doesn't ask for, a norm, an adapter, a fifth layer of four."""
+    """The model has no place for this bias, norm, adapter or fifth layer."""
     change_tensors(folder, lambda held: held.update({name: torch.full((width,), 0.5)}))
     assert f"would lose 1 of its tensors, {name} first" in refusal(folder)
 
@@ -43,7 +43,7 @@ def test_a_tensor_without_a_place_is_named(folder: Path, name: str, width: int) 
 def test_a_weight_that_is_there_by_two_names_is_refused(
     folder: Path, prefix: str, name: str
 ) -> None:
-    """Transformers adds what a name lacks before it, takes one of the two, and says nothing."""
+    """transformers completes such names, uses one of the two weights, and says nothing."""
     second = prefix + name
     change_tensors(folder, lambda held: held.update({second: held[f"model.{name}"] / 2}))
     line = refusal(folder)
@@ -52,8 +52,8 @@ def test_a_weight_that_is_there_by_two_names_is_refused(
     assert "one weight of the model" in line
 
 
-def test_weights_of_the_inner_part_alone_are_the_model(folder: Path) -> None:
-    """Saved without its head's name before each. Tied weights are found by these names too."""
+def test_weights_without_the_model_prefix_are_the_model(folder: Path) -> None:
+    """The file has the names of the model without its head. Tied weights are found by them too."""
 
     def shorten(held: Tensors) -> None:
         for name in [name for name in held if name.startswith("model.")]:
@@ -68,7 +68,7 @@ def test_weights_of_the_inner_part_alone_are_the_model(folder: Path) -> None:
 
 
 def test_weights_in_8_bits_are_not_taken_for_numbers(folder: Path) -> None:
-    """Without their scales they are others by orders of magnitude."""
+    """Without their scales such numbers are wrong by orders of magnitude."""
 
     def quantize(held: Tensors) -> None:
         name = LAYER + "mlp.up_proj.weight"
@@ -83,7 +83,7 @@ def test_weights_in_8_bits_are_not_taken_for_numbers(folder: Path) -> None:
 
 
 def test_a_shape_that_does_not_fit_is_named_with_both(folder: Path) -> None:
-    """Transformers names neither."""
+    """The error names the tensor's shape and the model's; transformers names neither."""
     change_config(folder, intermediate_size=112)
     line = refusal(folder)
     assert "model.layers.0.mlp.down_proj.weight is [64, 128]" in line
@@ -92,17 +92,15 @@ def test_a_shape_that_does_not_fit_is_named_with_both(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", [LAYER + "mlp.up_proj.weight", "model.norm.weight"])
-def test_numbers_that_are_none_are_found_by_their_tensor(
-    folder: Path, name: str, number: float
-) -> None:
-    """One of them makes nothing of each answer, and no check later could say where it was."""
+def test_nan_and_infinity_are_found_by_their_tensor(folder: Path, name: str, number: float) -> None:
+    """One such number spoils every answer, and no later check could say where it is."""
     change_tensors(folder, lambda held: held[name].view(-1)[17:18].fill_(number))
     line = refusal(folder)
     assert f"has numbers in {name} that are NaN or infinite" in line
 
 
-def test_numbers_too_large_for_the_dtype_are_found_too(folder: Path) -> None:
-    """A float32 may round to infinity in bfloat16."""
+def test_numbers_too_large_for_the_dtype_are_found(folder: Path) -> None:
+    """A large float32 becomes infinite in bfloat16."""
     largest = torch.finfo(torch.float32).max
     change_tensors(folder, lambda held: held["model.norm.weight"][:1].fill_(largest))
     assert "model.norm.weight" in refusal(folder, "bfloat16")
@@ -111,7 +109,7 @@ def test_numbers_too_large_for_the_dtype_are_found_too(folder: Path) -> None:
 
 @pytest.fixture
 def tied(folder: Path) -> Path:
-    """The same with one matrix for the embedding and for the head, which is stored twice."""
+    """Makes a folder in which embedding and head share a matrix that is stored twice."""
     change_config(folder, tie_word_embeddings=True)
     embedding = "model.embed_tokens.weight"
     change_tensors(folder, lambda held: held.update({"lm_head.weight": held[embedding].clone()}))
@@ -119,13 +117,13 @@ def tied(folder: Path) -> Path:
 
 
 def test_a_tied_head_that_is_stored_twice_is_no_reason_to_refuse(tied: Path) -> None:
-    """Older converters wrote both."""
+    """Older converters wrote both copies."""
     weights = open_model(str(tied), dtype="float32").model.state_dict()
     assert torch.equal(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
 
 
-def test_a_tied_head_of_its_own_numbers_is_refused(tied: Path) -> None:
-    """One of the two would be lost."""
+def test_a_tied_head_with_other_numbers_is_refused(tied: Path) -> None:
+    """The model would keep only one of the two."""
     change_tensors(tied, lambda held: held["lm_head.weight"][7:8].mul_(1.5))
     line = refusal(tied)
     assert "lm_head.weight and model.embed_tokens.weight" in line
@@ -133,8 +131,8 @@ def test_a_tied_head_of_its_own_numbers_is_refused(tied: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["model.layers.1.self_attn.", "model."])
-def test_frequencies_that_are_stored_must_be_those_computed(folder: Path, prefix: str) -> None:
-    """Older versions stored them, so that they are no reason to refuse; but they may be others'."""
+def test_stored_frequencies_must_equal_the_computed_ones(folder: Path, prefix: str) -> None:
+    """Older versions stored frequencies. Equal ones are accepted, and others are refused."""
     name = prefix + "rotary_emb.inv_freq"
     plain = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
     change_tensors(folder, lambda held: held.update({name: plain.bfloat16()}))
@@ -143,10 +141,8 @@ def test_frequencies_that_are_stored_must_be_those_computed(folder: Path, prefix
     assert name in refusal(folder)
 
 
-def test_experts_one_by_one_and_gpt_2s_masks_are_no_reason_to_refuse(
-    folder: Path, tmp_path: Path
-) -> None:
-    """What transformers puts together has other names in the files; masks are computed."""
+def test_single_experts_and_gpt_2s_masks_are_accepted(folder: Path, tmp_path: Path) -> None:
+    """transformers joins the experts under other names, and computes the masks."""
     sizes: dict[str, Any] = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": None}
     experts = tf.MixtralConfig(
         **sizes,
@@ -171,8 +167,8 @@ def test_experts_one_by_one_and_gpt_2s_masks_are_no_reason_to_refuse(
         assert all(torch.equal(weight, opened[name]) for name, weight in model.state_dict().items())
 
 
-def test_what_a_configuration_asks_for_costs_no_memory(folder: Path, tmp_path: Path) -> None:
-    """Transformers makes the weights that it misses, and tables of positions, of whatever size."""
+def test_a_configuration_of_a_huge_model_costs_no_memory(folder: Path, tmp_path: Path) -> None:
+    """transformers would allocate missing weights and tables of positions of any size."""
     change_config(folder, intermediate_size=1 << 40)
     assert "is incomplete: its configuration asks for" in refusal(folder)
     config = tf.GPTJConfig(

@@ -1,4 +1,4 @@
-"""The main job: little KV memory, every answer the same bits as with plenty."""
+"""With little KV memory, every answer has the same bits as with plenty."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from serve.harness import (
 
 @pytest.fixture(autouse=True)
 def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One self-check serves all engines that would find the same."""
+    """Lets all engines of one model share a self-check."""
     check_rows_once(monkeypatch)
 
 
 def build(pool_tokens: int, dtype: str = "float32", **options: object) -> Engine:
-    """An engine over the tiny model whose pool holds `pool_tokens`, rounded down to pages."""
+    """Builds an engine over the tiny model, with a pool of at most `pool_tokens` tokens."""
     kv_memory_bytes = pool_tokens * token_bytes(tiny(dtype))
     given = EngineOptions(kv_memory_bytes=kv_memory_bytes, keep_logits=True, **options)  # type: ignore[arg-type]
     return Engine.build(tiny(dtype), given)
@@ -68,7 +68,7 @@ def test_little_memory_changes_no_bit(
     retract_at: list[int],
     on_pressure: str,
 ) -> None:
-    """Whatever the pool, pages, chunks and points of retraction: tokens and logits stay."""
+    """Pool, pages, chunks and points of retraction change neither tokens nor logits."""
     expected = expected_answers(seed, dtype, page_size, chunk_tokens)
     requests = make_requests(seed)
     engine = build(
@@ -95,7 +95,7 @@ def test_little_memory_changes_no_bit(
 
 
 def test_retractions_happen_and_bytes_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is really too small: requests go to host memory and come back from there."""
+    """The pool is too small, so requests go to host memory and come back from it."""
     requests = make_requests(1, count=10, longest_answer=40)
     engine = build(100, page_size=4, chunk_tokens=16)
     poison_released(engine, monkeypatch)
@@ -112,7 +112,7 @@ def test_retractions_happen_and_bytes_move(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_skipped_restore_is_noticed(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """A control: were the bytes not brought back, the comparison would fail."""
+    """A control: if the bytes are not brought back, the comparison fails."""
     expected = expected_answers(2, dtype, 4, 16)
     requests = make_requests(2)
     engine = build(300, dtype, page_size=4, chunk_tokens=16)
@@ -131,7 +131,7 @@ def test_skipped_restore_is_noticed(monkeypatch: pytest.MonkeyPatch, dtype: str)
 
 @pytest.mark.parametrize("retracted", [False, True])
 def test_abort_at_every_step_leaks_nothing(retracted: bool) -> None:
-    """Aborting waits for no state: waiting, in its prompt, answering, retracted."""
+    """A request may be aborted while it waits, reads its prompt, answers or is retracted."""
     engine = build(200, page_size=4, chunk_tokens=16)
     for number in range(24):
         requests = make_requests(3, count=3)
@@ -148,8 +148,8 @@ def test_abort_at_every_step_leaks_nothing(retracted: bool) -> None:
     engine.close()
 
 
-def test_abort_of_one_leaves_the_others_alone() -> None:
-    """The others' answers are the same bits as if nobody had been aborted."""
+def test_abort_of_a_request_leaves_the_others_alone() -> None:
+    """The others' answers have the same bits as if nobody had been aborted."""
     expected = {answer[0]: answer for answer in expected_answers(4, "float32", 4, 16)}
     requests = make_requests(4)
     engine = build(150, page_size=4, chunk_tokens=16)
@@ -169,7 +169,7 @@ def test_abort_of_one_leaves_the_others_alone() -> None:
 
 
 def run_with_a_retraction(engine: Engine, requests: list[Request]) -> Request:
-    """Answers all; the first request that has three tokens of answer is retracted there."""
+    """Answers all requests, and retracts the first one that has three new tokens."""
     for request in requests:
         engine.add(request)
     victim = None
@@ -186,7 +186,7 @@ def run_with_a_retraction(engine: Engine, requests: list[Request]) -> Request:
 
 
 def test_full_arena_degrades_to_recompute_and_stays_exact() -> None:
-    """Without host memory the KV is computed again, in the same steps, to the same bits."""
+    """Without host memory the KV is computed again in the same steps, to the same bits."""
     expected = expected_answers(5, "float32", 4, 16)
     requests = make_requests(5)
     engine = build(300, page_size=4, chunk_tokens=16, host_memory_bytes=0)
@@ -199,7 +199,7 @@ def test_full_arena_degrades_to_recompute_and_stays_exact() -> None:
 
 
 def test_fast_mode_says_what_is_not_exact() -> None:
-    """A recomputed request of fast mode is marked; one that was never retracted isn't."""
+    """Only the request that was computed again in fast mode is marked."""
     requests = make_requests(5)
     engine = build(300, page_size=4, chunk_tokens=16, host_memory_bytes=0, exact=False)
     victim = run_with_a_retraction(engine, requests)
@@ -207,7 +207,7 @@ def test_fast_mode_says_what_is_not_exact() -> None:
 
 
 def test_damaged_snapshot_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that changed in host memory are not restored; that request is computed again."""
+    """Bytes that changed in host memory aren't restored; the request's KV is computed again."""
     expected = expected_answers(5, "float32", 4, 16)
     requests = make_requests(5)
     engine = build(300, page_size=4, chunk_tokens=16)
@@ -239,7 +239,7 @@ def test_request_that_can_never_fit_fails_alone() -> None:
 
 
 def test_request_longer_than_the_models_context_fails_alone() -> None:
-    """It would answer nonsense: its positions were never trained."""
+    """The model was never trained for such positions, so the answer would be nonsense."""
     request = Request("r", [5] * 8190, SamplingParams(4))
     engine = build(10_000)
     run_all(engine, [request])
@@ -248,18 +248,18 @@ def test_request_longer_than_the_models_context_fails_alone() -> None:
     assert "has 8192 positions" in str(request.error)
 
 
-def test_more_memory_than_there_is_is_refused() -> None:
-    """At the start, and not by the system when the pool fills up."""
+def test_more_memory_than_is_free_is_refused() -> None:
+    """It is refused at the start, before the system kills the process when the pool fills up."""
     with pytest.raises(UsageError, match="are free"):
         build(1 << 40)
     with pytest.raises(UsageError, match="are free"):
         build(96, host_memory_bytes=1 << 50)
 
 
-def test_host_memory_is_a_part_of_what_is_left_when_the_pool_is_there(
+def test_host_memory_is_a_part_of_what_the_pool_leaves_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the pool has taken already isn't free, and isn't taken off once more."""
+    """Only the part of the pool that has no memory yet is subtracted from the free memory."""
     monkeypatch.setattr(budget, "free_memory_bytes", lambda: 80_000_000)
     for untouched in (0, 4_000_000):
         monkeypatch.setattr("kvtide.serve.engine.untouched_bytes_of", lambda _, n=untouched: n)
@@ -269,7 +269,7 @@ def test_host_memory_is_a_part_of_what_is_left_when_the_pool_is_there(
 
 
 def test_request_that_just_fits_is_answered() -> None:
-    """The last token's KV is never needed, so a pool may be full to the last slot."""
+    """Nobody reads the last token's KV, so a pool may be full to the last slot."""
     request = Request("r", [5] * 90, SamplingParams(7))
     engine = build(96)
     run_all(engine, [request])
@@ -279,13 +279,13 @@ def test_request_that_just_fits_is_answered() -> None:
 
 
 def test_pool_smaller_than_a_page_is_refused() -> None:
-    """Before anything is loaded or allocated, with both sizes."""
+    """It is refused before anything is loaded or allocated, with both sizes."""
     with pytest.raises(UsageError, match="holds no page"):
         build(15)
 
 
 def test_prompt_without_tokens_is_refused() -> None:
-    """There would be nothing to predict from."""
+    """Such a request has nothing to predict from."""
     engine = build(96)
     with pytest.raises(UsageError, match="no tokens"):
         engine.add(Request("r", []))
@@ -294,7 +294,7 @@ def test_prompt_without_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize("token", [-1, 10**6])
 def test_token_of_another_vocabulary_is_refused(token: int) -> None:
-    """When it arrives, and not by a crash of the step that it shares with others."""
+    """It is refused when it arrives; in a step it would crash the requests beside it."""
     engine = build(96)
     with pytest.raises(UsageError, match=f"token {token} isn't one of the model's 260 tokens"):
         engine.add(Request("r", [5, token]))
@@ -303,10 +303,10 @@ def test_token_of_another_vocabulary_is_refused(token: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_fail_their_request_alone(
+def test_nan_logits_fail_their_request_alone(
     monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """A NaN is no token; the others go on to the same answers."""
+    """No token can be chosen from NaN; the other requests get the same answers."""
     expected = {answer[0]: answer for answer in expected_answers(4, "float32", 16, 256)}
     bad = Request("bad", [9] * 5, SamplingParams(5, temperature=temperature))
     requests = make_requests(4)
@@ -330,7 +330,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(
 
 
 def test_stop_string_and_end_token_end_an_answer() -> None:
-    """The stop string is cut off; the end token is a token of the answer, and no text."""
+    """The stop string is cut off; the end token belongs to the answer, but not to its text."""
     free = Request("free", [5] * 20, SamplingParams(12))
     engine = build(400)
     run_all(engine, [free])
@@ -348,14 +348,14 @@ def test_stop_string_and_end_token_end_an_answer() -> None:
 
 
 def test_tokenizer_without_a_fast_form_is_refused() -> None:
-    """Text is made from tokens by the tokenizers library."""
+    """The tokenizers library makes text from tokens, and it needs the fast form."""
     source = dataclasses.replace(tiny(), tokenizer=object())
     with pytest.raises(UsageError, match="no fast form"):
         Engine.build(source, EngineOptions(kv_memory_bytes=1 << 20))
 
 
-def test_id_at_work_is_refused() -> None:
-    """Two requests of one name could not be told apart."""
+def test_id_in_use_is_refused() -> None:
+    """Two requests with one id couldn't be told apart."""
     engine = build(96)
     engine.add(Request("r", [5]))
     with pytest.raises(UsageError, match="is in use already"):

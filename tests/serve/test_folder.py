@@ -1,4 +1,4 @@
-"""Hugging Face folders before anything is loaded: what would be left out, and what can't be."""
+"""Hugging Face folders are checked before anything is loaded: all that is in them must count."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ POINTER = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The tiny model as a Hugging Face folder, in float32."""
+    """Saves the tiny model as a Hugging Face folder in float32."""
     return make_folder(tmp_path / "tiny")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json"])
-def test_a_pointer_of_git_lfs_is_told_from_the_file(folder: Path, name: str) -> None:
-    """A clone without Git LFS has them in place of large files."""
+def test_a_git_lfs_pointer_is_named(folder: Path, name: str) -> None:
+    """A clone without Git LFS has pointers in the place of large files."""
     (folder / name).write_text(POINTER)
     line = refusal(folder)
     assert f"{folder / name} is a Git LFS pointer" in line
     assert f"git lfs pull in {folder}" in line
 
 
-def test_a_gguf_file_that_is_a_pointer_is_told_from_the_file(tmp_path: Path) -> None:
-    """As with those of a folder."""
+def test_a_git_lfs_pointer_to_a_gguf_file_is_named(tmp_path: Path) -> None:
+    """A clone without Git LFS has a pointer in the place of a GGUF file, too."""
     path = tmp_path / "model.gguf"
     path.write_text(POINTER)
     assert f"{path} is a Git LFS pointer" in refusal(path)
 
 
-def test_files_that_nobody_reads_may_be_anything(folder: Path) -> None:
-    """Mistral's own form of the weights, which many leave on the server, and notes."""
+def test_files_that_are_not_read_may_hold_anything(folder: Path) -> None:
+    """Many folders hold Mistral's own form of the weights, or notes; transformers reads neither."""
     (folder / "consolidated.safetensors").write_text(POINTER)
     (folder / "notes.txt").write_text("")
     open_model(str(folder), dtype="float32")
@@ -61,7 +61,7 @@ def test_files_that_nobody_reads_may_be_anything(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json"])
 def test_an_empty_file_is_named(folder: Path, name: str) -> None:
-    """What a download leaves that never began."""
+    """A download that never began leaves an empty file."""
     (folder / name).write_bytes(b"")
     assert f"{folder / name} is empty: get it again" in refusal(folder)
 
@@ -70,8 +70,8 @@ def test_an_empty_file_is_named(folder: Path, name: str) -> None:
     ("text", "reason"),
     [("[1, 2]", "holds a list"), ("{", "is not JSON"), ("\udcff", "is not JSON"), ("null", "None")],
 )
-def test_a_configuration_that_is_none_is_named(folder: Path, text: str, reason: str) -> None:
-    """Another value than an object, half of one, or no text."""
+def test_a_config_json_without_an_object_is_named(folder: Path, text: str, reason: str) -> None:
+    """The file holds another value than an object, half an object, or bytes that aren't text."""
     path = folder / "config.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     line = refusal(folder)
@@ -81,23 +81,23 @@ def test_a_configuration_that_is_none_is_named(folder: Path, text: str, reason: 
 
 @pytest.mark.parametrize("size", [-100, 100, 7, 2])
 def test_weights_that_are_cut_off_are_named(folder: Path, size: int) -> None:
-    """In the numbers or in the head before them."""
+    """The file ends in its numbers or in the header before them."""
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:size])
     line = refusal(folder)
     assert f"{path} is not a complete file of safetensors" in line
 
 
-def test_a_head_longer_than_the_file_costs_no_memory(folder: Path) -> None:
-    """Its length is the first thing that the file says."""
+def test_a_header_longer_than_the_file_costs_no_memory(folder: Path) -> None:
+    """The file begins with the length of its header, which may be a lie."""
     path = folder / WEIGHTS
     path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:])
     assert f"{path} is not a complete file of safetensors" in refusal(folder)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
-def test_layers_that_are_not_there_cost_no_memory(folder: Path, key: str) -> None:
-    """Each would be made before the first weight is looked for."""
+def test_layers_without_weights_cost_no_memory(folder: Path, key: str) -> None:
+    """transformers would make every layer before it looks for the first weight."""
     change_config(folder, **{key: 1 << 30})
     line = refusal(folder)
     assert f"says {key} = {1 << 30}, but there are only 39 tensors" in line
@@ -114,7 +114,7 @@ def test_layers_that_are_not_there_cost_no_memory(folder: Path, key: str) -> Non
     ],
 )
 def test_quantization_that_nobody_knows_is_refused(folder: Path, told: Any) -> None:
-    """Transformers skips it, and takes the packed weights for numbers."""
+    """transformers ignores an unknown method, and takes the packed weights for numbers."""
     change_config(folder, quantization_config=told)
     assert "are quantized by an unknown method" in refusal(folder)
     change_config(folder, quantization_config=None, text_config={"quantization_config": told})
@@ -122,19 +122,19 @@ def test_quantization_that_nobody_knows_is_refused(folder: Path, told: Any) -> N
 
 
 def test_weights_for_mlx_are_refused(folder: Path) -> None:
-    """Its key is one of its own."""
+    """MLX writes its quantization under a key of its own."""
     change_config(folder, quantization={"group_size": 64, "bits": 4})
     assert "quantized for MLX (quantization in config.json)" in refusal(folder)
 
 
-def test_a_quantization_that_is_known_is_transformers_affair(folder: Path) -> None:
-    """It says itself what is missing here."""
+def test_a_known_quantization_is_left_to_transformers(folder: Path) -> None:
+    """transformers says itself what is missing here."""
     change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "unknown method" not in refusal(folder)
 
 
-def test_a_scale_that_is_not_there_is_missed(folder: Path) -> None:
-    """With it transformers gives the numbers back, and without it takes those of 8 bits."""
+def test_a_missing_scale_is_refused(folder: Path) -> None:
+    """With the scale transformers restores the numbers; without it the 8-bit ones would be used."""
     name = "model.layers.1.mlp.up_proj.weight"
     expected: dict[str, torch.Tensor] = {}
 
@@ -155,8 +155,8 @@ def test_a_scale_that_is_not_there_is_missed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
-def test_weights_in_integers_are_refused(folder: Path, dtype: torch.dtype) -> None:
-    """They were numbers once, with scales that lie elsewhere or nowhere."""
+def test_integer_weights_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    """Such weights are quantized, and their scales are elsewhere or missing."""
     name = "model.layers.1.mlp.up_proj.weight"
     change_tensors(folder, lambda held: held.update({name: (held[name] * 50).to(dtype)}))
     line = refusal(folder)
@@ -165,7 +165,7 @@ def test_weights_in_integers_are_refused(folder: Path, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("has_model", [True, False])
 def test_an_adapter_is_refused(folder: Path, has_model: bool) -> None:
-    """Beside its base, where it would be left out, or alone."""
+    """It is refused beside its base model, where it would be left out, and alone."""
     (folder / "adapter_config.json").write_text("{}")
     if not has_model:
         (folder / "config.json").unlink()
@@ -173,13 +173,13 @@ def test_an_adapter_is_refused(folder: Path, has_model: bool) -> None:
 
 
 def test_a_configuration_that_names_its_own_weights_is_refused(folder: Path) -> None:
-    """Others would be looked at here than transformers loads."""
+    """kvtide would check other weights than transformers loads."""
     change_config(folder, transformers_weights="../other.safetensors")
     assert "transformers_weights" in refusal(folder)
 
 
-def test_weights_in_several_files_are_put_together(folder: Path) -> None:
-    """As one file has them."""
+def test_weights_in_several_files_are_joined(folder: Path) -> None:
+    """Two files with an index give the same weights as one file."""
     expected = load_file(folder / WEIGHTS)
     split_up(folder)
     found = open_model(str(folder), dtype="float32").model.state_dict()
@@ -187,7 +187,7 @@ def test_weights_in_several_files_are_put_together(folder: Path) -> None:
 
 
 def test_an_index_and_its_files_must_agree(folder: Path) -> None:
-    """A tensor that isn't in the file it is said to be in, and a file that isn't there."""
+    """A tensor isn't in the file that the index names, or the file doesn't exist."""
     files = split_up(folder)
     name = "model.norm.weight"
     write_index(folder, {**files, "model.more.weight": "model-1.safetensors"})
@@ -200,7 +200,7 @@ def test_an_index_and_its_files_must_agree(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../tiny/model-1.safetensors", "/etc/passwd", ""])
 def test_an_index_names_files_of_its_folder_alone(folder: Path, name: str) -> None:
-    """Its paths are a stranger's."""
+    """The paths in an index come from a stranger, and must not lead out of the folder."""
     files = split_up(folder)
     write_index(folder, {**files, "model.norm.weight": name})
     assert f"names the file {name!r}" in refusal(folder)
@@ -208,14 +208,14 @@ def test_an_index_names_files_of_its_folder_alone(folder: Path, name: str) -> No
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"x": 1}}])
 def test_an_index_without_a_map_is_named(folder: Path, index: Any) -> None:
-    """Whatever is in its place."""
+    """An index that holds anything else is refused."""
     split_up(folder)
     (folder / INDEX).write_text(json.dumps(index))
     assert INDEX in refusal(folder)
 
 
 def test_a_tensor_in_two_files_is_named(folder: Path) -> None:
-    """Either could be meant."""
+    """Nothing says which of the two tensors counts."""
     files = split_up(folder)
     second = folder / "model-2.safetensors"
     name = "model.norm.weight"
@@ -224,8 +224,8 @@ def test_a_tensor_in_two_files_is_named(folder: Path) -> None:
     assert files[name] == "model-1.safetensors"
 
 
-def test_a_file_that_would_be_left_out_is_named_where_it_is_missed(folder: Path) -> None:
-    """The same weights once more are not, nor is Mistral's own form of them."""
+def test_an_ignored_file_is_named_if_it_has_weights_of_its_own(folder: Path) -> None:
+    """A file with the same weights again may be ignored, and so may Mistral's own form of them."""
     held = load_file(folder / WEIGHTS)
     halves = {name: weight.half() for name, weight in held.items()}
     save_file(halves, folder / "model.fp16.safetensors")

@@ -1,4 +1,4 @@
-"""GGUF files: each key and tensor counts, or says nothing, or the file is refused by its name."""
+"""GGUF files: each key and tensor is used or means nothing, or the error names it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TYPES = {
 
 @functools.cache
 def tiny() -> OpenModel:
-    """The tiny Llama, in float32."""
+    """Returns the tiny Llama in float32."""
     return open_model("tiny-random", dtype="float32")
 
 
 def made(kind: str, **changes: Any) -> OpenModel:
-    """A small random model of another kind, or with other settings, and the tiny one's tokens."""
+    """Makes a small random model of another kind or with other settings, and the tiny tokenizer."""
     torch.manual_seed(5)
     sizes = {
         "vocab_size": 260,
@@ -61,7 +61,7 @@ def made(kind: str, **changes: Any) -> OpenModel:
 
 
 def scaled(**rope: Any) -> OpenModel:
-    """The tiny Llama with other positions."""
+    """Returns the tiny Llama with another scaling of positions."""
     model = copy.deepcopy(tiny().model)
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, **rope}
@@ -71,7 +71,7 @@ def scaled(**rope: Any) -> OpenModel:
 
 
 def adding(keys: dict[str, Any]) -> Any:
-    """Writes these keys, each by its value's type."""
+    """A function that writes the keys, each by its value's type."""
 
     def write(writer: Any) -> None:
         for key, value in keys.items():
@@ -81,19 +81,19 @@ def adding(keys: dict[str, Any]) -> Any:
 
 
 def logits(opened: OpenModel) -> torch.Tensor:
-    """The model's own, of a fixed prompt."""
+    """Returns the model's logits of a fixed prompt."""
     with torch.inference_mode():
         found: torch.Tensor = opened.model(IDS).logits
     return found
 
 
 def opened_from(path: Path) -> OpenModel:
-    """The file's model, in float32."""
+    """Opens the file's model in float32."""
     return open_model(str(path), dtype="float32")
 
 
 def refusal(path: Path) -> str:
-    """The one line that a file is refused with, which names it."""
+    """Returns the one line of the error with which a file is refused. It names the file."""
     with pytest.raises(UsageError) as caught:
         opened_from(path)
     line = str(caught.value)
@@ -130,7 +130,7 @@ def refusal(path: Path) -> str:
     ],
 )
 def test_a_key_that_would_be_dropped_is_named(tmp_path: Path, key: str, value: Any) -> None:
-    """With its value: the answers would be another model's."""
+    """The error has the key and its value; without the key the model would answer otherwise."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf", adding({f"llama.{key}": value}))
     line = refusal(path)
     assert f"llama.{key}" in line
@@ -146,10 +146,10 @@ def test_a_key_that_would_be_dropped_is_named(tmp_path: Path, key: str, value: A
         ("attention.layer_norm_rms_epsilon", 1e-4),
     ],
 )
-def test_a_key_that_the_model_has_otherwise_is_named(
+def test_a_key_that_differs_from_the_model_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
 ) -> None:
-    """Whatever came between the file and the configuration."""
+    """Something between the file and the configuration changed the value."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf")
 
     def read(link: Path) -> Any:
@@ -160,8 +160,8 @@ def test_a_key_that_the_model_has_otherwise_is_named(
     assert f"llama.{key} = {value}, and the model would run with" in refusal(path)
 
 
-def test_a_key_that_is_not_there_is_named_where_it_is_missed(tmp_path: Path) -> None:
-    """llama.cpp has 10,000 for the one and wants the other; transformers has numbers of its own."""
+def test_a_missing_key_is_named_if_its_default_would_be_wrong(tmp_path: Path) -> None:
+    """The defaults of llama.cpp and of transformers differ, so the file must give the value."""
     key = "attention.layer_norm_rms_epsilon"
     line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", without=(key,)))
     assert f"doesn't say llama.{key}" in line
@@ -175,8 +175,8 @@ def test_a_key_that_is_not_there_is_named_where_it_is_missed(tmp_path: Path) -> 
         check_keys(keys, SimpleNamespace(rope_parameters={"rope_theta": 5e5}, head_dim=16))
 
 
-def test_one_of_two_keys_for_an_epsilon_is_enough() -> None:
-    """Which one a file has is its kind's affair; without either it would be a default's."""
+def test_either_key_of_an_epsilon_is_enough() -> None:
+    """The kind of model decides which key a file has; without both a default would be used."""
     nemotron = SimpleNamespace(norm_eps=1e-6, head_dim=16)
     keys = {"general.architecture": "nemotron"}
     for name in ("layer_norm_epsilon", "layer_norm_rms_epsilon"):
@@ -195,16 +195,18 @@ def test_one_of_two_keys_for_an_epsilon_is_enough() -> None:
         ("expert_weights_norm", False, {"norm_topk_prob": True}),
     ],
 )
-def test_nothing_is_not_what_the_model_has(key: str, value: Any, meant: dict[str, Any]) -> None:
-    """A file may say that there is no such part, where a default has one."""
+def test_a_key_that_turns_a_part_off_must_turn_it_off(
+    key: str, value: Any, meant: dict[str, Any]
+) -> None:
+    """The file says that the model lacks a part which the configuration has by default."""
     keys = {"general.architecture": "gemma2", f"gemma2.{key}": value}
     check_keys(keys, SimpleNamespace(head_dim=16))
     with pytest.raises(UsageError, match=f"gemma2.{key} = {value}, .* would run with"):
         check_keys(keys, SimpleNamespace(head_dim=16, **meant))
 
 
-def test_scores_are_scaled_as_the_file_has_it() -> None:
-    """By the width of a head unless it says otherwise; a model may have another number."""
+def test_the_scale_of_scores_must_be_the_files() -> None:
+    """The scale follows from a head's width unless the file has another; the model must agree."""
     keys = {"general.architecture": "gemma2"}
     config = SimpleNamespace(head_dim=16, query_pre_attn_scalar=64)
     check_keys({**keys, "gemma2.attention.scale": 64**-0.5}, config)
@@ -259,8 +261,8 @@ OF_THE_FILE = {
 }
 
 
-def test_what_says_nothing_of_the_model_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    """All that converters write beside the numbers, and numbers that stand for nothing."""
+def test_keys_that_do_not_change_the_model_are_accepted(tmp_path: Path) -> None:
+    """Converters write notes beside the numbers, and keys with values that change nothing."""
     keys = {**{f"llama.{key}": value for key, value in NEUTRAL.items()}, **OF_THE_FILE}
     factors = {"rope_freqs.weight": numpy.ones(8, dtype=numpy.float32)}
     path = write_gguf(tiny(), tmp_path / "tiny.gguf", adding(keys), tensors=factors)
@@ -278,7 +280,7 @@ def test_what_says_nothing_of_the_model_is_no_reason_to_refuse(tmp_path: Path) -
     ],
 )
 def test_another_kind_of_file_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
-    """Whatever else is in it."""
+    """It is refused even if it holds a whole model besides."""
     assert reason in refusal(write_gguf(tiny(), tmp_path / "x.gguf", adding({key: value})))
 
 
@@ -296,14 +298,14 @@ def test_another_kind_of_file_is_refused(tmp_path: Path, key: str, value: Any, r
     ],
 )
 def test_a_tensor_that_would_be_dropped_is_named(tmp_path: Path, name: str) -> None:
-    """A bias, a norm, a further layer."""
+    """The model has no place for this bias, norm or layer."""
     extra = {name: numpy.full(64, 0.5, dtype=numpy.float32)}
     line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=extra))
     assert f"1 of its tensors, {name} first" in line
 
 
 def test_a_tensor_of_another_shape_is_named_with_both(tmp_path: Path) -> None:
-    """Transformers would fill it with random numbers."""
+    """transformers would fill the weight with random numbers."""
     other = {"blk.1.ffn_norm.weight": numpy.ones(32, dtype=numpy.float32)}
     line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=other))
     assert "model.layers.1.post_attention_layernorm.weight is [32]" in line
@@ -350,18 +352,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
     ],
 )
-def test_scaled_positions_are_those_of_the_folder(
+def test_scaled_positions_equal_those_of_the_folder(
     tmp_path: Path, rope: dict[str, Any], keys: dict[str, Any]
 ) -> None:
-    """Bit for bit, and others than without."""
+    """The logits equal the folder's to the bit, and differ from those without scaling."""
     more = adding({f"llama.{key}": value for key, value in keys.items()})
     opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", more))
     assert torch.equal(logits(scaled(**rope)), logits(opened))
     assert not torch.equal(logits(tiny()), logits(opened))
 
 
-def test_positions_that_the_model_does_not_have_are_not_scaled(tmp_path: Path) -> None:
-    """Those of GPT-2 are learned; and what is scaled twice isn't known."""
+def test_a_scaling_that_the_model_cannot_have_is_refused(tmp_path: Path) -> None:
+    """GPT-2 learns its positions, and nothing says how two scalings would be combined."""
     gpt = {"general.architecture": "gpt2", "gpt2.rope.scaling.factor": 2.0}
     with pytest.raises(UsageError, match=r"gpt2\.rope\.scaling"):
         complete(SimpleNamespace(n_positions=64), gpt, None)
@@ -372,8 +374,8 @@ def test_positions_that_the_model_does_not_have_are_not_scaled(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_factors_of_llama_3_are_those_of_the_folder(tmp_path: Path, factor: float) -> None:
-    """The file has no numbers of the scaling, only what comes of them: what divides frequencies."""
+def test_factors_of_llama_3_equal_those_of_the_folder(tmp_path: Path, factor: float) -> None:
+    """The file has only the factors that divide the frequencies, not the scaling's numbers."""
     folder = scaled(**{**LLAMA3, "factor": factor})
     plain, divided = (opened.model.model.rotary_emb.inv_freq for opened in (tiny(), folder))
     factors = {"rope_freqs.weight": (plain / divided).numpy()}
@@ -384,7 +386,7 @@ def test_factors_of_llama_3_are_those_of_the_folder(tmp_path: Path, factor: floa
 
 @pytest.mark.parametrize("factors", [[1, 2, 3, 4, 5, 6, 7, 8], [8.0] * 8, [1.0, 8.0], [0.5] * 8])
 def test_factors_of_an_unknown_scaling_are_refused(tmp_path: Path, factors: list[float]) -> None:
-    """Nobody could say what configuration they come from."""
+    """No known configuration gives such factors."""
     held = {"rope_freqs.weight": numpy.array(factors, dtype=numpy.float32)}
     line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", tensors=held))
     assert "rope_freqs.weight" in line
@@ -404,7 +406,7 @@ def test_factors_of_an_unknown_scaling_are_refused(tmp_path: Path, factors: list
 def test_files_of_these_kinds_answer_as_their_folders(
     tmp_path: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    """With their biases and norms, and the keys of the converters."""
+    """Biases, norms and the keys that converters write all take effect."""
     model = made(kind, **changes)
     arch, width = arch_of(model), head_dim_of(model)
     keys = {f"{arch}.attention.key_length": width, f"{arch}.attention.value_length": width}
@@ -413,15 +415,17 @@ def test_files_of_these_kinds_answer_as_their_folders(
 
 
 def words(opened: OpenModel, text: str) -> list[str]:
-    """What a text is cut into before it becomes tokens."""
+    """Returns the words into which a text is cut before it becomes tokens."""
     cut = opened.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     return [word for word, _ in cut]
 
 
 @pytest.mark.parametrize("split", ["smollm", "starcoder"])
 def test_digits_are_words_where_the_file_says_so(tmp_path: Path, split: str) -> None:
-    """The spaces before a number are one word then, as in the tokenizer that the model has learned
-    with; a folder that is made of it has the same."""
+    """The spaces before a number become a word, as in the tokenizer that the model learned with.
+
+    A folder that is saved from the model cuts texts in the same way.
+    """
     opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
     opened.model.save_pretrained(tmp_path / "folder")
     opened.tokenizer.save_pretrained(tmp_path / "folder")
@@ -434,20 +438,20 @@ def test_digits_are_words_where_the_file_says_so(tmp_path: Path, split: str) -> 
     [("gpt-2", ["Ġ", "Ġ1234", "'s", "Ġ!"]), ("llama-bpe", ["Ġ", "Ġ", "123", "4", "'s", "Ġ!"])],
 )
 def test_texts_are_cut_as_the_file_says(tmp_path: Path, split: str, expected: list[str]) -> None:
-    """As for GPT-2, or as transformers knows it."""
+    """Texts are cut as for GPT-2, or as transformers cuts them by that name."""
     opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
     assert expected == words(opened, "  1234's !")
 
 
 @pytest.mark.parametrize("split", ["deepseek-llm", "falcon", "of-tomorrow"])
 def test_an_unknown_way_to_cut_texts_is_refused(tmp_path: Path, split: str) -> None:
-    """The model would read other tokens than it has learned."""
+    """The model would read other tokens than those that it learned."""
     line = refusal(write_gguf(tiny(), tmp_path / "tiny.gguf", split=split))
     assert f"tokenizer.ggml.pre = '{split}'" in line
 
 
-def test_all_ends_of_an_answer_are_the_files(tmp_path: Path) -> None:
-    """Of a text, of a turn and of a message; a folder that is made of it has them too."""
+def test_all_end_tokens_of_the_file_end_an_answer(tmp_path: Path) -> None:
+    """The file names the ends of a text, a turn and a message; a saved folder keeps them."""
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 8}
     opened = opened_from(write_gguf(tiny(), tmp_path / "tiny.gguf", adding(ends)))
     opened.model.save_pretrained(tmp_path / "folder")
@@ -464,10 +468,10 @@ def test_all_ends_of_an_answer_are_the_files(tmp_path: Path) -> None:
         ({"tokenizer.ggml.add_space_prefix": False}, ["ab"], " ab"),
     ],
 )
-def test_a_space_before_a_text_is_the_files_affair(
+def test_the_file_decides_on_a_space_before_a_text(
     tmp_path: Path, keys: dict[str, Any], expected: list[str], text: str
 ) -> None:
-    """SentencePiece puts one there, and takes it from an answer, unless the file says otherwise."""
+    """SentencePiece adds a space and removes it from an answer, unless the file forbids it."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf", adding(keys), is_sentencepiece=True)
     opened = opened_from(path)
     opened.model.save_pretrained(tmp_path / "folder")
@@ -479,16 +483,16 @@ def test_a_space_before_a_text_is_the_files_affair(
         assert text == source.tokenizer.decode([space])
 
 
-def test_neighbours_of_a_file_have_no_say(tmp_path: Path) -> None:
-    """Transformers looks for an adapter and for a tokenizer's settings in the file's folder."""
+def test_other_files_in_the_folder_change_nothing(tmp_path: Path) -> None:
+    """transformers looks in a file's folder for an adapter and a tokenizer's settings."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf")
     for name in ("adapter_config.json", "tokenizer_config.json", "generation_config.json"):
         (tmp_path / name).write_text("{")
     assert torch.equal(logits(tiny()), logits(opened_from(path)))
 
 
-def test_the_head_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes seconds for a large vocabulary; afterwards the library's reader is its own again."""
+def test_the_header_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing a large vocabulary takes seconds. Afterwards the library's reader is as before."""
     real, read = gguf.GGUFReader, list[str]()
 
     def count(path: str) -> Any:
@@ -503,14 +507,14 @@ def test_the_head_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("size", [20, 500, 400_000, -1])
 def test_a_file_that_is_cut_off_is_named(tmp_path: Path, size: int) -> None:
-    """A download that was broken off: in the head, or in the numbers."""
+    """A download that was broken off ends in the header or in the numbers."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:size])
     assert f"{path} is cut off" in refusal(path)
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    """Transformers takes the first, and the last would be looked at."""
+def test_a_key_that_appears_twice_is_refused(tmp_path: Path) -> None:
+    """transformers uses the first value, and kvtide would check the last."""
     more = adding({"llama.logit_scale": 0.25, "llama.logit_twice": 1.0})
     path = write_gguf(tiny(), tmp_path / "tiny.gguf", more)
     path.write_bytes(path.read_bytes().replace(b"llama.logit_twice", b"llama.logit_scale"))
@@ -518,10 +522,10 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_an_unknown_type_is_named(tmp_path: Path) -> None:
-    """Formats of quantization are added now and then."""
+    """New formats of quantization appear now and then."""
     path, name = write_gguf(tiny(), tmp_path / "tiny.gguf"), b"token_embd.weight"
     data = bytearray(path.read_bytes())
-    place = data.index(name) + len(name) + 4 + 2 * 8  # past the number of its axes, and those
+    place = data.index(name) + len(name) + 4 + 2 * 8  # after the number of axes and the axes
     data[place : place + 4] = (99).to_bytes(4, "little")
     path.write_bytes(data)
     assert "token_embd.weight is of type 99" in refusal(path)
@@ -529,7 +533,7 @@ def test_a_tensor_of_an_unknown_type_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("claim", ["layers", "texts", "numbers", "tensor", "tensors"])
 def test_what_a_file_claims_costs_no_memory(tmp_path: Path, claim: str) -> None:
-    """Sizes are a stranger's word: each is compared with what there is."""
+    """The file's sizes come from a stranger, so each is compared with the bytes that exist."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf")
     data = bytearray(path.read_bytes())
 
@@ -540,11 +544,11 @@ def test_what_a_file_claims_costs_no_memory(tmp_path: Path, claim: str) -> None:
     if claim == "layers":
         place = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
         data[place : place + 4] = (1 << 30).to_bytes(4, "little")
-    elif claim == "texts":  # past the array's type and that of what is in it
+    elif claim == "texts":  # after the types of the array and of its elements
         put(b"tokenizer.ggml.tokens", 8, 1 << 50)
     elif claim == "numbers":
         put(b"tokenizer.ggml.scores", 8, 1 << 50)
-    elif claim == "tensor":  # past the number of its axes
+    elif claim == "tensor":  # after the number of axes
         put(b"\x11\0\0\0\0\0\0\0token_embd.weight", 4, 1 << 50)
     else:
         data[8:16] = (1 << 50).to_bytes(8, "little")
@@ -553,6 +557,6 @@ def test_what_a_file_claims_costs_no_memory(tmp_path: Path, claim: str) -> None:
 
 
 def test_keys_and_tensors_of_the_helper_are_complete() -> None:
-    """What the tests above add to: a file in which nothing is left out."""
+    """The tests above add to a file that lacks nothing."""
     assert 10 == len(keys_of(tiny()))
     assert 9 * 4 + 3 == len(tensors_of(tiny()))

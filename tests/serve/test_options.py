@@ -1,4 +1,4 @@
-"""Invalid options of an engine."""
+"""The options of an engine are checked when they are given."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from kvtide.serve.options import EngineOptions
     ],
 )
 @pytest.mark.parametrize("value", ["1MiB", 4096.7, -1, True, "ofload"])
-def test_options_that_cannot_be_meant_are_refused_when_they_are_given(
-    name: str, value: object
-) -> None:
-    """Not when a model is loaded already, nor by doing something else."""
+def test_invalid_options_are_refused(name: str, value: object) -> None:
+    """The error names the option at once, before a model is loaded."""
     with pytest.raises(UsageError, match=f"engine: {name} must be "):
         EngineOptions(**{name: value})  # type: ignore[arg-type]
 
 
-def test_options_that_may_be_left_open_are_none() -> None:
-    """The others have a value."""
+def test_only_three_options_may_be_none() -> None:
+    """None asks for the default; every other option needs a value."""
     EngineOptions(kv_memory_bytes=None, host_memory_bytes=None, threads=None)
     with pytest.raises(UsageError, match="engine: page_size must be an integer from 1, not None"):
         EngineOptions(page_size=None)  # type: ignore[arg-type]

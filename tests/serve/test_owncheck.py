@@ -1,4 +1,4 @@
-"""Models that would answer otherwise through kvtide than by themselves are refused by name."""
+"""A model whose answers through kvtide would differ from its own is refused with the reason."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NOT_FROM_0 = "it doesn't count positions from 0"
 
 
 def encoder(**changes: Any) -> dict[str, Any]:
-    """The sizes of a BERT and its like, with a padding token as they have it."""
+    """Returns the sizes of a BERT and similar models, with their padding token."""
     sizes = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     return {**sizes, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, **changes}
 
 
 def decoder_of_two() -> dict[str, Any]:
-    """The sizes of a BART and its like."""
+    """Returns the sizes of a BART and similar models."""
     return {
         "vocab_size": 199,
         "d_model": 48,
@@ -67,14 +67,14 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
 
 @functools.cache
 def wrong_model(family: str, dtype: torch.dtype) -> Any:
-    """A small random model of a family that would be served wrongly; no test changes it."""
+    """Makes a small random model that would be served wrongly; no test changes it."""
     torch.manual_seed(3)
     config = getattr(tf, f"{family}Config")(**WRONG[family][0]())
     return tf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
 def refusal(model: Any, *, exact: bool = True) -> str:
-    """The line with which the check refuses a model."""
+    """Returns the line with which the check refuses a model."""
     with pytest.raises(UsageError, match="isn't served") as caught:
         check_own_answers(model, CPUDevice(), exact=exact)
     line = str(caught.value)
@@ -84,10 +84,10 @@ def refusal(model: Any, *, exact: bool = True) -> str:
 
 @DTYPES
 @pytest.mark.parametrize("family", WRONG)
-def test_what_would_answer_otherwise_is_refused_with_the_reason(
+def test_models_that_would_answer_otherwise_are_refused_with_the_reason(
     family: str, dtype: torch.dtype
 ) -> None:
-    """By name, and with all that is wrong and nothing else; weights as transformers makes them."""
+    """The line names the model and every reason that applies, and no other."""
     model = wrong_model(family, dtype)
     line = refusal(model)
     assert f"'{model.config.model_type}'" in line or family in line
@@ -98,8 +98,10 @@ def test_what_would_answer_otherwise_is_refused_with_the_reason(
 @EXACT
 @DTYPES
 @pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "GPTNeoX", "OPT"])
-def test_what_answers_as_by_itself_is_served(family: str, dtype: torch.dtype, exact: bool) -> None:
-    """To float32's rounding, whatever the dtype: far from the limit."""
+def test_models_that_answer_as_by_themselves_are_served(
+    family: str, dtype: torch.dtype, exact: bool
+) -> None:
+    """The difference is float32's rounding in every dtype, far from the limit."""
     found = check_own_answers(model_of(family, dtype), CPUDevice(), exact=exact)
     assert isinstance(found, OwnCheck)
     assert found.deviation < 2e-5
@@ -107,7 +109,7 @@ def test_what_answers_as_by_itself_is_served(family: str, dtype: torch.dtype, ex
 
 @DTYPES
 def test_attention_to_later_tokens_is_named(dtype: torch.dtype) -> None:
-    """A Llama whose own attention looks both ways."""
+    """A Llama layer attends to later tokens."""
     torch.manual_seed(3)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).to(dtype).eval()
     model.model.layers[1].self_attn.is_causal = False
@@ -116,14 +118,14 @@ def test_attention_to_later_tokens_is_named(dtype: torch.dtype) -> None:
 
 
 def test_an_engine_is_not_built_over_such_a_model() -> None:
-    """At the start, before the first request."""
+    """The model is refused when the engine is built, before the first request."""
     source = OpenModel(wrong_model("Bart", torch.float32), tiny().tokenizer, "a/bart", frozenset())
     with pytest.raises(UsageError, match=FROM_CACHE):
         Engine.build(source, EngineOptions())
 
 
 def test_a_mistake_in_the_models_own_dtype_alone_is_enough() -> None:
-    """Arithmetic in float32 hides none."""
+    """The check runs in the model's dtype as well as in float32."""
     model = model_of("Llama", torch.bfloat16)
 
     def disturb(module: Any, arguments: Any, keywords: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -140,7 +142,7 @@ def test_a_mistake_in_the_models_own_dtype_alone_is_enough() -> None:
 @DTYPES
 @pytest.mark.parametrize("place", range(17))
 def test_one_wrong_position_is_enough(place: int, dtype: torch.dtype) -> None:
-    """A layer that moves one token's state by a thousandth where it is served, nowhere else."""
+    """While the model is served, a layer changes the state of one token by a thousandth."""
     model = model_of("Llama", dtype)
 
     def disturb(module: Any, arguments: Any, keywords: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -160,11 +162,11 @@ def test_one_wrong_position_is_enough(place: int, dtype: torch.dtype) -> None:
 def test_a_near_tie_of_two_experts_is_no_reason_to_refuse(
     calls: set[int], is_refused: bool
 ) -> None:
-    """Where rounding chooses another one for a token, it won't for other tokens as well."""
+    """Rounding may choose another expert for one token, but not for two."""
     model, count = model_of(), itertools.count()
 
     def flip(module: Any, arguments: Any, logits: torch.Tensor) -> torch.Tensor:
-        # The head runs six times a try: a trial, four steps, and the model by itself.
+        # The head runs six times in each try: in a trial, in four steps, and in the model alone.
         return logits * 1.01 if next(count) in calls else logits
 
     hook = model.lm_head.register_forward_hook(flip)
@@ -176,7 +178,7 @@ def test_a_near_tie_of_two_experts_is_no_reason_to_refuse(
 
 
 def state_of(model: Any) -> tuple[object, ...]:
-    """All that a check might leave changed: where weights lie, their bytes, hooks, settings."""
+    """Returns all that a check could change: tensors, their bytes, hooks and settings."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return (
         [(name, tensor.data_ptr(), tensor.dtype, tensor.device) for name, tensor in tensors],
@@ -197,7 +199,7 @@ def state_of(model: Any) -> tuple[object, ...]:
 @DTYPES
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Bart"])
 def test_the_model_is_left_as_it_was(family: str, dtype: torch.dtype) -> None:
-    """Also one that is refused."""
+    """A model that is refused is left unchanged, too."""
     model = wrong_model(family, dtype) if family in WRONG else model_of(family, dtype)
     before = state_of(model)
     if family in WRONG:
@@ -208,7 +210,7 @@ def test_the_model_is_left_as_it_was(family: str, dtype: torch.dtype) -> None:
 
 
 def test_the_model_is_left_as_it_was_after_an_interrupt() -> None:
-    """Ctrl-C in the middle of a layer: the layer's weights are narrow again."""
+    """Ctrl-C arrives while a layer's weights are wide; they become narrow again."""
     model = model_of("Llama", torch.bfloat16)
     before = state_of(model)
 
@@ -222,7 +224,7 @@ def test_the_model_is_left_as_it_was_after_an_interrupt() -> None:
     assert before == state_of(model)
 
 
-def test_one_layer_at_a_time_is_held_twice() -> None:
+def test_only_the_running_layer_is_held_twice() -> None:
     """A model that fills half of the memory can be checked: layers that don't run stay narrow."""
     model = model_of("Llama", torch.bfloat16)
     layers = model.model.layers
@@ -242,7 +244,7 @@ def test_one_layer_at_a_time_is_held_twice() -> None:
 @pytest.mark.parametrize("layer", [0, 1])
 @DTYPES
 def test_weights_that_are_not_numbers_are_named(dtype: torch.dtype, layer: int) -> None:
-    """The model's plain forward shows them, whether or not a layer caches such numbers."""
+    """The model's plain forward pass shows them, whether or not they reach the cache."""
     torch.manual_seed(3)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL)).to(dtype).eval()
     with torch.no_grad():
@@ -252,7 +254,7 @@ def test_weights_that_are_not_numbers_are_named(dtype: torch.dtype, layer: int) 
 
 @pytest.mark.parametrize("ruled_out", [float("-inf"), torch.finfo(torch.float32).min])
 def test_tokens_that_a_model_rules_out_are_no_difference(ruled_out: float) -> None:
-    """Some models give the logits of tokens that don't exist the lowest number, or less."""
+    """Some models give tokens that don't exist the lowest number, or minus infinity."""
     model = model_of()
 
     def rule_out(module: Any, arguments: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -266,7 +268,7 @@ def test_tokens_that_a_model_rules_out_are_no_difference(ruled_out: float) -> No
 
 
 def test_a_short_context_is_not_exceeded() -> None:
-    """A model of five positions has no sixth to look up."""
+    """A model of five positions has no sixth position."""
     torch.manual_seed(3)
     sizes = {**SMALL, "max_position_embeddings": 5}
     del sizes["num_key_value_heads"], sizes["intermediate_size"]
@@ -276,7 +278,7 @@ def test_a_short_context_is_not_exceeded() -> None:
 
 @DTYPES
 def test_experts_of_any_width_are_compared(dtype: torch.dtype) -> None:
-    """The form of experts that transformers prefers takes rows of whole 16 bytes only."""
+    """transformers' preferred form of experts needs rows of whole 16 bytes."""
     torch.manual_seed(3)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 35}
     model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SMALL, **experts)).to(dtype).eval()

@@ -1,4 +1,4 @@
-"""Packed steps over a pool: the right tokens, the same bits in any company, refusals."""
+"""Packed steps over a pool give the right tokens, and the same bits in any company."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = (1, 2, 17, 40, 41, 63, 64, 65, 130)
 
 @functools.cache
 def safe_rules(family: str, dtype: torch.dtype, threads: int) -> ExactRules:
-    """What the self-check finds here; without a safe row count there is no exact mode to test."""
+    """Returns the rules of the self-check. Without a safe row count there is no exact mode."""
     assert torch.get_num_threads() == threads
     rules = find_rows(model_of(family, dtype), CPUDevice()).rules
     assert rules is not None
@@ -35,14 +35,14 @@ def safe_rules(family: str, dtype: torch.dtype, threads: int) -> ExactRules:
 
 
 def from_to(least: int, most: int, *, share_attention: bool = True) -> ExactRules:
-    """Passes of any number of rows in between."""
+    """Makes rules that allow passes of `least` to `most` rows."""
     rows = RowCounts(tuple(range(least, most + 1)))
     return ExactRules(rows, rows, share_attention)
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Torch's thread count, set back afterwards."""
+    """Sets torch's thread count, and restores it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -59,12 +59,12 @@ class Answer:
     logits: list[Tensor] = field(default_factory=list)
 
     def next_count(self) -> int:
-        """Chunk boundaries that depend on this request alone."""
+        """Returns the next chunk's length, which depends on this request only."""
         return min(len(self.tokens) - self.done, CHUNK - self.done % CHUNK)
 
 
 def prompts(seed: int = 0) -> list[list[int]]:
-    """Random prompts around the borders of chunks and of padded lengths."""
+    """Makes random prompts with lengths around the ends of chunks and of padded lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 199, (n,), generator=generator).tolist() for n in LENGTHS]
 
@@ -72,7 +72,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 def answers_to(
     paged: PagedModel, pool: Pool, asked: Sequence[list[int]], *, seed: int = 0, most: int = 99
 ) -> list[Answer]:
-    """Greedy answers in random slots, at most ``most`` requests to a step."""
+    """Computes greedy answers in random slots, with at most `most` requests in a step."""
     slots = torch.randperm(pool.slot_count, generator=torch.Generator().manual_seed(seed))
     each = slots.view(-1, pool.slot_count // 20).unbind()
     requests = [Answer(list(p), s) for p, s in zip(asked, each, strict=False)]
@@ -84,7 +84,7 @@ def answers_to(
 
 
 def pack(requests: Sequence[Answer]) -> tuple[PackedBatch, list[Answer]]:
-    """One step of these requests, and those among them whose logits it asks for."""
+    """Packs one step of these requests, and returns those that get logits from it."""
     token_ids: list[int] = []
     positions: list[int] = []
     out_slots: list[Tensor] = []
@@ -120,7 +120,7 @@ def step(paged: PagedModel, requests: Sequence[Answer]) -> None:
 
 
 def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
-    """Tokens, and the logits of every step, bit for bit."""
+    """Tokens are equal, and the logits of every step to the bit."""
     for wanted, found in zip(expected, actual, strict=True):
         assert wanted.tokens == found.tokens
         assert torch.equal(torch.stack(wanted.logits), torch.stack(found.logits))
@@ -134,8 +134,8 @@ def assert_same(expected: Sequence[Answer], actual: Sequence[Answer]) -> None:
         *("GPTNeoX", "Nemotron", "StableLm"),  # they drop arguments on their way to the attention
     ],
 )
-def test_tokens_are_those_of_generate(family: str, exact: bool) -> None:
-    """In float32, many requests in chunks answer what the model itself answers to each alone."""
+def test_tokens_equal_those_of_generate(family: str, exact: bool) -> None:
+    """In float32, requests in one pool get the answers that the model gives each of them alone."""
     model, asked = model_of(family), prompts()
     expected = [generated(model, prompt) for prompt in asked]
     pool = pool_of(model)
@@ -150,7 +150,7 @@ def test_tokens_are_those_of_generate(family: str, exact: bool) -> None:
 def test_exact_logits_do_not_depend_on_company_or_slots(
     family: str, dtype: torch.dtype, threads: int
 ) -> None:
-    """Alone, all at once, or three at a time in reverse and in other slots: the same bits."""
+    """A request gets the same bits alone, among all, and in a group of three in other slots."""
     model, asked = model_of(family, dtype), prompts()
     pool = pool_of(model)
     rules = safe_rules(family, dtype, threads)
@@ -164,7 +164,7 @@ def test_exact_logits_do_not_depend_on_company_or_slots(
 
 
 def test_a_request_moved_to_other_slots_goes_on_with_the_same_bits() -> None:
-    """Its KV copied elsewhere and its old slots overwritten, as after a retraction."""
+    """Its KV is copied and the old slots are overwritten, as after a retraction."""
     model = model_of()
     pool = pool_of(model)
     paged = PagedModel(model, pool, exact=from_to(16, 32))
@@ -195,9 +195,10 @@ def test_a_request_moved_to_other_slots_goes_on_with_the_same_bits() -> None:
 def test_exact_passes_keep_to_the_row_counts(
     chunk_rows: range, expected: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments that fit share passes of such counts, a longer one is a pass of its own.
+    """Segments that fit share a pass with a safe row count, and a longer segment has its own pass.
 
-    Those of one query have passes of 4 to 8 rows, which longer ones share if theirs are the same.
+    Segments of one query use passes of 4 to 8 rows. Longer segments share these passes only if
+    their safe row counts are the same.
     """
     model = model_of()
     pool = pool_of(model)
@@ -220,7 +221,7 @@ def test_exact_passes_keep_to_the_row_counts(
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_step_writes_to_its_own_slots_only(exact: bool) -> None:
-    """Padding rows included: every byte of every other slot stays as it was."""
+    """All other slots keep every byte; padding rows write nothing."""
     model = model_of()
     pool = pool_of(model)
     paged = PagedModel(model, pool, exact=from_to(16, 32) if exact else None)
@@ -236,7 +237,7 @@ def test_a_step_writes_to_its_own_slots_only(exact: bool) -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_logits_come_in_the_order_asked_for(exact: bool) -> None:
-    """Prompts and decoding rows of unlike lengths in one step, some without logits."""
+    """One step has prompts and single queries, and some of them get no logits."""
     model, asked = model_of(), prompts()
     pool = pool_of(model)
     paged = PagedModel(model, pool, exact=from_to(4, 8) if exact else None)
@@ -255,8 +256,8 @@ def test_logits_come_in_the_order_asked_for(exact: bool) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_head_computes_the_rows_that_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a shared pass: those whose logits are asked for, padded up to a count that is safe."""
+def test_the_head_computes_only_the_wanted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head runs on the rows that need logits, padded to a safe row count."""
     model = model_of()
     pool = pool_of(model)
     rows = ExactRules(RowCounts((2, 8, 16)), RowCounts((2, 8, 16)))
@@ -279,7 +280,7 @@ def test_the_head_computes_the_rows_that_are_wanted(monkeypatch: pytest.MonkeyPa
 
 
 def test_requests_that_may_not_share_attention_have_a_call_each() -> None:
-    """Then their numbers are those that they have alone, whatever a call does to its neighbours."""
+    """Their numbers are then those of a request alone, whatever a shared call would do."""
     model, asked = model_of(), prompts()
     expected = [generated(model, prompt) for prompt in asked]
     pool = pool_of(model)
@@ -292,7 +293,7 @@ def test_requests_that_may_not_share_attention_have_a_call_each() -> None:
 
 
 def test_a_pool_of_another_shape_is_refused() -> None:
-    """A pool of another dtype would take wrong bytes without a word."""
+    """A pool of another dtype would take wrong bytes without an error."""
     model = model_of()
     with pytest.raises(UsageError, match="the pool holds"):
         PagedModel(model, pool_of(model_of("Llama", torch.bfloat16)), exact=None)

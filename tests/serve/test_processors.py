@@ -1,7 +1,7 @@
-"""What the self-check accepts is exact, whatever the libraries underneath do.
+"""The self-check accepts only what is exact, whichever processor the libraries run on.
 
-They choose their kernels by the processor. Here they are made to choose as on others, before they
-load: an older one, one without bfloat16 instructions, one that MKL knows nothing of.
+They choose their kernels by the processor. Here they are made to choose as on other processors,
+before they load: an older one, one without bfloat16 instructions, one that MKL doesn't know.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROCESSORS = {
 
 
 def report_on(settings: dict[str, str], *options: str, threads: tuple[str, ...] = ("2",)) -> Any:
-    """What comes of two models, in both dtypes, in three engines each."""
+    """Runs two models in both dtypes, each in three engines, and returns the report."""
     kept = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     fixed = ["--models", "2", "--requests", "6", "--json"]
     done = subprocess.run(
@@ -52,17 +52,17 @@ def report_on(settings: dict[str, str], *options: str, threads: tuple[str, ...] 
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_what_is_accepted_is_exact(name: str) -> None:
-    """Whatever the libraries choose their kernels for."""
+def test_accepted_models_are_exact(name: str) -> None:
+    """Every answer is exact with the kernels for this processor."""
     found = report_on(PROCESSORS[name])["machine"]["environment"]
     assert PROCESSORS[name].items() <= found.items()
 
 
-def test_what_is_accepted_is_exact_on_this_processor() -> None:
-    """With one thread and with two."""
+def test_accepted_models_are_exact_on_this_processor() -> None:
+    """Every answer is exact with one thread and with two."""
     report_on({}, threads=("1", "2"))
 
 
-def test_what_is_accepted_is_exact_where_mkl_was_not_told() -> None:
-    """Torch computed first, so attention may depend on its thread: then that costs speed alone."""
+def test_accepted_models_are_exact_without_repeatable_mkl() -> None:
+    """If torch computed first, attention may depend on its thread: that costs only speed."""
     assert report_on({}, "--mkl-as-it-likes")["machine"]["mkl_repeatable"] is not True

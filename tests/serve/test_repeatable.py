@@ -1,4 +1,4 @@
-"""The libraries under torch are told to repeat their results, in processes that start anew."""
+"""kvtide tells torch's libraries to repeat their results; each test starts new processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPUTE = "import torch; torch.ones(99, 99) @ torch.ones(99, 99)"
 
 
 def run(code: str, **settings: str) -> list[str]:
-    """What a new process prints that runs this, its environment without what is set here."""
+    """Runs code in a new process, with only the given settings set, and returns what it prints."""
     names = ("MKL_CBWR", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -35,14 +35,14 @@ def run(code: str, **settings: str) -> list[str]:
 
 @needs_mkl
 def test_importing_the_engine_before_torch_computes_is_enough() -> None:
-    """Whether torch was loaded before or after."""
+    """torch may be loaded before kvtide.serve or after it."""
     assert ["True"] == run(f"import kvtide.serve; {COMPUTE}{ASK}")
     assert ["True"] == run(f"import torch, kvtide.serve; {COMPUTE}{ASK}")
 
 
 @needs_mkl
-def test_a_program_that_computed_first_is_told() -> None:
-    """With the remedy, when it builds an engine in exact mode; it may still be exact."""
+def test_a_program_that_computed_first_gets_a_warning() -> None:
+    """An engine in exact mode warns and gives the remedy; it may still be exact."""
     build = (
         "from kvtide.serve.engine import Engine, EngineOptions; "
         "from kvtide.serve.models import open_model; "
@@ -57,8 +57,8 @@ def test_a_program_that_computed_first_is_told() -> None:
 
 
 @needs_mkl
-def test_the_command_that_answers_prompts_is_in_time(tmp_path: Path) -> None:
-    """Torch is loaded before the engine there, to look for the device."""
+def test_the_run_command_sets_mkl_in_time(tmp_path: Path) -> None:
+    """The command loads torch before the engine, to look for the device."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "prompt": "a"}\n')
     options = f"'{prompts}', '--model', 'tiny-random', '--max-new-tokens', '2'"
@@ -66,16 +66,16 @@ def test_the_command_that_answers_prompts_is_in_time(tmp_path: Path) -> None:
     assert "True" in run(f"{answer}; start(){ASK}")
 
 
-def test_what_the_environment_has_chosen_stays() -> None:
-    """A mode that somebody set is theirs."""
+def test_a_mode_in_the_environment_stays() -> None:
+    """A mode that the user set isn't changed."""
     show = "import os, kvtide.serve; print(os.environ['MKL_CBWR'])"
     assert ["COMPATIBLE"] == run(show, MKL_CBWR="COMPATIBLE")
     assert ["AUTO"] == run(show)
-    assert ["AUTO"] == run(show, MKL_CBWR="")  # as MKL and OpenMP take it: nothing was chosen
+    assert ["AUTO"] == run(show, MKL_CBWR="")  # MKL and OpenMP take an empty value for none
 
 
 def test_the_command_sets_how_threads_wait_before_torch_is_loaded() -> None:
-    """OpenMP reads it then; what somebody set stays."""
+    """OpenMP reads the setting when torch loads; a value that the user set stays."""
     show = (
         "import os, sys; sys.argv = ['kvtide', '--version']; "
         "from kvtide.cli import start; start(); "

@@ -1,4 +1,4 @@
-"""What a request computes next, as a function of the request alone."""
+"""What a request computes next depends on the request alone."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvtide.serve.request import Request, SamplingParams
 
 
 def test_tokens_cross_from_prompt_to_answer() -> None:
-    """A range of tokens may lie in either or in both."""
+    """A range of tokens may lie in the prompt, in the answer, or in both."""
     request = Request("r", [1, 2, 3], output_ids=[4, 5])
     assert [2, 3] == request.tokens(1, 2)
     assert [3, 4] == request.tokens(2, 2)
     assert [5] == request.tokens(4, 1)
 
 
-def test_replay_takes_answer_tokens_one_by_one() -> None:
-    """Known or not: that is how they were computed the first time."""
+def test_replay_takes_tokens_of_the_answer_one_by_one() -> None:
+    """The first time they were computed one by one, too."""
     request = Request("r", [1] * 10, output_ids=[2] * 5)
     counts = []
     while request.stored < request.token_count:
@@ -27,7 +27,7 @@ def test_replay_takes_answer_tokens_one_by_one() -> None:
 
 
 def test_without_replay_known_tokens_go_in_chunks() -> None:
-    """Faster, and in other steps than the first time."""
+    """This is faster, but the steps differ from those of the first time."""
     request = Request("r", [1] * 10, output_ids=[2] * 5)
     counts = []
     while request.stored < request.token_count:
@@ -36,8 +36,8 @@ def test_without_replay_known_tokens_go_in_chunks() -> None:
     assert [4, 4, 4, 3] == counts
 
 
-def test_longest_leaves_out_the_last_token() -> None:
-    """Nothing comes after it, so nobody reads its KV."""
+def test_longest_does_not_count_the_last_token() -> None:
+    """No token follows the last one, so nobody reads its KV."""
     assert Request("r", [1] * 10, SamplingParams(max_new_tokens=1)).longest == 10
 
 
@@ -55,7 +55,7 @@ def test_longest_leaves_out_the_last_token() -> None:
         ("seed", 2**63),
     ],
 )
-def test_parameters_that_mean_nothing_are_refused(name: str, value: float) -> None:
-    """By name, and before any request could meet them in a step."""
+def test_invalid_parameters_are_refused(name: str, value: float) -> None:
+    """The error names the parameter, before a request could reach a step with it."""
     with pytest.raises(UsageError, match=f"{name} is .*; it must be"):
         SamplingParams(**{name: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The next token: greedy, or drawn from the request's own random numbers."""
+"""The next token is the likeliest, or drawn with the request's own random numbers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0, -4.0])
 
 
 def draw(params: SamplingParams, count: int) -> list[int]:
-    """`count` tokens from the same logits."""
+    """Draws `count` tokens from the same logits."""
     sampler = Sampler(params)
     return [sampler.choose(LOGITS) for _ in range(count)]
 
 
 def test_zero_temperature_takes_the_largest() -> None:
-    """Greedy draws no random number."""
+    """Greedy sampling draws no random number."""
     assert [1] * 5 == draw(SamplingParams(temperature=0), 5)
 
 
 def test_seed_decides_the_draws() -> None:
-    """Equal seeds, equal tokens; others differ."""
+    """Equal seeds give equal tokens, and other seeds give others."""
     first, same, other = (draw(SamplingParams(temperature=2, seed=s), 40) for s in (3, 3, 4))
     assert first == same
     assert first != other
 
 
 def test_generators_are_not_shared() -> None:
-    """What one request draws doesn't move another one's numbers."""
+    """A draw of one request doesn't change the numbers of another."""
     alone = draw(SamplingParams(temperature=2, seed=3), 20)
     first, second = (Sampler(SamplingParams(temperature=2, seed=3)) for _ in range(2))
     mixed = []
@@ -41,7 +41,7 @@ def test_generators_are_not_shared() -> None:
 
 
 def test_frequencies_follow_the_softmax() -> None:
-    """Within five standard deviations, at a fixed seed."""
+    """At a fixed seed, frequencies are within five standard deviations."""
     tokens = torch.tensor(draw(SamplingParams(temperature=2, seed=0), 2000))
     expected = torch.softmax(LOGITS / 2, -1)
     found = torch.bincount(tokens, minlength=5) / 2000
@@ -49,7 +49,7 @@ def test_frequencies_follow_the_softmax() -> None:
 
 
 def test_top_k_and_top_p_leave_out_the_unlikely() -> None:
-    """Hot enough that all five would come otherwise."""
+    """The temperature is so high that all five tokens appear without a limit."""
     hot = SamplingParams(temperature=50)
     assert {0, 1, 2, 3, 4} == set(draw(hot, 200))
     assert {1, 2} == set(draw(SamplingParams(temperature=50, top_k=2), 200))
@@ -57,6 +57,6 @@ def test_top_k_and_top_p_leave_out_the_unlikely() -> None:
 
 
 def test_bfloat16_logits_are_taken_as_they_are() -> None:
-    """They are widened, not rounded again."""
+    """The logits are widened and not rounded again."""
     greedy = Sampler(SamplingParams())
     assert greedy.choose(LOGITS.bfloat16()) == 1

@@ -1,4 +1,4 @@
-"""Who runs, who waits, who gives up its pages: the books, without a model."""
+"""Which requests run, wait or give up their pages; no model is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE_SIZE = 4
 def make_scheduler(
     page_count: int, *, chunk_tokens: int = 8, max_running: int = 64, offload: bool = True
 ) -> tuple[Scheduler, PageAllocator]:
-    """A scheduler over a pool of small rows."""
+    """Makes a scheduler over a pool of small rows."""
     geometry = GQA.bind(dtype="uint8", layer=1, token=PAGE_SIZE, head=1, head_dim=2, v_head_dim=2)
     device = open_device("cpu")
     arena = HostArena(device, limit_bytes=1 << 20, block_bytes=geometry.page_bytes)
@@ -32,12 +32,12 @@ def make_scheduler(
 
 
 def make_request(name: str, prompt_tokens: int, new_tokens: int = 4) -> Request:
-    """A request whose tokens don't matter."""
+    """Makes a request whose tokens don't matter."""
     return Request(name, [7] * prompt_tokens, SamplingParams(max_new_tokens=new_tokens))
 
 
 def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
-    """Plans a step and pretends that the model ran it; names and counts."""
+    """Plans a step, pretends that the model ran it, and returns names and token counts."""
     steps = scheduler.plan()
     for request, count in steps:
         request.stored += count
@@ -47,14 +47,14 @@ def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
 
 
 def test_prompts_are_cut_at_multiples_of_the_chunk() -> None:
-    """The last piece is shorter; then come single tokens."""
+    """The last piece is shorter; after it come single tokens."""
     scheduler, _ = make_scheduler(8)
     scheduler.add(make_request("a", 19))
     assert [[("a", 8)], [("a", 8)], [("a", 3)], [("a", 1)]] == [run_step(scheduler) for _ in "1234"]
 
 
 def test_chunk_that_exceeds_the_step_waits_whole() -> None:
-    """It isn't cut to the room that others left: the cut would depend on them."""
+    """The chunk isn't cut to fit, since its length must not depend on other requests."""
     scheduler, _ = make_scheduler(16)
     scheduler.add(make_request("a", 5))
     scheduler.add(make_request("b", 8))
@@ -63,7 +63,7 @@ def test_chunk_that_exceeds_the_step_waits_whole() -> None:
 
 
 def test_newest_is_retracted_first_and_comes_back_before_new_ones() -> None:
-    """Age decides, both ways."""
+    """The newest request leaves first, and the oldest comes back first."""
     scheduler, pages = make_scheduler(8, chunk_tokens=64)
     requests = [make_request(name, 7, 20) for name in "abc"]
     for request in requests:
@@ -82,8 +82,8 @@ def test_newest_is_retracted_first_and_comes_back_before_new_ones() -> None:
     assert pages.free_count == 8
 
 
-def test_retract_moves_the_pages_and_resume_gets_others() -> None:
-    """While it is away others may have its pages; back, it holds as many as it needs."""
+def test_resume_gets_other_pages_than_retract_gave_up() -> None:
+    """Other requests may take the pages meanwhile; the request comes back with as many."""
     scheduler, pages = make_scheduler(6)
     request = make_request("a", 6)
     scheduler.add(request)
@@ -101,7 +101,7 @@ def test_retract_moves_the_pages_and_resume_gets_others() -> None:
 
 
 def test_slots_lost_in_a_restore_are_never_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request gives them back and computes from its first token; the others go on."""
+    """The request gives the slots up and computes from its first token; the others go on."""
     device = BreakingDevice()
     monkeypatch.setattr("test_scheduler.open_device", lambda name: device)
     scheduler, pages = make_scheduler(8, chunk_tokens=64)
@@ -137,7 +137,7 @@ def test_request_without_kv_leaves_nothing_to_save() -> None:
 
 
 def test_recompute_starts_from_the_first_token() -> None:
-    """Without offload the KV is dropped, counted, and computed in the same pieces as before."""
+    """Without offload the KV is dropped, counted, and computed in the same pieces again."""
     scheduler, _ = make_scheduler(8, offload=False)
     request = make_request("a", 11)
     scheduler.add(request)
@@ -148,8 +148,8 @@ def test_recompute_starts_from_the_first_token() -> None:
     assert len(request.output_ids) == 3
 
 
-def test_no_more_than_the_most_run_at_once() -> None:
-    """The bound holds however much room there is."""
+def test_no_more_than_max_running_run_at_once() -> None:
+    """The limit holds even if there is room for more."""
     scheduler, _ = make_scheduler(64, max_running=2)
     for name in "abc":
         scheduler.add(make_request(name, 2))
@@ -159,7 +159,7 @@ def test_no_more_than_the_most_run_at_once() -> None:
 
 
 def test_newcomer_leaves_room_for_prompts_under_way() -> None:
-    """Pages that a running request's prompt still needs aren't free, though nobody holds them."""
+    """A page that a running prompt will still need isn't free, though nobody holds it yet."""
     scheduler, pages = make_scheduler(5)
     scheduler.add(make_request("a", 16, 1))
     scheduler.add(make_request("b", 5, 1))
@@ -170,7 +170,7 @@ def test_newcomer_leaves_room_for_prompts_under_way() -> None:
 
 
 def test_retracted_request_waits_for_a_spare_page() -> None:
-    """Without one for each that runs, it would come in only to be retracted at once."""
+    """Each running request needs a spare page, or the newcomer would be retracted at once."""
     scheduler, pages = make_scheduler(5, chunk_tokens=64)
     requests = [make_request("a", 5, 9), make_request("b", 6, 9)]
     for request in requests:

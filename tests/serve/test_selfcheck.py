@@ -1,7 +1,7 @@
-"""The self-check finds planted dependences on the row count, and says so where none is safe.
+"""The self-check finds planted dependences on the row count, and says if no count is safe.
 
-What a library does on one machine isn't asserted: test_processors.py asserts that what is accepted
-is exact, whatever the machine does.
+No test asserts what a library does on this machine. test_processors.py asserts that what is
+accepted is exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Change = Callable[[int, Tensor], Tensor]
 
 
 def model_of(width: int = 128, dtype: torch.dtype = torch.float32) -> Any:
-    """A small random Llama; ``width`` is that of its feed-forward layers."""
+    """Makes a small random Llama with feed-forward layers of this width."""
     torch.manual_seed(4)
     config = tf.LlamaConfig(
         vocab_size=131,
@@ -42,14 +42,14 @@ def model_of(width: int = 128, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture
 def model() -> Any:
-    """Of widths that every vector length divides."""
+    """A model whose widths every vector length divides."""
     return model_of()
 
 
 class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
-    """Products row by row and activations in float64, so that what is found is what is planted.
+    """Computes products and activations in float64, so that only planted differences are found.
 
-    The products of one layer size get ``change(row_count, output)``.
+    `change(row_count, output)` is applied to the products of one layer size.
     """
 
     def __init__(self, change: Change | None = None, out_features: int = 128) -> None:
@@ -59,14 +59,14 @@ class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leave
         self._activation: Callable[[Tensor], Tensor] = lambda given: given
 
     def with_activation(self, activation: Callable[[Tensor], Tensor]) -> Planted:
-        """And activations that get ``activation(input)`` in place of their input."""
+        """Applies `activation(input)` before each activation."""
         self._activation = activation
         return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Does what is planted in place of torch's own."""
+        """Computes the planted operation in place of torch's."""
         if func is torch.ops.aten.linear.default:
             return self._product(*args)
         if func is torch.ops.aten.addmm.default:
@@ -87,18 +87,18 @@ class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leave
 
 
 def check(model: Any, max_rows: int, planted: Planted | None = None) -> RowCheck:
-    """What the self-check finds where this is planted."""
+    """Runs the self-check with a planted difference."""
     with planted or Planted():
         return find_rows(model, CPUDevice(), max_rows=max_rows)
 
 
 def rules(*counts: int, share_attention: bool = True) -> ExactRules:
-    """Passes of these row counts."""
+    """Makes rules that allow passes of these row counts."""
     return ExactRules(RowCounts(counts), RowCounts(counts), share_attention)
 
 
 def test_without_dependence_every_count_is_safe(model: Any) -> None:
-    """From one row to all that were asked for."""
+    """Every count from one row to the largest tried is safe."""
     found = check(model, 24)
     assert rules(*range(1, 25)) == found.rules
     assert "1 to 24" == found.exact_rows
@@ -106,8 +106,8 @@ def test_without_dependence_every_count_is_safe(model: Any) -> None:
 
 
 @pytest.mark.parametrize("out_features", [32, 64, 128])
-def test_the_range_ends_where_the_numbers_change(model: Any, out_features: int) -> None:
-    """Below 5 rows and above 20 another kernel: whichever layer it is, 5 to 20 is found."""
+def test_the_range_ends_where_results_change(model: Any, out_features: int) -> None:
+    """Below 5 rows and above 20 a layer computes otherwise; 5 to 20 is found for every layer."""
     planted = Planted(
         lambda count, out: out + (0.0 if 5 <= count <= 20 else 1e-3 * count), out_features
     )
@@ -116,16 +116,16 @@ def test_the_range_ends_where_the_numbers_change(model: Any, out_features: int) 
     assert RowCounts(tuple(range(5, 21))) == found.rows
 
 
-def test_counts_that_agree_need_not_be_neighbours(model: Any) -> None:
-    """A kernel for four rows at once leaves the multiples of four."""
+def test_safe_counts_need_not_be_consecutive(model: Any) -> None:
+    """A kernel for four rows at once makes only the multiples of four safe."""
     planted = Planted(lambda count, out: out if count % 4 == 0 else out + 1e-3 * count)
     found = check(model, 16, planted)
     assert rules(4, 8, 12, 16) == found.rules
     assert "4 to 16 in steps of 4" == found.exact_rows
 
 
-def test_prompts_go_by_counts_of_their_own(model: Any) -> None:
-    """Where few rows agree with few and many with many, answers stay few."""
+def test_prompts_have_their_own_row_counts(model: Any) -> None:
+    """Small counts agree with each other, and so do large ones: answers use the small counts."""
     planted = Planted(lambda count, out: out if count <= 64 else out + 1e-3)
     found = check(model, 256, planted).rules
     assert found is not None
@@ -133,15 +133,15 @@ def test_prompts_go_by_counts_of_their_own(model: Any) -> None:
     assert RowCounts(tuple(range(96, 257, 32))) == found.chunk_rows
 
 
-def test_counts_that_all_differ_leave_a_single_one(model: Any) -> None:
-    """Where each count has numbers of its own, one of them is fixed: all passes have it."""
+def test_a_single_count_is_used_if_all_differ(model: Any) -> None:
+    """Every count gives other numbers, so all passes use the same count."""
     found = check(model, 12, Planted(lambda count, out: out + 1e-3 * count)).rules
     assert found is not None
     assert len(found.rows.counts) == 1
 
 
-def test_where_the_place_matters_each_row_runs_alone(model: Any) -> None:
-    """Passes of one row are left, and the check says what that costs, and why."""
+def test_rows_run_alone_if_their_place_matters(model: Any) -> None:
+    """Only passes of one row are safe; the check says that this is slow, and why."""
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     found = check(model, 12, planted)
     assert rules(1) == found.rules
@@ -150,8 +150,8 @@ def test_where_the_place_matters_each_row_runs_alone(model: Any) -> None:
     assert "--fast" in found.detail
 
 
-def test_the_last_numbers_of_an_activation_leave_counts_without_any() -> None:
-    """Eight numbers go at once, the rest in another way: of rows of 100, every second count."""
+def test_counts_whose_activations_have_a_remainder_are_excluded() -> None:
+    """Eight numbers are computed at once and the rest otherwise: an odd count of rows of 100."""
 
     def rest_differs(given: Tensor) -> Tensor:
         if not given.is_contiguous():
@@ -164,16 +164,16 @@ def test_the_last_numbers_of_an_activation_leave_counts_without_any() -> None:
     assert rules(2, 4, 6, 8, 10, 12) == check(model_of(100), 12, planted).rules
 
 
-def test_a_dependence_outside_the_probes_is_found(model: Any) -> None:
-    """A norm that looks at the whole pass: only whole passes can show it."""
+def test_a_dependence_in_no_probe_is_found(model: Any) -> None:
+    """A norm looks at the whole pass, so only whole passes show the difference."""
     model.model.norm.register_forward_hook(
         lambda module, arguments, out: out + 1e-3 * out.mean(1, keepdim=True)
     )
     assert rules(1) == check(model, 12).rules
 
 
-def test_numbers_that_never_repeat_leave_no_exact_mode(model: Any) -> None:
-    """Not even alone does a row give the same bits twice: the check says so."""
+def test_results_that_never_repeat_allow_no_exact_mode(model: Any) -> None:
+    """Even a row alone never gives the same bits twice, and the check says so."""
     model.model.norm.register_forward_hook(
         lambda module, arguments, out: out + 1e-3 * torch.randn(())
     )
@@ -187,7 +187,7 @@ def test_numbers_that_never_repeat_leave_no_exact_mode(model: Any) -> None:
 def test_attention_that_depends_on_its_thread_is_found(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second half of a call adds in another order: then each request has a call of its own."""
+    """The second half of a call adds in another order, so each request needs its own call."""
 
     def by_thread(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
         first = scaled_dot_product_attention(query, key, value, **named)
@@ -205,28 +205,28 @@ def test_attention_that_depends_on_its_thread_is_found(
     assert why in found.detail
 
 
-def test_a_library_that_may_not_repeat_its_results_is_named(
+def test_mkl_without_its_repeatable_mode_is_named(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where exact mode is slow and MKL's mode isn't in force, that is the likely reason."""
+    """If exact mode is slow and MKL's repeatable mode is off, that is the likely reason."""
     monkeypatch.setattr(selfcheck, "is_mkl_repeatable", lambda: False)
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     assert "set MKL_CBWR=AUTO" in check(model, 12, planted).detail
 
 
-def test_the_products_alone_show_where_the_place_matters(
+def test_the_product_probes_alone_show_that_the_place_matters(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole passes could miss it by chance: the probes move their rows, too."""
+    """Whole passes could miss it by chance; the probes move rows to other places, too."""
     monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     assert rules(1) == check(model, 12, planted).rules
 
 
-def test_products_of_weights_that_lie_the_other_way_are_tried(
+def test_products_of_transposed_weights_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """GPT-2 keeps its weights [in, out], and multiplies by another operation than others do."""
+    """GPT-2 keeps its weights as [in, out], and multiplies them by another operation."""
     monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out if count > 9 else out + 1e-3, out_features=256)
     found = check(small_models.model_of("GPT2"), 16, planted).rules
@@ -237,7 +237,7 @@ def test_products_of_weights_that_lie_the_other_way_are_tried(
 def test_a_large_head_is_measured_over_the_range(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary's weight is too large for every count, but not left out."""
+    """A vocabulary's weight is too large to try every count, but some counts are tried."""
     monkeypatch.setattr(selfcheck, "_LARGE_WEIGHT", 131 * 64 - 1)
     monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out if count > 9 else out + 1e-3, out_features=131)
@@ -245,7 +245,7 @@ def test_a_large_head_is_measured_over_the_range(
 
 
 def test_the_model_is_left_as_it_was(model: Any) -> None:
-    """Weights and attention."""
+    """Neither weights nor attention change."""
     before = model.config._attn_implementation
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     find_rows(model, CPUDevice(), max_rows=8)
@@ -255,7 +255,7 @@ def test_the_model_is_left_as_it_was(model: Any) -> None:
 
 
 def test_the_probe_shows_another_order_of_additions_in_every_row() -> None:
-    """Exact sums are zero, so what is computed is rounding: bfloat16 can't hide a difference."""
+    """Exact sums are zero, so the probe shows only rounding, which bfloat16 can't hide."""
     product = Product(48, 64, has_bias=False)
     probe = probes.ProductProbe(product, torch.bfloat16, torch.device("cpu"), 16)
     exact = probe.inputs.double() @ probe.weight.double().T
@@ -270,7 +270,7 @@ def test_the_probe_shows_another_order_of_additions_in_every_row() -> None:
 def test_the_attention_probe_shows_another_order_of_additions(
     dtype: torch.dtype, of_scores: bool
 ) -> None:
-    """Head by head, in most of its numbers: of the products in a score, and of the values."""
+    """Each head shows the difference in most numbers, in a score's products and in the values."""
     sizes = probes.AttentionSizes(6, 2, 64, 64, dtype)
     probe = probes.AttentionProbe(sizes, torch.device("cpu"), 64, of_scores=of_scores)
 
@@ -290,12 +290,12 @@ def test_the_attention_probe_shows_another_order_of_additions(
 
 @pytest.mark.parametrize("family", ["GPTJ", "Olmo"])
 def test_an_operation_along_an_axis_of_its_own_is_tried(family: str) -> None:
-    """It can't be applied to a line of numbers, and so may have two ways."""
+    """Such an operation needs its whole axis, so no probe can give it a plain line of numbers."""
     assert find_rows(small_models.model_of(family), CPUDevice(), max_rows=16).rules is not None
 
 
 def norm_probe(width: int, weight: float = 1.0) -> probes.SingleProbe:
-    """The probe of a norm in bfloat16 with these weights."""
+    """Makes the probe of a bfloat16 norm with these weights."""
     weights = torch.full((width,), weight).bfloat16(), torch.zeros(width).bfloat16()
     call = torch.ops.aten.layer_norm.default
     norm = SingleOperation(
@@ -306,7 +306,7 @@ def norm_probe(width: int, weight: float = 1.0) -> probes.SingleProbe:
 
 @pytest.mark.parametrize("width", [64, 256])
 def test_a_norm_is_tried_with_numbers_that_it_can_take(width: int) -> None:
-    """Of the largest numbers of bfloat16 it would make NaN or zeros, which show nothing."""
+    """With the largest bfloat16 numbers a norm gives NaN or zeros, which show nothing."""
     outcome = norm_probe(width).outcome(3)
     assert outcome is not None
     found = outcome.view(torch.bfloat16)
@@ -314,7 +314,7 @@ def test_a_norm_is_tried_with_numbers_that_it_can_take(width: int) -> None:
     assert 16 < len(set(found.flatten().tolist()))
 
 
-def test_rows_that_are_not_a_number_agree() -> None:
-    """NaN isn't equal to itself, but bits are what exact mode promises."""
+def test_rows_of_nan_agree() -> None:
+    """NaN doesn't equal itself, but exact mode compares bits."""
     probe = norm_probe(64, weight=torch.nan)
     assert {3: 0, 5: 0} == selfcheck._kinds_of(probe, [3, 5])

@@ -1,4 +1,4 @@
-"""The promise on a real model: SmolLM2-135M-Instruct, as `make demo` runs it."""
+"""The promise holds for a real model, SmolLM2-135M-Instruct, as `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ POOL_TOKENS = 120
 
 @functools.cache
 def smollm2(dtype: str) -> OpenModel:
-    """The model, loaded once for each dtype."""
+    """Returns the model, which is loaded once for each dtype."""
     return open_model("smollm2", dtype=dtype)
 
 
 @pytest.fixture(autouse=True)
 def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One self-check serves all engines that would find the same."""
+    """Lets all engines of one model share a self-check."""
     check_rows_once(monkeypatch)
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Runs the test with one and with two compute threads."""
+    """Runs the test with one and with two threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -49,7 +49,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make_requests(source: OpenModel) -> list[Request]:
-    """The questions as a chat model expects them; every other one samples."""
+    """Puts the questions into the chat template; every other request samples."""
     requests = []
     for number, question in enumerate(QUESTIONS):
         messages = [{"role": "user", "content": question}]
@@ -66,7 +66,7 @@ def make_requests(source: OpenModel) -> list[Request]:
 def test_constrained_equals_unconstrained_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, threads: int, dtype: str
 ) -> None:
-    """Tokens, text and the logits of every step, with freed slots poisoned with NaN."""
+    """Tokens, text and logits of every step are equal, with NaN in all freed slots."""
     source = smollm2(dtype)
     plenty, scarce = make_requests(source), make_requests(source)
     options = EngineOptions(page_size=4, chunk_tokens=64, keep_logits=True)
@@ -90,8 +90,8 @@ def test_constrained_equals_unconstrained_bit_for_bit(
     assert answers(plenty) == answers(scarce)
 
 
-def test_float32_tokens_are_those_of_generate() -> None:
-    """Greedy, one by one, in transformers itself: the engine adds nothing of its own."""
+def test_float32_tokens_equal_those_of_generate() -> None:
+    """transformers answers each request alone and greedily; the engine gives the same tokens."""
     source = smollm2("float32")
     requests = make_requests(source)
     for request in requests:

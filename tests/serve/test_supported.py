@@ -1,4 +1,4 @@
-"""Which configurations are served, and that the others are refused with their reason."""
+"""Which configurations are served; all others are refused with the reason."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LONG_ROPE = {
 }
 
 
-def test_geometry_has_the_models_own_sizes() -> None:
-    """Two planes of head x head_dim, for each layer, at the page size asked for."""
+def test_geometry_has_the_models_sizes() -> None:
+    """Each layer has two planes of head x head_dim, with the requested page size."""
     config = tf.LlamaConfig(**{**SMALL, "head_dim": 24})
     geometry = geometry_of(config, "bfloat16", 8)
     sizes = {"layer": 2, "head": 2, "head_dim": 24, "v_head_dim": 24}
@@ -50,7 +50,7 @@ def test_geometry_has_the_models_own_sizes() -> None:
     ids=lambda config: f"{config.model_type}-{getattr(config, 'sliding_window', None)}",
 )
 def test_full_attention_decoders_are_served(config: Any) -> None:
-    """Grouped and full heads; a window that no context can outgrow changes nothing."""
+    """Grouped and full heads are served, and so is a window longer than the context."""
     geometry_of(config, "float32", 16)
 
 
@@ -93,16 +93,16 @@ def test_full_attention_decoders_are_served(config: Any) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
-def test_what_attends_otherwise_is_refused_by_name(config: Any, reason: str) -> None:
-    """The error names the model type and what about it isn't served."""
+def test_other_attention_is_refused_by_name(config: Any, reason: str) -> None:
+    """The error names the model type and the part that isn't served."""
     with pytest.raises(UsageError, match="isn't served") as caught:
         geometry_of(config, "float32", 16)
     assert reason in str(caught.value)
     assert repr(config.model_type) in str(caught.value) or config.model_type in str(caught.value)
 
 
-def test_positions_that_follow_the_step_are_found_in_each_layer_type() -> None:
-    """Parameters of positions may be given once, or for each type of layer."""
+def test_dynamic_positions_are_found_in_each_layer_type() -> None:
+    """A configuration may give the parameters of positions once or for each type of layer."""
     config = tf.LlamaConfig(**SMALL)
     config.rope_parameters = {
         "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},

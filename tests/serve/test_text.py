@@ -1,4 +1,4 @@
-"""Text as it comes: characters that span tokens, and stop strings that span pieces."""
+"""Text of an answer as it grows: characters of several tokens, and stop strings."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from serve.harness import tiny
 
 
 def stream(stop: tuple[str, ...] = ()) -> TextStream:
-    """A stream of the tiny model's tokenizer: one token a byte."""
+    """Makes a stream with the tiny model's tokenizer, in which each byte is a token."""
     return TextStream(tiny().tokenizer.backend_tokenizer, stop)
 
 
 def ids(text: str) -> list[int]:
-    """Its tokens."""
+    """Returns the text's tokens."""
     found: list[int] = tiny().tokenizer.backend_tokenizer.encode(text).ids
     return found
 
 
 def test_character_waits_for_its_last_byte() -> None:
-    """Half a character isn't text yet, and never shows as a replacement character."""
+    """Half a character is not shown, not even as a replacement character."""
     text = stream()
     shown = [text.text for token in ids("a€") if not text.push(token)]
     assert ["a", "a", "a", "a€"] == shown
 
 
-def test_finish_adds_what_never_got_whole() -> None:
-    """The bytes that came are not silently dropped."""
+def test_finish_adds_an_incomplete_character() -> None:
+    """Bytes that arrived are not dropped silently."""
     text = stream()
     for token in ids("a€")[:-1]:
         text.push(token)
@@ -38,7 +38,7 @@ def test_finish_adds_what_never_got_whole() -> None:
 
 @pytest.mark.parametrize("stop", [("END",), ("ND", "END"), ("nope", "END")])
 def test_stop_string_cuts_where_it_begins(stop: tuple[str, ...]) -> None:
-    """Also one that came in several pieces; of several the first in the text counts."""
+    """A stop string may come in several pieces; of several, the first one in the text cuts."""
     text = stream(stop)
     ended = [text.push(token) for token in ids("the END")]
     assert [False] * 6 + [True] == ended
@@ -46,14 +46,14 @@ def test_stop_string_cuts_where_it_begins(stop: tuple[str, ...]) -> None:
 
 
 def test_empty_stop_string_stops_nothing() -> None:
-    """It is in every text."""
+    """The empty string is in every text."""
     text = stream(("",))
     assert not any(text.push(token) for token in ids("abc"))
     assert text.text == "abc"
 
 
 def test_special_tokens_are_not_text() -> None:
-    """An end-of-text token ends the answer without showing in it."""
+    """An end token ends the answer and isn't shown."""
     text = stream()
     end = tiny().tokenizer.convert_tokens_to_ids("<|im_end|>")
     for token in [*ids("ab"), end]:
