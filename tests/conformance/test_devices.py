@@ -1,4 +1,4 @@
-"""kvtide's devices pass the kit: the CPU, and the simulated accelerator in all its schedules."""
+"""kvtide's devices pass the kit: the CPU, and the simulated accelerator in every schedule."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ from support.simulated import SCHEDULES, lazy_accelerator, simulated
 
 
 class OnTheHost(DeviceTests):
-    """Bytes are there to be looked at."""
+    """The device's memory is host memory, so the tests read it directly."""
 
     def read_raw(self, tensor: torch.Tensor) -> bytes:
-        """The tensor's own memory."""
+        """Returns the tensor's bytes."""
         data: bytes = tensor.numpy().tobytes()
         return data
 
     def write_raw(self, tensor: torch.Tensor, data: bytes) -> None:
-        """The same."""
+        """Writes the tensor's bytes."""
         tensor.numpy().data[:] = data
 
 
 class TestCPU(OnTheHost):
-    """Copies in threads."""
+    """The CPU copies in the queue's thread and another."""
 
     def make_device(self) -> Device:
-        """Two lanes."""
+        """Makes a device of two lanes."""
         return CPUDevice(lanes=2)
 
 
 class TestOneLane(OnTheHost):
-    """Copies in the queue's thread alone."""
+    """The CPU copies in the queue's thread only."""
 
     def make_device(self) -> Device:
-        """One lane."""
+        """Makes a device of one lane."""
         return CPUDevice(lanes=1)
 
 
 class TestLazyDevice(OnTheHost):
-    """The tests' own device, on which nothing happens before it is waited for."""
+    """A device of the tests that does nothing before somebody waits for it."""
 
     def make_device(self) -> Device:
-        """With staging, and steps in any order."""
+        """Makes a device with staging, which takes steps in a random order."""
         return LazyDevice(3)
 
 
 class OnAnAccelerator(DeviceTests):
-    """Its memory is read by copies that are waited for."""
+    """The tests read the device's memory by copies, and wait for them."""
 
     @pytest.fixture(autouse=True, params=SCHEDULES)
     def schedule(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Each of them; a mistake in waiting is one at the end, at the latest."""
+        """Runs the tests in each schedule; at the end it raises every violation not yet raised."""
         with simulated(request.param):
             yield
 
     def read_raw(self, tensor: torch.Tensor) -> bytes:
-        """By way of the host."""
+        """Copies the tensor to the host and returns its bytes."""
         torch.accelerator.synchronize()
         data: bytes = tensor.cpu().numpy().tobytes()
         return data
 
     def write_raw(self, tensor: torch.Tensor, data: bytes) -> None:
-        """The same way."""
+        """Copies the bytes to the device."""
         tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         torch.accelerator.synchronize()
 
 
 class TestAccelerator(OnAnAccelerator):
-    """With threads of its own."""
+    """The simulated accelerator with its own threads."""
 
     def make_device(self) -> Device:
-        """The first of two."""
+        """Makes the first of two devices."""
         return AcceleratorDevice("npu")
 
 
 class TestLazyAccelerator(OnAnAccelerator):
-    """Whose jobs begin when somebody waits for one."""
+    """The simulated accelerator, whose jobs begin when somebody waits for one."""
 
     def make_device(self) -> Device:
-        """The second of two, named by its number."""
+        """Makes the second of two devices, which is named by its number."""
         return lazy_accelerator("npu:0")

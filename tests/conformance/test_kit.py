@@ -1,4 +1,4 @@
-"""The kit itself: what it needs, what it says, and that its reference is none of kvtide's code."""
+"""The kit itself: what it needs, what it reports, and how independent its reference is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGE = Path(kvtide.conformance.__file__).parent
 
 
 def test_samples_and_checks_need_no_pytest() -> None:
-    """`kvtide doctor` uses them where it may not be installed."""
+    """`kvtide doctor` uses samples and checks where pytest may not be installed."""
     program = (
         "import sys, kvtide.conformance.checks, kvtide.doctor.roundtrips; "
         "sys.exit('pytest' in sys.modules)"
@@ -35,15 +35,15 @@ def test_samples_and_checks_need_no_pytest() -> None:
 
 
 def test_public_names_are_there() -> None:
-    """Each is found in its home."""
+    """Every public name can be imported, and an unknown one is refused."""
     for name in kvtide.conformance.__all__:
         assert name == getattr(getattr(kvtide.conformance, name), "__name__", name)
     with pytest.raises(AttributeError, match="no attribute 'TierTests'"):
         _ = kvtide.conformance.TierTests
 
 
-def test_reference_imports_declarations_alone() -> None:
-    """What is compared with kvtide's plans is not made by them."""
+def test_reference_imports_only_declarations() -> None:
+    """The reference doesn't use the code that it is compared with."""
     tree = ast.parse((PACKAGE / "reference.py").read_text(encoding="utf-8"))
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules = {node.module for node in froms if (node.module or "").startswith("kvtide")}
@@ -53,7 +53,7 @@ def test_reference_imports_declarations_alone() -> None:
 
 
 def test_reference_reads_a_known_case() -> None:
-    """Worked by hand: pages of 4, a window with a hole, a request's row."""
+    """The expected rows were worked out by hand: pages, a window with a hole, a request's row."""
     pages = sample("gqa_hnd").geometry.planes[0]
     assert {0: 2, 4: 0} == rows_of_plane(pages, Place([8, 9, 10, 11, 0], None, {}))
     held = {"full_to_window": np.array([0, 5, 0, 2])}
@@ -65,7 +65,7 @@ def test_reference_reads_a_known_case() -> None:
 
 @dataclass(frozen=True, slots=True)
 class EveryOther(Rule):
-    """A rule that is none of kvtide's: even tokens have rows, in the order of the slots."""
+    """A rule that kvtide doesn't have: even tokens have rows, in the order of the slots."""
 
     form_name: ClassVar[str] = "test_kit.every_other"
 
@@ -92,20 +92,20 @@ def _(_rule: EveryOther, ids: TokenIds, _place: Place) -> TokenIds:
     return {token: slot for token, slot in ids.items() if token % 2 == 0}
 
 
-class TestARuleOfAnothers(LayoutTests):
-    """The kit takes a rule that it doesn't know, with what is expected of it."""
+class TestForeignRule(LayoutTests):
+    """The kit takes a rule that it doesn't know, if its expected rows are registered."""
 
     thorough = False
 
     def samples(self) -> list[Sample]:
-        """One plane by that rule alone."""
+        """Returns a sample with one plane by that rule."""
         planes = {"k": ("uint8", 2, (3,))}
         return [Sample("every-other", EVERY_OTHER, "uint8", {"layer": 2}, planes)]
 
 
 @dataclass(frozen=True, slots=True)
 class Table(EveryOther):
-    """A rule of another's with a map, of which each slot has a row or -1."""
+    """Another foreign rule: its map gives each slot a row, or -1."""
 
     form_name: ClassVar[str] = "test_kit.table"
 
@@ -133,30 +133,30 @@ def _(_rule: Table, ids: TokenIds, place: Place) -> TokenIds:
     return {token: row for token, row in found.items() if row >= 0}
 
 
-class TestARuleOfAnothersWithAMap(LayoutTests):
-    """The kit makes the map, and fills it."""
+class TestForeignRuleWithAMap(LayoutTests):
+    """The kit makes the map and fills it."""
 
     thorough = False
 
     def samples(self) -> list[Sample]:
-        """One plane by that rule alone."""
+        """Returns a sample with one plane by that rule."""
         planes = {"k": ("uint8", 2, (3,))}
         rows = {"table": 24}
         return [Sample("table", TABLE, "uint8", {"layer": 2}, planes, mapped_rows=rows)]
 
 
-def test_a_rule_of_another_s_that_moves_other_rows_is_found(
+def test_a_foreign_rule_that_moves_other_rows_is_found(
     device: CPUDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is expected doesn't come from the rule's own `apply`."""
+    """The expected rows don't come from the rule's own `apply`."""
     monkeypatch.setattr(EveryOther, "apply", lambda self, rows, maps: rows)
-    (other,) = TestARuleOfAnothers().samples()
+    (other,) = TestForeignRule().samples()
     with pytest.raises(AssertionError, match="byte"):
         checks.check_round_trips(KINDS["created"](other, device))
 
 
-def test_a_rule_of_which_nothing_is_expected_is_no_match() -> None:
-    """It is not taken for a rule that names every token."""
+def test_a_rule_without_registered_rows_is_refused() -> None:
+    """Such a rule isn't taken for one that names every token."""
     unknown = type("Unknown", (Rule,), {**vars(EveryOther), "form_name": "test_kit.unknown"})()
     plane = replace(EVERY_OTHER.bind(dtype="uint8", layer=1).planes[0], rules=(unknown,))
     with pytest.raises(NotImplementedError, match=r"doesn't know .*@ids_by\.register"):
@@ -164,7 +164,7 @@ def test_a_rule_of_which_nothing_is_expected_is_no_match() -> None:
 
 
 def test_difference_is_named_by_plane_layer_row_and_byte() -> None:
-    """And counted."""
+    """The message also counts the bytes that differ."""
     expected = {("k", 0): np.zeros((4, 3), np.uint8), ("v", 1): np.zeros((4, 3), np.uint8)}
     found = {part: rows.copy() for part, rows in expected.items()}
     assert first_difference(expected, found) is None
@@ -176,8 +176,8 @@ def test_difference_is_named_by_plane_layer_row_and_byte() -> None:
 
 
 @pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
-def test_trips_go_elsewhere_in_every_order(device: CPUDevice, tried: object) -> None:
-    """Distinct slots of the pool, and never all of them the same ones."""
+def test_trips_lead_to_other_slots_in_every_order(device: CPUDevice, tried: object) -> None:
+    """Slots are distinct and in the pool, and source and target are never the same set."""
     subject = KINDS["created"](tried, device)  # type: ignore[arg-type] # a sample
     count = ways.some_tokens(subject)
     for order in ORDERS:
@@ -192,12 +192,12 @@ def test_trips_go_elsewhere_in_every_order(device: CPUDevice, tried: object) -> 
 
 
 def test_counts_lie_around_the_boundaries_of_chunks(device: CPUDevice) -> None:
-    """Zero, one, n - 1, n, n + 1, and multiples; of pages also parts."""
+    """The counts are 0, 1, n - 1, n, n + 1 and multiples, and parts of pages."""
     assert [0, 1, 2, 3, 4, 5, 7, 8, 9] == counts_of(KINDS["created"](sample("gqa"), device), 4)
     pages = counts_of(KINDS["created"](sample("gqa_hnd"), device), 4)
     assert {0, 1, 3, 5, 12, 15, 16, 17, 20, 31, 32, 36} == {*pages}
 
 
 def test_indices_are_of_every_kind() -> None:
-    """32 and 64 bits, host and device."""
+    """Indices have 32 and 64 bits, and lie on the host and on the device."""
     assert 7 == len(INDICES)

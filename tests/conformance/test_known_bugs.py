@@ -1,4 +1,4 @@
-"""Defects known from the field, each as a test of its whole kind, named after what must hold.
+"""Defects known from the field: each test is of a whole kind, and its name says what must hold.
 
 The numbers are those of the list of defects that kvtide was designed by: contract drift (K01 to
 K11), state left behind (K12 to K22), order and aliasing (K23 to K35), index spaces (K37 to K46),
@@ -43,12 +43,12 @@ from support.tides import make_tide
 
 
 def subject_of(name: str, device: CPUDevice, kind: str = "created") -> PoolUnderTest:
-    """A pool of that sample."""
+    """Makes a pool of that sample."""
     return KINDS[kind](sample(name), device)
 
 
 def round_trip(subject: PoolUnderTest, count: int, seed: int = 0) -> None:
-    """One, compared byte by byte."""
+    """Makes a round trip and compares every byte."""
     way = ways.TideWay(subject, ways.block_sizes(subject)["some rows"])
     ways.go(way, make_trip(subject, count, seed), subject, seed=seed)
 
@@ -57,16 +57,16 @@ def round_trip(subject: PoolUnderTest, count: int, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_k01_parts_of_unequal_width_in_buffers_of_their_own_come_back(
+def test_k01_planes_of_unequal_width_in_separate_buffers_come_back(
     device: CPUDevice, kind: str
 ) -> None:
-    """Latent and rope; no attribute of another kind of pool is assumed."""
+    """Latent and rope have different widths; no attribute of another kind of pool is used."""
     round_trip(subject_of("mla_split", device, kind), 11)
 
 
 @pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
-def test_k02_every_pool_has_snapshots_of_one_form(device: CPUDevice, tried: Sample) -> None:
-    """Created or adopted: the same chunks, and the same bytes in them."""
+def test_k02_snapshots_of_every_pool_have_the_same_form(device: CPUDevice, tried: Sample) -> None:
+    """Created and adopted pools give the same chunks with the same bytes."""
     seals = []
     for kind in KINDS:
         subject = KINDS[kind](tried, device)
@@ -87,7 +87,7 @@ def test_k02_every_pool_has_snapshots_of_one_form(device: CPUDevice, tried: Samp
 
 
 def pool_classes() -> list[type]:
-    """Every class of kvtide.npu's modules that makes host copies by SGLang's names."""
+    """Finds every class in kvtide.npu that makes host copies by SGLang's names."""
     found: list[type] = []
     for module in iter_modules(kvtide.npu.__path__):
         for member in vars(import_module(f"kvtide.npu.{module.name}")).values():
@@ -98,7 +98,7 @@ def pool_classes() -> list[type]:
 
 @pytest.mark.parametrize("name", ["get_cpu_copy", "load_cpu_copy"])
 def test_k03_k04_every_pool_takes_all_arguments_of_its_base(name: str) -> None:
-    """Classes are found by looking, so that a new one in another module can't be forgotten."""
+    """The classes are found by looking, so that a new one can't be forgotten."""
     classes = pool_classes()
     assert len(classes) >= 3
     base = {"mamba_indices", "req_pool_index"}
@@ -109,7 +109,7 @@ def test_k03_k04_every_pool_takes_all_arguments_of_its_base(name: str) -> None:
 
 
 def test_k05_wrappers_forward_every_argument(device: CPUDevice) -> None:
-    """retract and resume take what offload and restore do; a request's own row comes back."""
+    """retract and resume take what offload and restore take; a request's own row comes back."""
     for inner, outer in (("offload", "retract"), ("restore", "resume")):
         wanted = inspect.signature(getattr(Tide, inner)).parameters.keys() - {"slots"}
         assert wanted <= inspect.signature(getattr(Tide, outer)).parameters.keys()
@@ -133,7 +133,7 @@ def test_k05_wrappers_forward_every_argument(device: CPUDevice) -> None:
 
 
 def test_k06_pool_that_cannot_be_moved_is_refused_at_the_start(device: CPUDevice) -> None:
-    """Not under load: when the tide is made, with the remedy."""
+    """The tide refuses it when it is made, with the remedy, and not later under load."""
     subject = subject_of("mla_nz", device, "gaps between rows")
     arena = HostArena(device, limit_bytes=1 << 16, block_bytes=16)
     with pytest.raises(LayoutError, match="larger blocks"):
@@ -141,7 +141,7 @@ def test_k06_pool_that_cannot_be_moved_is_refused_at_the_start(device: CPUDevice
 
 
 def test_k09_absent_part_is_a_miss_and_nothing_is_half_written(device: CPUDevice) -> None:
-    """A snapshot without index keys, for a pool with them, and the other way round."""
+    """A snapshot with index keys and a pool without them don't fit, in either direction."""
     plain, indexed = (
         subject_of(name, device) for name in ("mla_split", "mla_split-index-keys-on-some-layers")
     )
@@ -165,10 +165,10 @@ def test_k10_nothing_but_the_declared_planes_is_touched(device: CPUDevice) -> No
 
 @pytest.mark.parametrize("name", ["k_only", "gqa", "mla_split-index-scales"])
 @pytest.mark.parametrize("kind", ["one tensor a layer", "one tensor for all layers"])
-def test_k11_registration_takes_one_tensor_or_any_number_of_unequal_ones(
+def test_k11_pools_have_one_tensor_or_any_number_of_unequal_ones(
     device: CPUDevice, name: str, kind: str
 ) -> None:
-    """A tensor, (K, V), or N planes."""
+    """A pool may have one tensor, keys and values, or any number of planes."""
     round_trip(subject_of(name, device, kind), 5)
 
 
@@ -177,14 +177,14 @@ def test_k11_registration_takes_one_tensor_or_any_number_of_unequal_ones(
 
 @pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
 def test_k12_k21_every_byte_that_a_token_owns_returns(device: CPUDevice, tried: Sample) -> None:
-    """Index keys, scales, tails: all planes of the pool are poisoned in between."""
+    """Every byte is overwritten before the restore: index keys, scales, tails and all others."""
     subject = KINDS["created"](tried, device)
     round_trip(subject, ways.some_tokens(subject))
 
 
 @pytest.mark.parametrize("name", ["recurrent", "recurrent_and_full", "recurrent_and_mla"])
 def test_k13_recurrent_state_comes_back_into_another_row(device: CPUDevice, name: str) -> None:
-    """While its old row is another request's by then."""
+    """Its old row belongs to another request by then."""
     subject = subject_of(name, device)
     trip = make_trip(subject, 6, 3)
     assert trip.source.request != trip.target.request
@@ -193,7 +193,7 @@ def test_k13_recurrent_state_comes_back_into_another_row(device: CPUDevice, name
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
 def test_k15_k95_no_number_of_planes_is_assumed(device: CPUDevice, count: int) -> None:
-    """Packed values, scales, biases: as many members as are declared."""
+    """A layout may declare any number of planes, such as packed values, scales and biases."""
     planes = [Plane(f"p{number}", f"layer page token w{number}") for number in range(count)]
     sizes = {f"w{number}": 3 + 2 * number for number in range(count)}
     shapes = {f"p{number}": ("uint8", 2, (3 + 2 * number,)) for number in range(count)}
@@ -204,14 +204,14 @@ def test_k15_k95_no_number_of_planes_is_assumed(device: CPUDevice, count: int) -
 
 @pytest.mark.parametrize("name", ["target_and_draft", "mla_target_and_draft"])
 def test_k16_pools_that_share_slots_move_together(device: CPUDevice, name: str) -> None:
-    """The draft's KV with the target's, or neither."""
+    """The draft's KV moves with the target's, or neither moves."""
     subject = subject_of(name, device)
     checks.check_failed_restores(subject)
     round_trip(subject, 7)
 
 
 def test_k18_what_is_kept_beside_a_slot_moves_with_it(device: CPUDevice) -> None:
-    """A side array by slots is a plane."""
+    """An array that has an entry for each slot is a plane."""
     layout = Layout("beside", *GQA.planes, Plane("seen", "page token", dtype="int32"))
     tried = Sample(
         "beside", layout, "bfloat16", {"layer": 2, "head": 1, "head_dim": 3, "v_head_dim": 5},
@@ -221,10 +221,10 @@ def test_k18_what_is_kept_beside_a_slot_moves_with_it(device: CPUDevice) -> None
         round_trip(KINDS[kind](tried, device), 6)
 
 
-def test_k20_checkpoints_of_a_state_come_back_with_it_or_are_missed_by_name(
+def test_k20_checkpoints_of_a_state_come_back_with_it_or_are_named(
     device: CPUDevice,
 ) -> None:
-    """A restore of the state without them would succeed, and nobody could reuse it."""
+    """Without its checkpoints a restored state could not be reused, so this is an error."""
     layout = Layout(
         "checkpointed",
         Plane("k", "layer page token 3"),
@@ -252,16 +252,16 @@ def test_k20_checkpoints_of_a_state_come_back_with_it_or_are_missed_by_name(
     assert expected == [pool.plane("checkpoint", layer)[0].tolist() for layer in range(2)]
 
 
-def test_k22_second_restore_is_as_good_as_the_first(device: CPUDevice) -> None:
-    """Recurrent state too."""
+def test_k22_second_restore_gives_the_same_bytes_as_the_first(device: CPUDevice) -> None:
+    """This holds for recurrent state, too."""
     checks.check_snapshot_owns(subject_of("recurrent_and_full", device))
 
 
 # ---- order, lifetime, aliasing -------------------------------------------------------------
 
 
-def test_k23_k32_save_waits_for_the_writer_and_shows_nothing_before_it_is_done() -> None:
-    """On a device that does nothing before it is waited for."""
+def test_k23_k32_offload_counts_only_when_it_is_done() -> None:
+    """The device does nothing before somebody waits for it."""
     tide = make_tide(LazyDevice())
     ticket = tide.start_offload(range(8))
     assert not ticket.done()
@@ -271,7 +271,7 @@ def test_k23_k32_save_waits_for_the_writer_and_shows_nothing_before_it_is_done()
 
 
 def test_k25_slots_are_not_freed_before_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When retract releases the pages, no job is left that reads them."""
+    """When retract releases the pages, no queued job still reads them."""
     device = LazyDevice()
     tide = make_tide(device)
     pages = tide._books.acquire(2)
@@ -292,13 +292,13 @@ def test_k25_slots_are_not_freed_before_they_were_read(monkeypatch: pytest.Monke
 def test_k26_k48_last_block_is_saved_when_the_request_ends_at_its_boundary(
     device: CPUDevice, count: int
 ) -> None:
-    """n = k * page: whole pages, whole chunks, and windows of them."""
+    """The length is a multiple of the page: whole pages, whole chunks, and windows of them."""
     for name in ("gqa", "gqa_hnd", "window", "window-of-pages"):
         round_trip(subject_of(name, device), count)
 
 
-def test_k27_resume_is_legal_while_a_save_is_pending() -> None:
-    """Another request's, queued before: it is done first, and both are exact."""
+def test_k27_restore_is_legal_while_an_offload_is_pending() -> None:
+    """The offload of another request was queued first and is done first; both are exact."""
     tide = make_tide(LazyDevice())
     before = image_of(tide.pool)
     snapshot = tide.offload(range(4))
@@ -311,8 +311,8 @@ def test_k27_resume_is_legal_while_a_save_is_pending() -> None:
     assert same_image(expected, image_of(tide.pool))
 
 
-def test_k28_host_memory_is_kept_until_it_was_read() -> None:
-    """Discarding a snapshot waits for a restore of it under way."""
+def test_k28_host_memory_is_kept_until_the_restore_has_read_it() -> None:
+    """Discarding a snapshot waits for its pending restore."""
     device = LazyDevice()
     tide = make_tide(device)
     snapshot = tide.offload(range(4))
@@ -322,8 +322,8 @@ def test_k28_host_memory_is_kept_until_it_was_read() -> None:
     restoring.wait()
 
 
-def test_k29_save_without_room_is_no_save(device: CPUDevice) -> None:
-    """It raises, is not counted, takes nothing, and its pages stay held."""
+def test_k29_offload_without_room_changes_nothing(device: CPUDevice) -> None:
+    """It raises, isn't counted, takes no memory, and its pages stay held."""
     tide = make_tide(device, block_count=1)
     pages = tide._books.acquire(2)
     assert pages is not None
@@ -334,14 +334,14 @@ def test_k29_save_without_room_is_no_save(device: CPUDevice) -> None:
 
 @pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
 def test_k33_snapshot_owns_its_memory(device: CPUDevice, tried: Sample) -> None:
-    """It is no view of slots that are another's by now."""
+    """A snapshot is a copy, not a view of slots that another request may have by now."""
     checks.check_snapshot_owns(KINDS["created"](tried, device))
 
 
-def test_k34_what_is_being_written_is_read_whole_or_not_at_all(
+def test_k34_a_snapshot_appears_only_when_it_is_complete(
     device: CPUDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow writer: its entry isn't there for anybody until its last byte is."""
+    """The writer is slow; nobody gets the snapshot before its last byte is written."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     go_on, seal = threading.Event(), Task.seal
@@ -364,8 +364,8 @@ def test_k34_what_is_being_written_is_read_whole_or_not_at_all(
     assert same_image(expected, image_of(tide.pool))
 
 
-def test_k35_chunks_that_do_not_divide_evenly_overwrite_no_live_one(device: CPUDevice) -> None:
-    """Three chunks in two streams' staging: none is filled anew before it was copied."""
+def test_k35_uneven_chunks_do_not_overwrite_staged_ones(device: CPUDevice) -> None:
+    """Two streams stage three chunks: no staging buffer is filled again before it was copied."""
     tide = make_tide(LazyDevice(seed=4), block_count=8)
     before = image_of(tide.pool)
     snapshot = tide.offload(range(11))
@@ -385,7 +385,7 @@ def test_k35_chunks_that_do_not_divide_evenly_overwrite_no_live_one(device: CPUD
     ["compressed_4", "compressed_4-pending", "compressed_128", "window_and_full", "dsa-tails"],
 )
 def test_k37_each_plane_keeps_its_own_map(device: CPUDevice, name: str) -> None:
-    """id / 4, id / 128, windows, rings; targets that don't adjoin."""
+    """The maps divide by 4 or 128, or are windows or rings; the target rows aren't consecutive."""
     subject = subject_of(name, device)
     for seed, count in enumerate((1, ways.some_tokens(subject))):
         round_trip(subject, count, seed)
@@ -395,7 +395,7 @@ def test_k37_each_plane_keeps_its_own_map(device: CPUDevice, name: str) -> None:
 def test_k38_k39_layers_count_from_the_stages_first(
     device: CPUDevice, first: int, count: int
 ) -> None:
-    """Uneven stages: no layer of the model's numbering is an index, and stages don't mix."""
+    """Stages have different sizes: layers are counted from the stage's first, and don't mix."""
     sizes = {"layer": count, "head": 1, "head_dim": 3, "v_head_dim": 5}
     shapes = {"k": ("uint8", count, (1, 3)), "v": ("uint8", count, (1, 5))}
     stage = Sample("stage", GQA, "uint8", sizes, shapes, first_layer=first)
@@ -406,8 +406,8 @@ def test_k38_k39_layers_count_from_the_stages_first(
     checks.check_miss(subject, KINDS["created"](other, device))
 
 
-def test_k41_map_that_was_replaced_is_read_anew(device: CPUDevice) -> None:
-    """At each call: what it said at the one before doesn't count."""
+def test_k41_replaced_map_is_read_again(device: CPUDevice) -> None:
+    """Every call reads the map; what the call before it read doesn't count."""
     subject = subject_of("window", device)
     slots = np.arange(8)
     for rows in (range(1, 9), range(8, 0, -1)):
@@ -419,7 +419,7 @@ def test_k41_map_that_was_replaced_is_read_anew(device: CPUDevice) -> None:
 
 
 def test_k42_last_row_is_usable_and_row_0_of_a_window_is_not_touched(device: CPUDevice) -> None:
-    """N usable rows beside a reserved one need N + 1."""
+    """A window with N usable rows has N + 1, since row 0 is reserved."""
     subject = subject_of("window", device)
     last = subject.row_counts["k"] - 1
     held = np.zeros(subject.pool.slot_count, np.int64)
@@ -437,7 +437,7 @@ def test_k42_last_row_is_usable_and_row_0_of_a_window_is_not_touched(device: CPU
 
 
 def test_k44_offsets_have_64_bits() -> None:
-    """Rows whose bytes lie beyond 2**31 and 2**32: planned, though never moved here."""
+    """The rows lie beyond 2**31 and 2**32 bytes: they are planned, but never moved here."""
     layers = np.array([0, 1 << 31], np.int64)
     ids = np.array([(1 << 31) - 1, 5], np.int64)
     section = Section(0, (0,), (range(2),), (1 << 12,), 1, 2)
@@ -450,8 +450,8 @@ def test_k44_offsets_have_64_bits() -> None:
         apply_rules([EveryNth(1)], np.array([1 << 40]), {}, 100)
 
 
-def test_k45_ids_handed_out_are_unique_in_range_and_nobody_elses() -> None:
-    """Over many random acquires and releases."""
+def test_k45_acquired_pages_are_unique_in_range_and_not_held() -> None:
+    """The test acquires and releases at random many times."""
     rng, pages = random.Random(3), PageAllocator(17)
     live: list[list[int]] = []
     for _ in range(500):
@@ -467,7 +467,7 @@ def test_k45_ids_handed_out_are_unique_in_range_and_nobody_elses() -> None:
 
 
 def test_k46_requests_that_share_a_prefix_share_no_state(device: CPUDevice) -> None:
-    """The same slots, two requests: each has its own row back."""
+    """Two requests have the same slots; each gets its own row back."""
     subject = subject_of("recurrent_and_full", device)
     way = ways.TideWay(subject, 1 << 10)
     saved = subject.fill(1)
@@ -486,10 +486,10 @@ def test_k46_requests_that_share_a_prefix_share_no_state(device: CPUDevice) -> N
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
-def test_k50_what_was_taken_is_given_back_for_all_lengths(
+def test_k50_pages_and_memory_are_given_back_for_all_lengths(
     device: CPUDevice, page_size: int
 ) -> None:
-    """Lengths times page sizes: free and held pages, and host memory."""
+    """For all lengths and page sizes, pages and host memory are free again in the end."""
     geometry = small_geometry(token=page_size)
     pool = make_pool("created", geometry, device, 5).pool
     arena = HostArena(device, limit_bytes=1 << 16, block_bytes=256)
@@ -505,7 +505,7 @@ def test_k50_what_was_taken_is_given_back_for_all_lengths(
 
 
 def test_k51_token_without_kv_is_neither_saved_nor_written(device: CPUDevice) -> None:
-    """An engine counts its newest token before it has any; how many are saved is its affair."""
+    """An engine counts a request's newest token before its KV exists; it says how many to save."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     pages = tide._books.acquire(2)
@@ -523,7 +523,7 @@ def test_k51_token_without_kv_is_neither_saved_nor_written(device: CPUDevice) ->
 
 @pytest.mark.parametrize("tried", SAMPLES, ids=lambda tried: tried.name)
 def test_k52_no_tokens_is_a_valid_request(device: CPUDevice, tried: Sample) -> None:
-    """It moves nothing but what the request itself owns."""
+    """Only the request's own rows move."""
     round_trip(KINDS["created"](tried, device), 0)
 
 
@@ -533,14 +533,14 @@ def test_k52_no_tokens_is_a_valid_request(device: CPUDevice, tried: Sample) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_k92_k93_bytes_of_every_dtype_come_back(device: CPUDevice, dtype: str, kind: str) -> None:
-    """Also of those that torch has few kernels for and numpy none; NaNs and -0 among them."""
+    """torch and numpy lack kernels for some of these dtypes; the bytes include NaN and -0."""
     sizes = {"layer": 2, "head": 1, "head_dim": 5, "v_head_dim": 3}
     shapes = {"k": (dtype, 2, (1, 5)), "v": (dtype, 2, (1, 3))}
     round_trip(KINDS[kind](Sample(dtype, GQA, dtype, sizes, shapes), device), 9)
 
 
 def test_k94_dtype_is_recorded_and_nothing_is_cast(device: CPUDevice) -> None:
-    """float16 and bfloat16 are as wide as each other: a snapshot of one is a miss for the other."""
+    """float16 and bfloat16 have equal widths, but a snapshot of one is a miss for the other."""
     pools = [
         make_pool("created", small_geometry(dtype=dtype), device, 4)
         for dtype in ("float16", "bfloat16")

@@ -1,5 +1,7 @@
-"""Every declared layout passes the kit, in pools of every kind, on the CPU and the simulated
-accelerator in all its schedules."""
+"""Every declared layout passes the kit, in pools of every kind.
+
+The tests run on the CPU, and on the simulated accelerator in every schedule.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,26 @@ from support.simulated import SCHEDULES, simulated
 
 
 class TestOnTheCPU(LayoutTests):
-    """All of the kit."""
+    """The CPU runs the whole kit."""
 
     def samples(self) -> Sequence[Sample]:
-        """Every layout of the package."""
+        """Returns samples of every layout of the package."""
         return SAMPLES
 
 
 class TestOnASimulatedAccelerator(LayoutTests):
-    """What isn't waited for hasn't happened."""
+    """The simulated accelerator raises an error for every read of data that nobody waited for."""
 
     thorough = False
 
     def samples(self) -> Sequence[Sample]:
-        """Every layout of the package."""
+        """Returns samples of every layout of the package."""
         return SAMPLES
 
     @pytest.fixture(scope="class", params=SCHEDULES)
     @classmethod
     def device(cls, request: pytest.FixtureRequest) -> Iterator[AcceleratorDevice]:
-        """In each schedule; a mistake in waiting that went unnoticed is one at the end."""
+        """Runs the tests in each schedule; at the end it raises every violation not yet raised."""
         with simulated(request.param) as name:
             device = AcceleratorDevice(name)
             yield device
@@ -44,7 +46,7 @@ class TestOnASimulatedAccelerator(LayoutTests):
 
 
 def declared_layouts() -> dict[str, Layout]:
-    """Every layout that a module of kvtide.layout declares, by module and name."""
+    """Finds every layout that a module of kvtide.layout declares, by module and name."""
     found: dict[str, Layout] = {}
     for module in iter_modules(kvtide.layout.__path__):
         members = vars(import_module(f"kvtide.layout.{module.name}"))
@@ -53,20 +55,20 @@ def declared_layouts() -> dict[str, Layout]:
 
 
 def test_every_declared_layout_has_a_sample() -> None:
-    """A layout that nobody tries isn't there."""
+    """A new layout needs a sample, or the kit wouldn't try it."""
     declared = declared_layouts()
     assert len(declared) >= 22
     sampled = {id(sample.layout) for sample in SAMPLES}
     assert [] == [name for name, layout in declared.items() if id(layout) not in sampled]
 
 
-def test_every_optional_plane_is_in_a_sample() -> None:
-    """The kit tries it without, too."""
+def test_every_plane_is_in_a_sample() -> None:
+    """An optional plane must be in at least one sample of its layout."""
     for layout in declared_layouts().values():
         tried = {name for sample in SAMPLES if sample.layout is layout for name in sample.planes}
         assert {plane.name for plane in layout.planes} == tried, layout.name
 
 
-def test_samples_have_names_of_their_own() -> None:
-    """A failing test is found by it."""
+def test_samples_have_unique_names() -> None:
+    """A failing test names its sample."""
     assert len(SAMPLES) == len({sample.name for sample in SAMPLES})

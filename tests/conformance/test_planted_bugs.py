@@ -1,5 +1,8 @@
-"""The kit finds bugs: each of these is planted in a layout, plan, mover, pool, tide or device, and
-the kit's own tests are run on it. One that no test notices would be a hole in the kit."""
+"""The kit finds bugs that are planted in a layout, plan, mover, pool, tide or device.
+
+Each test plants a bug and runs the kit's own tests. If none of them failed, the kit would have a
+hole.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +41,26 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 class Kit(LayoutTests):
-    """The tests of a layout, on some samples."""
+    """The kit's tests of layouts, on some samples."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
     def samples(self) -> Sequence[Sample]:
-        """Those that were named."""
+        """Returns the named samples."""
         return [sample(name) for name in self.names]
 
 
 class DeviceKit(OnAnAccelerator):
-    """The tests of a device."""
+    """The kit's tests of devices."""
 
     def make_device(self) -> Device:
-        """The simulated one."""
+        """Makes the simulated device."""
         return AcceleratorDevice("npu")
 
 
 def failed_tests(kit: Kit, device: Device) -> set[str]:
-    """The names of the kit's tests that fail."""
+    """Returns the names of the kit's tests that fail."""
     failed: set[str] = set()
     for name, test in inspect.getmembers(kit, inspect.ismethod):
         if not name.startswith("test_"):
@@ -77,7 +80,7 @@ def failed_tests(kit: Kit, device: Device) -> set[str]:
 
 
 def head_dim_for_v_head_dim(patch: pytest.MonkeyPatch) -> None:
-    """The values are taken to be as wide as the keys."""
+    """The values are as wide as the keys."""
     bound = Plane.bound
 
     def mistaken(self: Plane, sizes: Any, page_size: int, dtype: str) -> Any:
@@ -87,7 +90,7 @@ def head_dim_for_v_head_dim(patch: pytest.MonkeyPatch) -> None:
 
 
 def scales_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A geometry is of two planes, whatever is declared."""
+    """A geometry has two planes, whatever is declared."""
     bind = Layout.bind
 
     def two_planes(self: Layout, **sizes: Any) -> Geometry:
@@ -98,7 +101,7 @@ def scales_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def page_for_slot(patch: pytest.MonkeyPatch) -> None:
-    """A row of several tokens is looked for where its slot's number says."""
+    """A row of several tokens is found by its slot's number, not by its place in the page."""
 
     def apply(self: EveryNth, rows: Rows, maps: Any) -> Rows:
         first = rows.ids % self.count == 0
@@ -108,7 +111,7 @@ def page_for_slot(patch: pytest.MonkeyPatch) -> None:
 
 
 def holes_closed_up(patch: pytest.MonkeyPatch) -> None:
-    """What a window has kept is numbered anew, as if nothing had left it."""
+    """The rows that remain in a window get new numbers, as if none had left it."""
 
     def apply(self: Mapped, rows: Rows, maps: Any) -> Rows:
         mapped = maps[self.name](rows.ids)
@@ -119,7 +122,7 @@ def holes_closed_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def padding_taken_for_a_row(patch: pytest.MonkeyPatch) -> None:
-    """Row 0, which stands for no row, is moved."""
+    """Row 0 moves, though it stands for no row."""
 
     def apply(self: Mapped, rows: Rows, maps: Any) -> Rows:
         mapped = maps[self.name](rows.ids)
@@ -131,7 +134,7 @@ def padding_taken_for_a_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_rank_for_all(patch: pytest.MonkeyPatch) -> None:
-    """Every rank moves what rank 0 owns."""
+    """Every rank moves the rows of rank 0."""
 
     def apply(self: Striped, rows: Rows, maps: Any) -> Rows:
         kept = rows.ids % self.world == 0
@@ -141,7 +144,7 @@ def first_rank_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def fingerprint_without_sizes(patch: pytest.MonkeyPatch) -> None:
-    """Geometries of one layout are all the same."""
+    """Geometries of the same layout are equal, whatever their sizes."""
     patch.setattr(Geometry, "canonical", property(lambda self: f'{{"name":"{self.layout.name}"}}'))
 
 
@@ -149,7 +152,7 @@ def fingerprint_without_sizes(patch: pytest.MonkeyPatch) -> None:
 
 
 def off_by_one_chunk(patch: pytest.MonkeyPatch) -> None:
-    """The last row of a full chunk is the one before it."""
+    """The last row of a full chunk is replaced by the row before it."""
     plan = plan_module.plan_chunks
 
     def mistaken(section: Section, groups: Any, rows: Any, *rest: int) -> Any:
@@ -162,7 +165,7 @@ def off_by_one_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def last_chunk_dropped(patch: pytest.MonkeyPatch) -> None:
-    """Whole chunks are moved alone."""
+    """Only whole chunks move."""
 
     def chunk_count(self: Section, count: int) -> int:
         return count * self.row_parts // self.chunk_rows
@@ -178,7 +181,7 @@ def last_chunk_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def plane_dropped(patch: pytest.MonkeyPatch) -> None:
-    """The last plane of the pool stays behind."""
+    """The last plane of the pool doesn't move."""
 
     def without_last(geometry: Geometry, size: int) -> list[Section]:
         return sections_of(replace(geometry, planes=geometry.planes[:-1]), size)
@@ -187,7 +190,7 @@ def plane_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def request_planes_dropped(patch: pytest.MonkeyPatch) -> None:
-    """Only what has a row for each token is moved."""
+    """Only planes with a row for each token move."""
     patch.setattr(
         mover_module,
         "sections_of",
@@ -196,7 +199,7 @@ def request_planes_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_order_of_parts(patch: pytest.MonkeyPatch) -> None:
-    """Rows that are split move part by part, not row by row."""
+    """The parts of split rows move in the order of parts, not of rows."""
 
     def split(self: Section, rows: Any) -> Any:
         return (rows[None, :] * self.row_parts + np.arange(self.row_parts)[:, None]).reshape(-1)
@@ -205,12 +208,12 @@ def wrong_order_of_parts(patch: pytest.MonkeyPatch) -> None:
 
 
 def checksum_not_compared(patch: pytest.MonkeyPatch) -> None:
-    """Spans are hashed, and what comes of it is not looked at."""
+    """Spans are hashed, but the checksums are not compared."""
     patch.setattr(mover_module, "_check", lambda span, memory: [])
 
 
 def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
-    """Each chunk is checked when the one before it was written."""
+    """Each chunk is checked only after the chunk before it was written."""
 
     def scatter(
         self: Mover,
@@ -238,7 +241,7 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def global_layer_id(patch: pytest.MonkeyPatch) -> None:
-    """A later stage's planes are asked for by the model's layers."""
+    """The layers of a later stage are counted from the model's first layer."""
     plane = Pool.plane
     patch.setattr(
         Pool,
@@ -248,7 +251,7 @@ def global_layer_id(patch: pytest.MonkeyPatch) -> None:
 
 
 def layers_the_other_way_round(patch: pytest.MonkeyPatch) -> None:
-    """A created pool's layers lie last to first."""
+    """A created pool has its layers in reverse order."""
     rows = BufferRows
     patch.setattr(
         memory_module,
@@ -258,7 +261,7 @@ def layers_the_other_way_round(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_index_map(patch: pytest.MonkeyPatch) -> None:
-    """The engine's map is read once, when the pool is made."""
+    """The engine's map is read only once, when the pool is made."""
     init = Pool.__init__
 
     def keep(self: Pool, *arguments: Any) -> None:
@@ -270,7 +273,7 @@ def stale_index_map(patch: pytest.MonkeyPatch) -> None:
 
 
 def request_row_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Every request's state is in row 0."""
+    """The state of every request is in row 0."""
     rows_of = Pool.rows_of
 
     def first(self: Pool, slots: Any, request: int | None = None) -> Any:
@@ -280,7 +283,7 @@ def request_row_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def window_by_place(patch: pytest.MonkeyPatch) -> None:
-    """Rows are restored to the target's first ones, whichever tokens those stand for."""
+    """Rows are restored into the target's first rows, whichever tokens these belong to."""
 
     def rows_in(self: Snapshot, group: int, target: Rows) -> Any:
         return target.ids[: self.seal.tokens_of(group).size]
@@ -289,7 +292,7 @@ def window_by_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def key_not_compared(patch: pytest.MonkeyPatch) -> None:
-    """Whoever has a snapshot of that length may restore it."""
+    """Every snapshot of the right length may be restored."""
     check = Seal.check_target
 
     def without_key(self: Seal, geometry: str, key: str, token_count: int) -> None:
@@ -299,13 +302,13 @@ def key_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_not_checked(patch: pytest.MonkeyPatch) -> None:
-    """Slots are taken as they come: -1 is the last row, and a row may be written twice."""
-    patch.setattr(Pool, "checked", lambda _, slots: np.array(slots, np.int64))
+    """Slots aren't checked: -1 means the last row, and a row may be written twice."""
+    patch.setattr(tide_module, "checked_slots", lambda slots, *_: np.array(slots, np.int64))
 
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
-    """The caller's array is kept, and what it says later is moved."""
-    kept = Pool.checked
+    """The caller's array is kept, so a later change of it changes what moves."""
+    kept = plan_module.checked_slots
 
     def checked(self: Pool, slots: Any) -> Any:
         kept(self, slots)
@@ -315,7 +318,7 @@ def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
 
 
 def snapshot_is_a_range(patch: pytest.MonkeyPatch) -> None:
-    """Which tokens have rows is kept as first and last alone."""
+    """Of the tokens that have rows, only the first and the last are kept."""
     patch.setattr(
         tide_module,
         "ranges_of",
@@ -362,7 +365,7 @@ PLANTED: list[tuple[Plant, tuple[str, ...]]] = [
 def test_planted_bug_is_found(
     plant: Plant, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By at least one of the kit's tests, all of which pass without it."""
+    """At least one of the kit's tests fails; all of them pass without the bug."""
     device, kit = CPUDevice(lanes=1), Kit(*names)
     plant(monkeypatch)
     with warnings.catch_warnings():
@@ -374,8 +377,8 @@ def test_planted_bug_is_found(
 
 
 @pytest.mark.parametrize("names", sorted({names for _, names in PLANTED}), ids=lambda n: n[0])
-def test_nothing_is_found_where_nothing_was_planted(names: tuple[str, ...]) -> None:
-    """The same runs pass without a bug."""
+def test_nothing_is_found_without_a_planted_bug(names: tuple[str, ...]) -> None:
+    """The same tests pass without a bug."""
     device = CPUDevice(lanes=1)
     assert set() == failed_tests(Kit(*names), device)
     device.close()
@@ -385,7 +388,7 @@ def test_nothing_is_found_where_nothing_was_planted(names: tuple[str, ...]) -> N
 
 
 def staging_shared(patch: pytest.MonkeyPatch) -> None:
-    """Both streams stage in the same memory."""
+    """Both streams share one staging buffer."""
     shared: list[Any] = []
     prepare = accelerator_module.CopyStream.prepare
 
@@ -398,11 +401,11 @@ def staging_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """What was asked for is taken for done."""
+    """A copy counts as done as soon as it is requested."""
 
     class Over:
         def synchronize(self) -> None:
-            """Doesn't."""
+            """Returns without waiting."""
 
     issue = accelerator_module.CopyStream.issue
 
@@ -428,7 +431,7 @@ DEVICE_PLANTED: list[tuple[Plant, str, str]] = [
 def test_planted_bug_of_a_device_is_found(
     plant: Plant, test: str, schedule: str, is_planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the test that is there for it, on the simulated accelerator."""
+    """The kit's test for this bug fails on the simulated accelerator."""
     with simulated(schedule):
         if is_planted:
             plant(monkeypatch)

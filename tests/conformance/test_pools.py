@@ -1,5 +1,7 @@
-"""Pools pass the kit: a created one, and SGLang's NPU pools by their own methods, on the CPU and
-on the simulated accelerator in all its schedules."""
+"""Pools pass the kit: a created one, and SGLang's NPU pools by their own methods.
+
+The tests run on the CPU, and on the simulated accelerator in every schedule.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from support.simulated import SCHEDULES, simulated
 
 @pytest.fixture(params=["cpu", *SCHEDULES])
 def device_name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The CPU, and the simulated accelerator in each schedule."""
+    """Runs on the CPU, and on the simulated accelerator in each schedule."""
     if request.param == "cpu":
         yield "cpu"
     else:
@@ -32,81 +34,81 @@ def device_name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class TestCreatedPool(PoolTests):
-    """A window beside full attention: the maps are written through the hook."""
+    """A created pool with a window beside full attention; the tests write its map."""
 
     def make_pool(self) -> Pool:
-        """Of the kit's own storage."""
+        """Makes a pool in the kit's own storage."""
         self.subject = KINDS["created"](sample("window_and_full"), CPUDevice(lanes=1))
         return self.subject.pool
 
     def read_raw(self, pool: Pool, plane: str, layer: int) -> Bytes:
-        """From the pool's buffer."""
+        """Reads the pool's buffer."""
         return self.subject.read(plane, layer)
 
     def write_raw(self, pool: Pool, plane: str, layer: int, data: Bytes) -> None:
-        """To the pool's buffer."""
+        """Writes the pool's buffer."""
         self.subject.write(plane, layer, data)
 
     def write_map(self, pool: Pool, name: str, ids: Ids) -> None:
-        """To the engine's map."""
+        """Writes the engine's map."""
         assert self.subject.write_map is not None
         self.subject.write_map(name, ids)
 
 
 @final
 class CopyWay:
-    """There and back by the two methods that SGLang calls."""
+    """Saves and loads by the two methods that SGLang calls."""
 
     def __init__(self, pool: NPUTokenToKVPool) -> None:
         self.pool = pool
 
     def save(self, slots: Any, request: int | None) -> Any:
-        """get_cpu_copy."""
+        """Calls get_cpu_copy."""
         return self.pool.get_cpu_copy(slots, req_pool_index=request)
 
     def load(self, saved: Any, slots: Any, request: int | None) -> None:
-        """load_cpu_copy."""
+        """Calls load_cpu_copy."""
         self.pool.load_cpu_copy(saved, slots, req_pool_index=request)
 
     def drop(self, saved: Any) -> None:
-        """Gives its memory back."""
+        """Releases the copy's memory."""
         saved.release()
         assert 0 == self.pool.host_used_bytes
 
 
 class TestNPUPool(PoolTests):
-    """Every kind of them."""
+    """NPU pools of every kind."""
 
     mine: NPUTokenToKVPool
 
     @pytest.fixture(autouse=True, params=[*npu_pools.KINDS])
     def npu_pool(self, request: pytest.FixtureRequest, device_name: str) -> Iterator[None]:
-        """A small one."""
+        """Makes a small pool of the kind."""
         device = npu_pools.small_device(device_name, 2048)
         self.thorough = device_name == "cpu"
-        # Pinned memory is for good: of the usual slab each of these pools would keep 64 MiB.
+        # Pinned memory is never given back, and a usual slab takes 64 MiB for each pool.
         self.mine = npu_pools.KINDS[request.param](device, host_limit_bytes=1 << 20)
         yield
         self.mine.close()
         device.close()
 
     def make_pool(self) -> Pool:
-        """What the NPU pool adopted of itself."""
+        """Returns the pool that the NPU pool made of its own buffers."""
         adopted: Pool = self.mine._pool
         return adopted
 
     def make_way(self, subject: PoolUnderTest, block_bytes: int) -> CopyWay:
-        """Its own methods; what moves at once is the device's."""
+        """Returns the NPU pool's own methods; the device decides how much moves at once."""
         return CopyWay(self.mine)
 
     def read_raw(self, pool: Pool, plane: str, layer: int) -> Bytes:
-        """From the buffers that SGLang sees."""
+        """Reads the buffers that SGLang sees."""
         rows = self._buffer(plane, layer).cpu().contiguous().view(torch.uint8).numpy()
         found: Bytes = rows.reshape(pool.plane(plane, layer).shape[0], -1).copy()
         return found
 
     def write_raw(self, pool: Pool, plane: str, layer: int, data: Bytes) -> None:
-        """To the same."""
+        """Writes the buffers that SGLang sees."""
         rows = self._buffer(plane, layer).view(torch.uint8)
         rows.copy_(torch.from_numpy(np.ascontiguousarray(data)).view(rows.shape))
 

@@ -7,7 +7,7 @@ from kvtide.conformance.tensors import randomise, same_bytes
 
 
 def test_every_byte_of_a_tensor_can_change() -> None:
-    """Whatever its dtype: a byte that stayed could hide a copy that forgot it."""
+    """A byte that never changed could hide a copy that left it out; this holds for every dtype."""
     torch.manual_seed(0)
     for dtype in (torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
         tensor = torch.zeros(4, 64, dtype=dtype)
@@ -18,8 +18,8 @@ def test_every_byte_of_a_tensor_can_change() -> None:
         assert seen.all(), dtype
 
 
-def test_what_lies_between_rows_stays() -> None:
-    """A view with gaps is another's memory there."""
+def test_bytes_between_rows_stay() -> None:
+    """The gaps of a view may belong to somebody else."""
     memory = torch.zeros(8, 16)
     randomise(memory[:, :12])
     assert not memory[:, 12:].any()
@@ -35,5 +35,5 @@ def test_what_lies_between_rows_stays() -> None:
     ],
 )
 def test_bytes_are_compared_and_not_numbers(found: torch.Tensor, expected: bool) -> None:
-    """NaN is itself, and -0 isn't 0."""
+    """NaN equals itself, and -0 differs from 0."""
     assert expected == same_bytes(torch.tensor([0.0, float("nan")]), found)

@@ -1,4 +1,4 @@
-"""What the doctor looks at, piece by piece."""
+"""The checks of the doctor, each by itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Here("a device", 0, None, None, True, None)
 
 
 def test_every_sample_is_tried() -> None:
-    """In pools of every kind, created and adopted; none of it takes long."""
+    """The doctor tries every layout in created and adopted pools."""
     opened = open_for_checkup("cpu")
     assert opened.device is not None
     found = [*make_round_trips(opened)]
@@ -32,7 +32,7 @@ def test_every_sample_is_tried() -> None:
 
 
 def test_late_error_belongs_to_the_check_that_made_it() -> None:
-    """What a device only says when it is waited for isn't the next check's."""
+    """An error that a device raises at a later wait is put down to the check that caused it."""
     pending: list[str] = ["the kernel failed"]
 
     def settle() -> None:
@@ -47,8 +47,8 @@ def test_late_error_belongs_to_the_check_that_made_it() -> None:
     assert ["it is of no use", ""] == [finding.consequence for finding in findings]
 
 
-def test_check_that_raises_leaves_nothing_to_the_next_one() -> None:
-    """Its own late error is dropped: the first one is the reason."""
+def test_late_error_of_a_check_that_raised_is_dropped() -> None:
+    """The reason is the check's first error, and the next check sees neither."""
     pending: list[str] = ["and then this"]
 
     def settle() -> None:
@@ -62,8 +62,8 @@ def test_check_that_raises_leaves_nothing_to_the_next_one() -> None:
     assert attempt("b", lambda: None, settle=settle).ok
 
 
-def test_interrupt_is_no_finding() -> None:
-    """Ctrl-C ends the command, not a check."""
+def test_interrupt_is_not_a_finding() -> None:
+    """Ctrl-C ends the command, not only a check."""
 
     def check() -> None:
         raise KeyboardInterrupt
@@ -73,7 +73,7 @@ def test_interrupt_is_no_finding() -> None:
 
 
 def test_size_fits_the_device() -> None:
-    """An eighth of what is free, in whole MiB, at least one; what is unknown limits nothing."""
+    """The size is an eighth of the free memory in whole MiB; an unknown size sets no limit."""
     mib = 1 << 20
     assert 64 * mib == choose_size(64 * mib, HERE)
     for free_mib, expected_mib in ((1000, 64), (100, 12), (3, 1)):
@@ -81,8 +81,8 @@ def test_size_fits_the_device() -> None:
         assert expected_mib * mib == choose_size(64 * mib, here)
 
 
-def test_ratios_are_to_the_copy_of_the_same_way() -> None:
-    """Gathers go to the host, scatters to the device; what wasn't timed has none."""
+def test_ratios_compare_with_the_copy_in_the_same_direction() -> None:
+    """Gathers are compared with copies to the host, scatters with copies to the device."""
     seconds = {
         ("pinned", "to_host"): 1.0,
         ("pinned", "to_device"): 3.0,
@@ -97,8 +97,8 @@ def test_ratios_are_to_the_copy_of_the_same_way() -> None:
 
 
 @pytest.mark.parametrize("way", ["to the device", "to the host"])
-def test_copy_that_is_timed_has_happened_when_its_call_returns(way: str) -> None:
-    """Otherwise only the asking would be timed, which takes no time at all."""
+def test_timed_copy_has_finished_when_its_call_returns(way: str) -> None:
+    """Otherwise only the request for the copy would be timed."""
     with simulated("lazy") as name:
         opened = open_for_checkup(name)
         assert opened.device is not None
@@ -115,7 +115,7 @@ def test_copy_that_is_timed_has_happened_when_its_call_returns(way: str) -> None
 def test_default_device_is_the_accelerator_that_is_there(
     is_there: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch may be built for one that this machine doesn't have."""
+    """torch may have been built for an accelerator that this machine lacks."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta", 0))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: is_there)
     assert expected == default_device()

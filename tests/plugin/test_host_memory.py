@@ -1,4 +1,4 @@
-"""How much memory the ranks of a host leave together: the same answer, whoever of them is first."""
+"""The ranks of a host agree on how much memory they leave together, in whatever order they ask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = range(4)
 
 
 class Machine:
-    """16 GiB of which each of four ranks' pools takes half a GiB as soon as it is written."""
+    """A host of 16 GiB on which each of four ranks' pools takes half a GiB once it is written."""
 
     def __init__(self) -> None:
         self.taken: dict[str, int] = {}
@@ -31,12 +31,12 @@ class Machine:
         self._all_said = threading.Barrier(len(RANKS))
 
     def free_bytes(self) -> int:
-        """What is free now; a rank that took its arena while others still measure is noted."""
+        """Returns what is free, and notes a rank that took its arena while others measure."""
         self.went_on_early |= any(name.startswith("arena") for name in self.taken)
         return 16 * GIB - sum(self.taken.values())
 
     def hear(self, rank: int, numbers: Sequence[int]) -> list[Sequence[int]]:
-        """What all ranks say, once they all have."""
+        """Returns what all ranks said, once all have said it."""
         self.said[rank] = numbers
         self._all_said.wait(10)
         heard = [self.said[other] for other in RANKS]
@@ -45,7 +45,7 @@ class Machine:
 
 
 class RanksOn(Ranks):
-    """One rank of those on the machine."""
+    """The ranks as one rank of the machine sees them."""
 
     def __init__(self, machine: Machine, rank: int) -> None:
         super().__init__()
@@ -57,18 +57,21 @@ class RanksOn(Ranks):
 
 
 class RanksElsewhere(Ranks):
-    """Two more ranks, on other hosts."""
+    """Two more ranks on other hosts."""
 
     def gather(self, numbers: Sequence[int]) -> list[Sequence[int]]:
-        """They answer whatever is asked."""
+        """Returns this rank's numbers, and the numbers of two ranks on other hosts."""
         return [numbers, [1, 4], [2, 1]]
 
 
 def measure_on(
     machine: Machine, order: Sequence[int], touched: int, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, tuple[int, int]]:
-    """What each rank hears: of those in `order`, one after the other, the first `touched` have
-    written to their pools when they ask. Who has its answer takes an arena."""
+    """Lets the ranks measure one after the other, and returns what each is told.
+
+    The first `touched` ranks of `order` have written to their pools when they ask. A rank takes its
+    arena when it has its answer.
+    """
     monkeypatch.setattr(host_memory, "free_memory_bytes", machine.free_bytes)
     heard: dict[int, tuple[int, int]] = {}
 
@@ -93,7 +96,7 @@ def measure_on(
 def test_ranks_agree_in_whatever_order_they_write_to_their_pools(
     monkeypatch: pytest.MonkeyPatch, touched: int
 ) -> None:
-    """16 GiB less four pools of half a GiB, in all orders and wherever the ranks have got to."""
+    """16 GiB minus four pools of half a GiB remain, whichever ranks have written to their pools."""
     for order in itertools.permutations(RANKS):
         machine = Machine()
         heard = measure_on(machine, order, touched, monkeypatch)
@@ -103,7 +106,7 @@ def test_ranks_agree_in_whatever_order_they_write_to_their_pools(
 
 
 class RanksInStep(Ranks):
-    """This rank, and another one that answers with `other`; `asked` is what was asked."""
+    """This rank and another that answers `other`; `asked` keeps the questions."""
 
     def __init__(self, other: int) -> None:
         super().__init__()
@@ -121,8 +124,8 @@ class RanksInStep(Ranks):
 
 
 @pytest.mark.parametrize(("other", "limit_bytes"), [(GIB, 1 << 20), (1 << 19, 1 << 19), (0, 0)])
-def test_an_arena_is_the_least_part_of_all_ranks(other: int, limit_bytes: int) -> None:
-    """Four ranks have four MiB; a rank without room isn't one that refuses."""
+def test_an_arena_has_the_smallest_share_of_all_ranks(other: int, limit_bytes: int) -> None:
+    """Four ranks share four MiB; a rank that has no room does not refuse."""
     ranks, device = RanksInStep(other), CPUDevice(lanes=1)
     pool = Pool.create(small_geometry(), device, page_count=2)
     arena = HostMemory(4 << 20, len(RANKS), ranks).arena_for(pool)
@@ -130,8 +133,8 @@ def test_an_arena_is_the_least_part_of_all_ranks(other: int, limit_bytes: int) -
     device.close()
 
 
-def test_a_refusal_is_heard_by_all_ranks() -> None:
-    """Who refuses answers as often as who asks for an arena; the others would wait for ever."""
+def test_a_refusal_reaches_all_ranks() -> None:
+    """A rank that refuses answers as often as the others ask, or they would wait for ever."""
     refusing, asking, device = RanksInStep(GIB), RanksInStep(-1), CPUDevice(lanes=1)
     with (
         pytest.raises(LayoutError, match="no such pool"),
@@ -146,15 +149,17 @@ def test_a_refusal_is_heard_by_all_ranks() -> None:
     device.close()
 
 
-def test_ranks_of_other_hosts_take_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They answer, as all must, and their memory is their own."""
+def test_ranks_of_other_hosts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer, as all ranks must, but their memory isn't this host's."""
     monkeypatch.setattr(host_memory, "_host_id", lambda: 1)
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9)
     assert (3 + 4, 4) == HostMemory(None, 2, RanksElsewhere()).measure(3)
 
 
-def test_ranks_that_take_no_part_count_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas of a server share the host, and have no group in common: nobody hears what they
-    have written to."""
+def test_ranks_that_cannot_be_asked_count_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of a server share the host, but have no group in common, so they can't ask.
+
+    Each of them is taken to have written as much to its pool as this rank.
+    """
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9)
     assert (4 * 3, 9) == HostMemory(None, 4, Ranks()).measure(3)

@@ -1,4 +1,4 @@
-"""What every engine needs is in kvtide.plugin, and knows none: an invented engine needs no more."""
+"""kvtide.plugin has all that an engine needs, and imports no engine: an invented one uses it."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ WANTED = {
     "versions": ("installed_version", "refuse_if_gone", "tables_in"),
     "census": ("PoolClass", "PoolKinds", "census"),
 }
-"""What a plugin for another engine, such as plugin/vllm/, imports."""
+"""The names that a plugin for another engine, such as plugin/vllm/, imports."""
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_what_another_engines_plugin_imports_is_there(name: str) -> None:
-    """In kvtide.plugin itself."""
+def test_names_for_another_engines_plugin_exist(name: str) -> None:
+    """Every name of the list is in kvtide.plugin itself."""
     module = importlib.import_module(f"kvtide.plugin.{name}")
     missing = [wanted for wanted in WANTED[name] if not hasattr(module, wanted)]
     assert [] == missing
 
 
-def test_the_list_has_all_files_of_the_neutral_half() -> None:
-    """A new one is either for every engine, or belongs into the folder of one."""
+def test_the_list_has_all_files_for_every_engine() -> None:
+    """A new file is either for every engine, or belongs in the folder of one engine."""
     assert sorted(WANTED) == [path.stem for path in NEUTRAL if path.stem != "__init__"]
 
 
 def engines_imported(text: str) -> list[str]:
-    """The imports of a file that lead to an engine, or to kvtide's folder of one."""
+    """Returns the imports of a file that lead to an engine or to kvtide's folder for one."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
@@ -67,8 +67,8 @@ def engines_imported(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", NEUTRAL, ids=lambda path: path.stem)
-def test_no_file_for_every_engine_imports_one(path: Path) -> None:
-    """Neither an engine's own modules, nor those of kvtide's plugin for it."""
+def test_no_file_for_every_engine_imports_an_engine(path: Path) -> None:
+    """The files import neither an engine nor kvtide's plugin for one."""
     assert [] == engines_imported(path.read_text("utf-8"))
 
 
@@ -82,7 +82,7 @@ def test_no_file_for_every_engine_imports_one(path: Path) -> None:
     ],
 )
 def test_an_import_of_an_engine_is_found(line: str) -> None:
-    """Also within a function."""
+    """An import within a function is found, too."""
     assert 1 == len(engines_imported(line))
 
 
@@ -149,7 +149,7 @@ def open_keeper(pool, limit_bytes):
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Iterator[ModuleType]:
-    """The plugin for an engine that there isn't, as one new file."""
+    """A plugin for an engine that doesn't exist, in one new file."""
     path = tmp_path / "kvtide_toy.py"
     path.write_text(TOY_PLUGIN, "utf-8")
     spec = importlib.util.spec_from_file_location("kvtide_toy", path)
@@ -163,7 +163,7 @@ def toy(tmp_path: Path) -> Iterator[ModuleType]:
 
 
 def test_one_file_is_enough_for_another_engine(toy: ModuleType) -> None:
-    """A request leaves its pages, which others overwrite, and comes back in other pages."""
+    """A request leaves its pages, which others overwrite, and comes back into other pages."""
     pool = toy.ToyPool()
     request = toy.ToyRequest("r1", [0, 5, 2], token_count=10)
     expected = [layer[[0, 5, 2]].flatten(0, 1)[:10] for layer in pool.layers]
@@ -188,7 +188,7 @@ def test_one_file_is_enough_for_another_engine(toy: ModuleType) -> None:
 
 
 class Disagreeing(Ranks):
-    """Another rank fails, whatever this one does."""
+    """Another rank fails, whatever this rank does."""
 
     def least(self, value: int) -> int:
         """See Ranks."""
@@ -196,7 +196,7 @@ class Disagreeing(Ranks):
 
 
 def test_a_state_that_is_a_step_ahead_is_not_saved(toy: ModuleType) -> None:
-    """What the engine says of its request, the keeper heeds."""
+    """The engine says that the request's state is a step ahead, and the keeper doesn't save it."""
     toy.ToyRequests.is_ahead = lambda self, request: True
     keeper = toy.open_keeper(toy.ToyPool(), 1 << 20)
     with pytest.raises(StateAhead):
@@ -209,8 +209,8 @@ def test_a_state_that_is_a_step_ahead_is_not_saved(toy: ModuleType) -> None:
     keeper.close()
 
 
-def test_what_another_rank_could_not_move_is_kept_by_none(toy: ModuleType) -> None:
-    """Neither a save nor a restore, and the arena has room again."""
+def test_no_rank_keeps_what_another_rank_could_not_move(toy: ModuleType) -> None:
+    """Save and restore both fail, and the arena's memory is free again."""
     keeper = toy.open_keeper(toy.ToyPool(), 1 << 20)
     request = toy.ToyRequest("r1", [0, 5, 2], token_count=10)
     backup, keeper._ranks = keeper.save(request), Disagreeing()
@@ -231,7 +231,7 @@ def test_what_another_rank_could_not_move_is_kept_by_none(toy: ModuleType) -> No
 
 
 def test_a_pool_that_its_plugin_refuses_is_refused(toy: ModuleType) -> None:
-    """By name, with the neutral half's own error."""
+    """The error names the pool's class, and is the one that all plugins use."""
     from kvtide.plugin.refusals import Refused
 
     with pytest.raises(Refused, match="pool class object isn't known"):

@@ -1,4 +1,4 @@
-"""What the text of a package says of its classes, and which tables a plugin has."""
+"""What the source of a package says about its classes, and which tables a plugin has."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ class Pool(other.Base, Generic[T]):
         *((name, False) for name in ("stranger", "third", "read", "foreign", "inner", "name")),
     ],
 )
-def test_an_attribute_is_what_a_class_defines_or_sets_of_itself(
+def test_attributes_are_what_a_class_defines_or_sets_on_itself(
     tmp_path: Path, name: str, has_it: bool
 ) -> None:
-    """Not what it sets of others, or reads."""
+    """An attribute that the class only reads, or sets on another object, doesn't count."""
     (tmp_path / "pools.py").write_text(WRITTEN)
     assert ([] if has_it else [f"Pool.{name}"]) == gone(Source(tmp_path), [{"Pool": (name,)}])
 
 
 def test_a_package_that_is_not_installed_is_named() -> None:
-    """As an import of it would be."""
+    """The error is the one that an import would raise."""
     with pytest.raises(ModuleNotFoundError, match="no_such_engine isn't installed"):
         Source.of_installed("no_such_engine")
 
 
 def test_the_tables_of_all_folders_of_a_plugin_are_found() -> None:
-    """What a table in another folder lists would never be looked for."""
+    """A table in a folder that isn't searched would never be checked."""
     folder = Path(kvtide.plugin.sglang.__file__).parent
     texts = [path.read_text("utf-8") for path in folder.rglob("*.py")]
     written = sum("\nREADS: Table" in text for text in texts)
