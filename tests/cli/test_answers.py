@@ -17,8 +17,10 @@ def _asked(*requests: Request) -> tuple[Prompt, list[Request]]:
 
 
 def test_answer_line_has_these_keys_in_this_order(tmp_path: Path) -> None:
-    """Other programs read these lines, so keys, order and values are fixed."""
-    count = write_answers(tmp_path / "out.jsonl", [make_request("b", **ANSWERED)])
+    """A line is what other programs read: keys, their order and their values are fixed."""
+    count = write_answers(
+        tmp_path / "out.jsonl", [_asked(make_request("b", **ANSWERED))], model="m"
+    )
     assert count == 1
     assert (
         '{"id": "b", "text": "hé\\n", "token_ids": [5, 6], "prompt_tokens": 3, "new_tokens": 2, '
@@ -27,13 +29,14 @@ def test_answer_line_has_these_keys_in_this_order(tmp_path: Path) -> None:
 
 
 def test_only_what_is_answered_or_failed_is_written_in_order(tmp_path: Path) -> None:
-    """A request that never finished or was aborted has no line; a failed one has."""
-    requests = [
-        make_request("z", finish_reason="length"),
-        make_request("unfinished"),
-        make_request("y", finish_reason="error", error="too large"),
-        make_request("given up", finish_reason="abort"),
-        make_request("a", finish_reason="stop"),
+    """Requests that never finished or were given up have no line; a failed one has."""
+    answers = [
+        _asked(make_request("z", finish_reason="length")),
+        _asked(make_request("unfinished")),
+        _asked(make_request("y", finish_reason="error", error="too large")),
+        _asked(make_request("given up", finish_reason="abort")),
+        _asked(make_request("half", finish_reason="stop"), make_request("half#1")),
+        _asked(make_request("a", finish_reason="stop")),
     ]
     write_answers(tmp_path / "out.jsonl", answers, model="m")
     lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()

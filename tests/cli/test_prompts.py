@@ -79,9 +79,9 @@ def test_answers_of_two_prompts_have_different_names(tmp_path: Path) -> None:
 
 def test_null_settings_are_as_if_absent(tmp_path: Path) -> None:
     """Programs write null for a setting that isn't set."""
-    line = '{"id":"a","prompt":"p","max_new_tokens":null,"temperature":null,"seed":null}'
-    (prompt,) = read_prompts(_write(tmp_path, line))
-    assert (None, None, None) == (prompt.max_new_tokens, prompt.temperature, prompt.seed)
+    line = {"id": "a", "prompt": "p"} | dict.fromkeys(KEYS[3:])
+    (prompt,) = read_prompts(_write(tmp_path, json.dumps(line)))
+    assert ({}, None) == (prompt.settings, prompt.sample_count)
 
 
 def test_order_is_kept_and_blank_lines_count_but_are_skipped(tmp_path: Path) -> None:

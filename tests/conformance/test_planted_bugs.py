@@ -303,12 +303,12 @@ def key_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def slots_not_checked(patch: pytest.MonkeyPatch) -> None:
     """Slots aren't checked: -1 means the last row, and a row may be written twice."""
-    patch.setattr(tide_module, "checked_slots", lambda slots, *_: np.array(slots, np.int64))
+    patch.setattr(Pool, "checked", lambda _, slots: np.array(slots, np.int64))
 
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
     """The caller's array is kept, so a later change of it changes what moves."""
-    kept = plan_module.checked_slots
+    kept = Pool.checked
 
     def checked(self: Pool, slots: Any) -> Any:
         kept(self, slots)
