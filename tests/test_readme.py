@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 
+from kvtide.plugin.sglang.settings import COLOCATED
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 MODELS = ROOT / "docs" / "models.md"
@@ -47,6 +49,14 @@ def test_the_engines_example_answers() -> None:
     (request,) = names["requests"]
     assert request.finish_reason in ("length", "stop")
     assert names["engine"].exact_check.exact_rows
+
+
+def test_whoever_serves_with_sglang_reads_what_an_ordinary_server_needs() -> None:
+    """In each paragraph or row that names such servers, and not behind a link."""
+    text = README.read_text("utf-8")
+    parts = [part for part in re.split(r"\n\n|\n(?=\|)", text) if "ordinary server" in part]
+    assert 2 == len(parts)
+    assert all(f"`{COLOCATED}=1`" in part for part in parts)
 
 
 def test_example_is_short() -> None:

@@ -28,7 +28,10 @@ WANTED = {
     "counters": ("Counters",),
     "ranks": ("Ranks",),
     "host_memory": ("HostMemory",),
-    "environment": ("CONFIG", "HOST_MEMORY", "choice", "host_memory_bytes", "read_values"),
+    "environment": (
+        *("CONFIG", "HOST_MEMORY", "choice", "host_memory_bytes", "read_values"),
+        "unknown_variables",
+    ),
     "metrics": ("Metrics",),
     "status": ("coverage", "without_draft", "without_room"),
     "reader": ("Reader", "Table"),

@@ -83,6 +83,17 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
             yield "hooks missing", run("--json")
             with patch.dict(os.environ, {"KVTIDE_SGLANG": "0"}):
                 yield "off", run("--json")
+                yield "off, in words", run()
+            # As if it had been loaded with them.
+            with patch("kvtide.plugin.sglang.hooks.hooks_not_in_place", lambda settings: []):
+                yield "colocated", run()
+        with patch.object(sglang_checks, "entry_points", lambda group: ()):
+            yield "not registered", run()
+        with patch.dict(os.environ, {"KVTIDE_HOST_MEMROY": "24GiB"}):
+            yield "a misspelt variable", run("--json")
+            yield "a misspelt variable, in words", run()
+        with patch.dict(os.environ, {"KVTIDE_HOST_MEMORY": "24"}):
+            yield "no unit", run("--json")
         with patch.dict(os.environ, {"SGLANG_PLUGINS": "this, that"}):
             yield "left out", run("--json")
         with patch.dict(os.environ, {"KVTIDE_SGLANG": "yes"}):

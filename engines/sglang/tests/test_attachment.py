@@ -294,6 +294,18 @@ def test_an_arena_without_room_for_anything_is_a_warning(
     found.close()
 
 
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+def test_unknown_variables_are_a_warning_of_the_first_rank(
+    place: Place, configure: Config, caplog: pytest.LogCaptureFixture, rank: int, count: int
+) -> None:
+    """In every server, whatever kvtide does there."""
+    configure({**ALONE, "attn_tp_rank": rank}, disaggregation_mode="prefill")
+    settings = Settings(unknown=("KVTIDE_A", "KVTIDE_B (did you mean KVTIDE_C?)"))
+    hooks._beginning(settings)(lambda *_: None, Scheduler(place.allocator, place.request_pool))
+    said = "kvtide knows no variable KVTIDE_A, KVTIDE_B (did you mean KVTIDE_C?)"
+    assert count == [record.getMessage() for record in caplog.records].count(said)
+
+
 @pytest.mark.parametrize("backend", [None, "none", "cpu_tensor"])
 def test_an_ordinary_servers_line_names_no_backend(
     attachment: Attachment, configure: Config, caplog: pytest.LogCaptureFixture, backend: str | None

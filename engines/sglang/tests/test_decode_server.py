@@ -158,6 +158,12 @@ def test_one_line_of_the_log_says_what_is_covered(forced: EngineRun) -> None:
         assert said in line
 
 
+def test_one_line_of_the_log_names_unknown_variables(forced: EngineRun) -> None:
+    """Though kvtide reads its settings in each of the server's processes; here a test's own."""
+    (line,) = forced.log_lines("kvtide knows no variable")
+    assert line.endswith("kvtide knows no variable KVTIDE_WATCH")
+
+
 def test_each_move_is_a_line_at_debug_level(forced: EngineRun) -> None:
     """Sizes and times; nothing of what was asked or answered."""
     lines = forced.log_lines("kvtide saved request 'plain-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -73,7 +74,16 @@ def test_a_person_sees_both_copies_and_the_verdict(runs: Runs) -> None:
     assert "keys alone: exact; SGLang: no copy" in lines
     assert "MHATokenToKOnlyPool: exact in 1 round trip" in lines
     assert "UnifiedMambaPool: no pool of it can be built here" in lines
-    assert f"SGLang {version('sglang')}: ok" == lines[-1]
+    ordinary = "ordinary servers need KVTIDE_SGLANG_COLOCATED=1"
+    assert f"SGLang {version('sglang')}: ok for decode servers; {ordinary}" == lines[-1]
+
+
+def test_the_verdict_names_the_servers_that_the_settings_cover(runs: Runs) -> None:
+    """An ordinary server does nothing through kvtide unless it is told to."""
+    code, out, _ = runs["colocated"]
+    assert 0 == code
+    last = f"SGLang {version('sglang')}: ok for decode servers and for ordinary servers"
+    assert last == out.splitlines()[-1]
 
 
 def test_a_wrong_describer_is_found(runs: Runs) -> None:
@@ -120,11 +130,42 @@ def test_hooks_that_are_missing_are_found(runs: Runs) -> None:
     assert "get_new_batch_prefill" in found["hooks"][-1]["reason"]
 
 
-def test_hooks_that_nobody_wants_are_not_missed(runs: Runs) -> None:
-    """Turned off is no failure."""
+def test_a_plugin_that_is_turned_off_is_not_ok(runs: Runs) -> None:
+    """The setting is named; hooks that nobody wants aren't missed."""
     code, found = report(runs, "off")
-    assert (0, False, []) == (code, found["active"], found["hooks"])
+    assert (1, False, False, 1) == (code, found["active"], found["ok"], found["failed"])
     assert "off" == found["settings"]["mode"]
+    (finding,) = found["hooks"]
+    assert "KVTIDE_SGLANG=0 turns it off; to turn it on, unset KVTIDE_SGLANG" == finding["reason"]
+    code, out, _ = runs["off, in words"]
+    assert 1 == code
+    assert re.fullmatch(r"SGLang \S+: 1 of \d+ checks failed", out.splitlines()[-1])
+
+
+def test_a_plugin_that_is_not_registered_is_not_ok(runs: Runs) -> None:
+    """As where kvtide's source is on the path and kvtide isn't installed."""
+    code, out, _ = runs["not registered"]
+    lines = out.splitlines()
+    assert 1 == code
+    assert any("SGLang loads kvtide's plugin: FAILED: no package in" in line for line in lines)
+    assert re.fullmatch(r"SGLang \S+: 1 of \d+ checks failed", lines[-1])
+
+
+def test_unknown_variables_are_named(runs: Runs) -> None:
+    """With the name that was meant, where one is like it."""
+    code, found = report(runs, "a misspelt variable")
+    said = "KVTIDE_HOST_MEMROY (did you mean KVTIDE_HOST_MEMORY?)"
+    assert (1, 1, [said]) == (code, found["failed"], found["unknown_variables"])
+    code, out, _ = runs["a misspelt variable, in words"]
+    line = f"variables of kvtide: FAILED: kvtide knows no variable {said}; so it has no effect"
+    assert (1, True) == (code, line in out.splitlines())
+
+
+def test_a_size_without_its_unit_is_one_line(runs: Runs) -> None:
+    """24 bytes were surely not meant."""
+    code, out, err = runs["no unit"]
+    assert (2, "", 1) == (code, out, len(err.splitlines()))
+    assert "KVTIDE_HOST_MEMORY: '24' has no unit, so it is 24 bytes" in err
 
 
 def test_a_plugin_that_sglang_was_told_to_leave_out_is_found(runs: Runs) -> None:

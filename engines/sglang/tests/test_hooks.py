@@ -253,8 +253,8 @@ def test_invalid_settings_end_the_process(
     registry: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang would log an exception, and serve without."""
-    monkeypatch.setenv("KVTIDE_HOST_MEMORY", "much")
-    with pytest.raises(SystemExit, match=r"^kvtide: KVTIDE_HOST_MEMORY: 'much' is not a size"):
+    monkeypatch.setenv("KVTIDE_HOST_MEMORY", "24")
+    with pytest.raises(SystemExit, match=r"^kvtide: KVTIDE_HOST_MEMORY: '24' has no unit"):
         hooks.register_hooks()
     assert [] == registry
 

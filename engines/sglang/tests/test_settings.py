@@ -38,6 +38,7 @@ def test_everything_set() -> None:
         ("KVTIDE_SGLANG_COLOCATED", "strict", "'strict' is none of 0, 1"),
         ("KVTIDE_HOST_MEMORY", "-1", "'-1' is not a size"),
         ("KVTIDE_HOST_MEMORY", "24 gigs", "'24 gigs' is not a size"),
+        ("KVTIDE_HOST_MEMORY", "24", "'24' has no unit, so it is 24 bytes"),
         ("KVTIDE_HOST_MEMORY", "9999999999TiB", "more than 2"),
         ("KVTIDE_CONFIG", "/nowhere/kvtide.toml", "/nowhere/kvtide.toml can't be read"),
         ("KVTIDE_CONFIG", "/", "/ can't be read"),
@@ -55,10 +56,10 @@ def test_a_file_has_the_same_names_and_the_environment_wins(tmp_path: Path) -> N
     """TOML's own numbers and booleans will do as well as strings."""
     config = tmp_path / "kvtide.toml"
     config.write_text(
-        'KVTIDE_SGLANG = "strict"\nKVTIDE_SGLANG_COLOCATED = true\nKVTIDE_HOST_MEMORY = 4096\n'
+        'KVTIDE_SGLANG = "strict"\nKVTIDE_SGLANG_COLOCATED = true\nKVTIDE_HOST_MEMORY = 4194304\n'
     )
     found = {"KVTIDE_CONFIG": str(config)}
-    assert Settings("strict", True, 4096) == read_settings(found)
+    assert Settings("strict", True, 4 << 20) == read_settings(found)
     found["KVTIDE_SGLANG"] = "1"
     found["KVTIDE_HOST_MEMORY"] = "8KiB"
     assert Settings("on", True, 8192) == read_settings(found)
@@ -90,6 +91,15 @@ def test_a_bad_value_in_a_file_is_refused_as_one_in_the_environment(tmp_path: Pa
     config.write_text("KVTIDE_HOST_MEMORY = -1")
     with pytest.raises(UsageError, match=r"^KVTIDE_HOST_MEMORY: '-1' is not a size"):
         read_settings({"KVTIDE_CONFIG": str(config)})
+    config.write_text("KVTIDE_HOST_MEMORY = 24")
+    with pytest.raises(UsageError, match=r"^KVTIDE_HOST_MEMORY: '24' has no unit"):
+        read_settings({"KVTIDE_CONFIG": str(config)})
+
+
+def test_an_unknown_variable_is_no_error_and_is_kept() -> None:
+    """The server's log and the doctor name it."""
+    found = read_settings({"KVTIDE_SGLANG_COLOCATE": "1", "KVTIDE_CACHE": "/models"})
+    assert ("KVTIDE_SGLANG_COLOCATE (did you mean KVTIDE_SGLANG_COLOCATED?)",) == found.unknown
 
 
 def test_a_python_without_a_parser_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,10 +69,10 @@ class ConsolePage:
             for finding in failed:
                 self.finding(finding)
 
-    def verdict(self, what: str, findings: Sequence[Finding]) -> None:
-        """Prints `what: ok`, or how many checks failed."""
+    def verdict(self, what: str, findings: Sequence[Finding], *, good: str = "ok") -> None:
+        """Prints `what` and `good`, or how many checks failed."""
         failed, checks = count_failed(findings), counted(len(findings), "check")
-        verdict = f"{failed:,} of {checks} failed" if failed else "ok"
+        verdict = f"{failed:,} of {checks} failed" if failed else good
         line = self._printable(f"{what}: {verdict}")
         self._print(Text(f"\n{line}", "bold red" if failed else "bold green"))
 

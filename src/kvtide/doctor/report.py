@@ -33,8 +33,8 @@ class Page(Protocol):
     def repeat_failed(self, heading: str, findings: Sequence[Finding]) -> None:
         """Writes the failed checks again, if a person may have lost sight of them."""
 
-    def verdict(self, what: str, findings: Sequence[Finding]) -> None:
-        """Writes the last line: `what` is ok, or how many checks failed."""
+    def verdict(self, what: str, findings: Sequence[Finding], *, good: str = "ok") -> None:
+        """Writes the last line: `what` is `good`, or how many checks failed."""
 
 
 class Report(Protocol):

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, final
 from kvtide.doctor.finding import Finding, count_failed
 from kvtide.doctor.report import Page
 from kvtide.errors import first_line
+from kvtide.plugin.environment import HOST_MEMORY
+from kvtide.plugin.sglang.settings import COLOCATED, MODE, Settings, read_settings
 from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from kvtide.doctor.sglang_checks import ClassFound, TriedCase
-    from kvtide.plugin.sglang.settings import Settings
 
 _TITLES = (
     (("exact", "wrong", "untried"), "Pools that kvtide moves"),
@@ -40,7 +41,6 @@ class SGLangReport:
         """
         from kvtide.arena.budget import default_host_bytes
         from kvtide.doctor.sglang_checks import import_sglang
-        from kvtide.plugin.sglang.settings import read_settings
 
         # SGLang prints to standard output, which belongs to the report and its JSON.
         with redirect_stdout(sys.stderr):
@@ -68,8 +68,7 @@ class SGLangReport:
     @property
     def is_active(self) -> bool:
         """Whether a server of this SGLang would save and restore through kvtide."""
-        is_on = self.settings.mode != "off"
-        return is_on and not count_failed(self.active) and not self.is_refused
+        return not count_failed(self.active) and not self.is_refused
 
     @property
     def findings(self) -> list[Finding]:
@@ -77,21 +76,23 @@ class SGLangReport:
         trips = [_trip_finding(trip) for trip in self.trips if trip.by_kvtide is not None]
         classes = [_class_finding(found) for found in self.classes]
         lost = [self.lost] if self.lost else []
-        return [self._reads_finding(), *self.active, *lost, *trips, *classes]
+        before = [self._variables_finding(), self._reads_finding(), *self.active, *lost]
+        return [*before, *trips, *classes]
 
     def examine(self, page: Page) -> None:
         """See Report."""
         with redirect_stdout(sys.stderr):
             page.facts(self._facts())
+            page.finding(self._variables_finding())
             self._look_for_reads(page)
             self._check_active(page)
             self._try_trips(page)
             self._look_at_classes(page)
         page.heading(self._in_short())
-        page.repeat_failed(
-            "What failed (KVTIDE_SGLANG=0 turns kvtide off meanwhile)", self.findings
-        )
-        page.verdict(f"SGLang {self.versions['sglang']}", self.findings)
+        is_off = self.settings.mode == "off"
+        meanwhile = "" if is_off else f" ({MODE}=0 turns kvtide off meanwhile)"
+        page.repeat_failed(f"What failed{meanwhile}", self.findings)
+        page.verdict(f"SGLang {self.versions['sglang']}", self.findings, good=self._for_whom())
 
     def _look_for_reads(self, page: Page) -> None:
         from kvtide.plugin.sglang.reads import what_is_gone
@@ -103,9 +104,6 @@ class SGLangReport:
     def _check_active(self, page: Page) -> None:
         from kvtide.doctor.sglang_checks import why_not_hooked, why_not_loaded
 
-        if self.settings.mode == "off":
-            page.heading("kvtide is turned off (KVTIDE_SGLANG=0)")
-            return
         page.heading("Whether kvtide is active in SGLang")
 
         def find(name: str, reason: str | None) -> bool:
@@ -114,7 +112,9 @@ class SGLangReport:
             page.finding(finding)
             return finding.ok
 
-        if find("SGLang loads kvtide's plugin", why_not_loaded()):
+        if self.settings.mode == "off":
+            find("kvtide is on", f"{MODE}=0 turns it off; to turn it on, unset {MODE}")
+        elif find("SGLang loads kvtide's plugin", why_not_loaded()):
             find("hooks are in place", why_not_hooked(self.settings))
 
     def _try_trips(self, page: Page) -> None:
@@ -157,6 +157,17 @@ class SGLangReport:
         consequence = "all pools are left to SGLang" if self.is_refused else moved
         return Finding("names that kvtide reads of SGLang", reason, consequence if reason else "")
 
+    def _variables_finding(self) -> Finding:
+        unknown = self.settings.unknown
+        reason = f"kvtide knows no variable {', '.join(unknown)}" if unknown else None
+        return Finding("variables of kvtide", reason, "it has no effect" if unknown else "")
+
+    def _for_whom(self) -> str:
+        """The verdict on a sound plugin: the servers that it serves with these settings."""
+        if self.settings.is_colocated:
+            return "ok for decode servers and for ordinary servers"
+        return f"ok for decode servers; ordinary servers need {COLOCATED}=1"
+
     def _in_short(self) -> str:
         alone = Counter(trip.sglang_word for trip in self.trips)
         through = [trip.by_kvtide for trip in self.trips if trip.by_kvtide is not None]
@@ -170,9 +181,6 @@ class SGLangReport:
         return f"{trips}: kvtide {exact} exact; SGLang's own copy {counts}{skipped}"
 
     def _facts(self) -> list[tuple[str, str]]:
-        from kvtide.plugin.environment import HOST_MEMORY
-        from kvtide.plugin.sglang import settings as names
-
         settings, limit = self.settings, format_size(self.limit_bytes)
         modes = {
             "on": "on: a pool that is refused is left to SGLang",
@@ -188,8 +196,8 @@ class SGLangReport:
             memory = f"not set: a quarter of the memory that is free, now {memory}"
         return [
             ("versions", ", ".join(f"{name} {text}" for name, text in self.versions.items())),
-            (names.MODE, modes[settings.mode]),
-            (names.COLOCATED, colocated[settings.is_colocated]),
+            (MODE, modes[settings.mode]),
+            (COLOCATED, colocated[settings.is_colocated]),
             (HOST_MEMORY, memory),
         ]
 
@@ -206,6 +214,7 @@ class SGLangReport:
             "arena_limit_bytes": self.limit_bytes,
             "gone": self.gone,
             "active": self.is_active,
+            "unknown_variables": [*settings.unknown],
             "hooks": [finding.to_json() for finding in self.active],
             "round_trips": [_trip_to_json(trip, self.classes) for trip in self.trips],
             "classes": [_class_to_json(found) for found in self.classes],

@@ -4,11 +4,13 @@
     KVTIDE_CONFIG            the path of a file with other variables; the environment wins
 
 An engine's plugin adds variables. An invalid value is an error that names it. Otherwise an operator
-would notice only under load that a setting has no effect.
+would notice only under load that a setting has no effect. An unknown variable may be another
+package's, so it is no error: the plugin and the doctor name it.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 from collections.abc import Mapping, Sequence
@@ -16,12 +18,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtide.errors import UsageError, shortened
-from kvtide.sizes import parse_size
+from kvtide.sizes import counted, parse_size
 
 HOST_MEMORY = "KVTIDE_HOST_MEMORY"
 CONFIG = "KVTIDE_CONFIG"
+OF_KVTIDE = (HOST_MEMORY, CONFIG, "KVTIDE_CACHE")
+"""The variables that no engine's plugin adds. `kvtide run` keeps models in the last one."""
 
+_PREFIX = "KVTIDE_"
 _LARGEST_CONFIG_BYTES = 1 << 16
+_LEAST_BYTES_WITHOUT_UNIT = 1 << 20
+_LIKENESS = 0.7
+"""The least ratio of difflib at which two names are taken for the same, apart from the prefix."""
 
 Value = TypeVar("Value")
 
@@ -40,6 +48,26 @@ def read_values(
     return {**values, **{name: text for name, text in texts.items() if text}}
 
 
+def unknown_variables(
+    names: Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """The variables that begin like kvtide's and are neither kvtide's nor among `names`.
+
+    Each is followed by the name that it resembles, if any: `KVTIDE_X (did you mean KVTIDE_Y?)`.
+    """
+    given = os.environ if environment is None else environment
+    known = {name.removeprefix(_PREFIX): name for name in (*OF_KVTIDE, *names)}
+    found = []
+    for name in given:
+        if not name.upper().startswith(_PREFIX) or name in known.values():
+            continue
+        rest = name.upper().removeprefix(_PREFIX)
+        close = difflib.get_close_matches(rest, known, n=1, cutoff=_LIKENESS)
+        said = shortened(name if name.isprintable() else repr(name))
+        found.append(said + "".join(f" (did you mean {known[match]}?)" for match in close))
+    return found
+
+
 def choice(
     values: Mapping[str, str], name: str, accepted: Mapping[str, Value], default: str
 ) -> Value:
@@ -51,9 +79,21 @@ def choice(
 
 
 def host_memory_bytes(values: Mapping[str, str]) -> int | None:
-    """The limit of all arenas of this host's ranks together, or None. Raises UsageError."""
+    """The limit of all arenas of this host's ranks together, or None. Raises UsageError.
+
+    A small number without a unit is an error, since whoever writes 24 means another unit than
+    bytes.
+    """
     text = values.get(HOST_MEMORY)
-    return None if text is None else parse_size(text, name=HOST_MEMORY)
+    if text is None:
+        return None
+    size_bytes = parse_size(text, name=HOST_MEMORY)
+    if text.isdecimal() and size_bytes < _LEAST_BYTES_WITHOUT_UNIT:
+        raise UsageError(
+            f"{HOST_MEMORY}: {shortened(text)!r} has no unit, so it is "
+            f"{counted(size_bytes, 'byte')}, too few for any request; write one, such as 24GiB"
+        )
+    return size_bytes
 
 
 def _read_config(path: str, names: Sequence[str]) -> dict[str, str]:

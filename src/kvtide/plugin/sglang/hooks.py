@@ -38,7 +38,7 @@ from kvtide.plugin.sglang.attachment import (
 from kvtide.plugin.sglang.ordinary.hooks import hooks as ordinary_hooks
 from kvtide.plugin.sglang.ordinary.shelf import shelf_of, shelf_with
 from kvtide.plugin.sglang.settings import Settings, read_settings
-from kvtide.plugin.sglang.status_line import report
+from kvtide.plugin.sglang.status_line import report, warn_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,7 @@ def _beginning(settings: Settings) -> Hook:
         """
         original(scheduler, *args, **kwargs)
         try:
+            warn_of(settings.unknown)
             # If a hook is missing, the others must not begin anything: it would stay half done.
             loose = hooks_not_in_place(settings)
             is_needed = not loose and saves_requests(settings)

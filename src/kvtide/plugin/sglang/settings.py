@@ -15,13 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
-from kvtide.plugin.environment import HOST_MEMORY, choice, host_memory_bytes, read_values
+from kvtide.plugin.environment import (
+    HOST_MEMORY,
+    choice,
+    host_memory_bytes,
+    read_values,
+    unknown_variables,
+)
 
 Mode = Literal["off", "on", "strict"]
 
 MODE = "KVTIDE_SGLANG"
 COLOCATED = "KVTIDE_SGLANG_COLOCATED"
 
+_NAMES = (MODE, COLOCATED, HOST_MEMORY)
 _MODES: Mapping[str, Mode] = {"0": "off", "1": "on", "strict": "strict"}
 _SWITCH = {"0": False, "1": True}
 
@@ -39,6 +46,8 @@ class Settings:
     """The limit of all arenas on this host together; None means a share of the free memory."""
     rank_count: int = 1
     """How many ranks of the server share this host's memory; SGLang tells."""
+    unknown: tuple[str, ...] = ()
+    """Variables that seem to be meant for kvtide, in words: see unknown_variables."""
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
@@ -46,9 +55,10 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
 
     Raises UsageError, which names the variable or the file, for an invalid value.
     """
-    values = read_values((MODE, COLOCATED, HOST_MEMORY), environment)
+    values = read_values(_NAMES, environment)
     return Settings(
         choice(values, MODE, _MODES, "1"),
         choice(values, COLOCATED, _SWITCH, "0"),
         host_memory_bytes(values),
+        unknown=tuple(unknown_variables(_NAMES, environment)),
     )

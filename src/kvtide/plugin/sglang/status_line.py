@@ -52,6 +52,17 @@ def report(attachment: Attachment | None, loose: Sequence[str]) -> str:
     return ""
 
 
+def warn_of(unknown: Sequence[str]) -> None:
+    """Logs a warning that names the variables; of the ranks that schedule in step the first does.
+
+    See Settings.unknown.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    if unknown and get_parallel().attn_tp_rank == 0:
+        logger.warning("kvtide knows no variable %s", ", ".join(unknown))
+
+
 def _shortcoming(attachment: Attachment, keeper: Keeper, is_ordinary: bool) -> str:
     lack = without_room(keeper)
     if lack:
