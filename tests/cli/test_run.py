@@ -525,7 +525,7 @@ def test_help_says_what_memory_is_taken_by_default(capsys: pytest.CaptureFixture
     """Brackets are markup in a help text, and would vanish unless they are escaped."""
     assert main(["run", "--help"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for default in ("(room for all)", "(a quarter of what is free)", "(torch's)"):
+    for default in ("(room for what runs at once)", "(a quarter of what is free)", "(torch's)"):
         assert default in words
 
 

@@ -138,6 +138,29 @@ def test_request_that_never_fits_fails_alone(tmp_path: Path) -> None:
     assert ("length", None) == (small["finish_reason"], small["error"])
 
 
+def test_one_line_decides_nothing_for_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far too many new tokens are cut, which is said once; a prompt past the context fails alone.
+
+    The memory that is free would hold neither all requests at once nor a million new tokens.
+    """
+    monkeypatch.setattr("kvtide.serve.sizing.free_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("kvtide.serve.engine._context_limit_of", lambda _: 512)
+    lines: list[dict[str, Any]] = [{"id": str(i), "prompt": "ab"} for i in range(100)]
+    lines += [{"id": "endless", "prompt": "x" * 400, "max_new_tokens": 1_000_000}]
+    lines += [{"id": "long", "prompt": "x" * 600}]
+    prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
+    few = ["--model", "tiny-random", "--max-new-tokens", "2", "--out", str(out)]
+    assert main(["run", prompts, *few]) == 0
+    *others, endless, long = read_rows(out)
+    assert {None} == {row["error"] for row in [*others, endless]}
+    assert endless["prompt_tokens"] + endless["new_tokens"] <= 512 + 1
+    assert "tokens, the model has 512 positions; shorten the prompt" in long["error"]
+    said = capsys.readouterr().err
+    assert 1 == said.count("1 request may have fewer new tokens than max_new_tokens says")
+
+
 def test_fast_run_does_not_claim_to_be_exact(prompts: str, tmp_path: Path) -> None:
     """All requests are answered, and the report says that the run isn't exact."""
     report = tmp_path / "report.json"

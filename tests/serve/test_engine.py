@@ -233,19 +233,71 @@ def test_request_that_can_never_fit_fails_alone() -> None:
     engine.close()
     assert {"r0", "r1", "big"} == {request.id for request in finished}
     assert requests[2].finish_reason == "error"
-    assert "109 tokens" in str(requests[2].error)
+    assert "109 tokens (90 of its prompt and 19 of 20 new ones" in str(requests[2].error)
     assert "holds 96" in str(requests[2].error)
     assert all(request.error is None and request.output_ids for request in requests[:2])
 
 
-def test_request_longer_than_the_models_context_fails_alone() -> None:
+def test_prompt_longer_than_the_models_context_fails_alone() -> None:
     """The model was never trained for such positions, so the answer would be nonsense."""
-    request = Request("r", [5] * 8190, SamplingParams(4))
+    request = Request("r", [5] * 8193, SamplingParams(4))
     engine = build(10_000)
     run_all(engine, [request])
     engine.close()
     assert request.finish_reason == "error"
-    assert "has 8192 positions" in str(request.error)
+    assert "its prompt has 8193 tokens, the model has 8192 positions" in str(request.error)
+
+
+def test_an_answer_past_the_models_context_is_cut_and_counted() -> None:
+    """The answer ends with `length`, and the request's parameters stay what was asked for."""
+    requests = [Request(str(i), [5] * 8190, SamplingParams(1_000_000, seed=i)) for i in range(2)]
+    engine = build(10_000, host_memory_bytes=0)
+    engine._eos_ids = frozenset()
+    for request in requests:
+        engine.add(request)
+    assert 2 == engine.stats.cut
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert [("length", 3)] * 2 == [(r.finish_reason, len(r.output_ids)) for r in requests]
+    assert 1_000_000 == requests[0].params.max_new_tokens
+
+
+def test_a_request_that_failed_before_is_given_back() -> None:
+    """Such a request needs no tokens and no room; its prompt was too long, for example."""
+    failed = Request("r", [], error="its prompt is too long")
+    fine = make_requests(0, count=1)[0]
+    engine = Engine.build(tiny("float32"), EngineOptions(), [failed, fine])
+    assert {"r", "r0"} == {request.id for request in run_all(engine, [failed, fine])}
+    assert 1 == engine.stats.failed
+    engine.close()
+    assert ("error", "its prompt is too long") == (failed.finish_reason, failed.error)
+    assert fine.error is None
+
+
+def test_many_requests_share_a_pool_for_those_that_run_at_once() -> None:
+    """The pool has room for the longest of them; a prompt that is too long doesn't count."""
+    requests = [Request(str(i), [5] * 20, SamplingParams(13)) for i in range(100)]
+    requests += [Request("long", [5] * 8191, SamplingParams(1_000_000))]
+    requests += [Request("too long", [5] * 9000, SamplingParams(1))]
+    engine = Engine.build(tiny("float32"), EngineOptions(max_running=4), requests)
+    assert 8192 + 3 * 32 == engine.stats.pool_tokens
+    engine.close()
+
+
+def test_waiting_gives_the_same_answers_without_a_retraction() -> None:
+    """The pool is so small that requests are retracted in it otherwise."""
+    requests = make_requests(1, count=10, longest_answer=40)
+    engine = build(100, page_size=4, chunk_tokens=16, on_pressure="wait", host_memory_bytes=0)
+    run_all(engine, requests)
+    stats = engine.stats
+    engine.close()
+    assert 0 == stats.retractions == stats.recomputed_tokens
+    roomy = make_requests(1, count=10, longest_answer=40)
+    engine = build(5_000, page_size=4, chunk_tokens=16)
+    run_all(engine, roomy)
+    engine.close()
+    assert answers(roomy) == answers(requests)
 
 
 def test_more_memory_than_is_free_is_refused() -> None:

@@ -41,6 +41,22 @@ def test_longest_does_not_count_the_last_token() -> None:
     assert Request("r", [1] * 10, SamplingParams(max_new_tokens=1)).longest == 10
 
 
+def test_an_answer_ends_where_the_models_context_ends() -> None:
+    """A prompt of 6 tokens leaves 2 of 8 positions, and the last new token needs none."""
+    request = Request("r", [1] * 6, SamplingParams(max_new_tokens=1000))
+    assert (1000, 1005) == (request.most_new_tokens, request.longest)
+    request.context_limit = 8
+    assert (3, 8) == (request.most_new_tokens, request.longest)
+    short = Request("r", [1] * 6, SamplingParams(max_new_tokens=2), context_limit=8)
+    assert (2, 7) == (short.most_new_tokens, short.longest)
+
+
+def test_a_prompt_past_the_context_stays_too_long() -> None:
+    """The request doesn't fit even with an answer of one token."""
+    request = Request("r", [1] * 9, SamplingParams(max_new_tokens=5), context_limit=8)
+    assert (1, 9) == (request.most_new_tokens, request.longest)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

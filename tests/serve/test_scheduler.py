@@ -17,7 +17,7 @@ PAGE_SIZE = 4
 
 
 def make_scheduler(
-    page_count: int, *, chunk_tokens: int = 8, max_running: int = 64, offload: bool = True
+    page_count: int, *, chunk_tokens: int = 8, max_running: int = 64, on_pressure: str = "offload"
 ) -> tuple[Scheduler, PageAllocator]:
     """Makes a scheduler over a pool of small rows."""
     geometry = GQA.bind(dtype="uint8", layer=1, token=PAGE_SIZE, head=1, head_dim=2, v_head_dim=2)
@@ -26,7 +26,7 @@ def make_scheduler(
     pages = PageAllocator(page_count)
     tide = Tide(Pool.create(geometry, device, page_count=page_count), arena, pages)
     options = SchedulerOptions(
-        chunk_tokens=chunk_tokens, max_running=max_running, offload=offload, replay=True
+        chunk_tokens=chunk_tokens, max_running=max_running, on_pressure=on_pressure, replay=True
     )
     return Scheduler(tide, pages, options), pages
 
@@ -138,7 +138,7 @@ def test_request_without_kv_leaves_nothing_to_save() -> None:
 
 def test_recompute_starts_from_the_first_token() -> None:
     """Without offload the KV is dropped, counted, and computed in the same pieces again."""
-    scheduler, _ = make_scheduler(8, offload=False)
+    scheduler, _ = make_scheduler(8, on_pressure="recompute")
     request = make_request("a", 11)
     scheduler.add(request)
     first = [run_step(scheduler) for _ in range(4)]
@@ -182,3 +182,22 @@ def test_retracted_request_waits_for_a_spare_page() -> None:
     assert pages.free_count == 2
     pages.release(taken or [])
     assert [("a", 1), ("b", 1)] == run_step(scheduler)
+
+
+def test_with_wait_nothing_is_retracted() -> None:
+    """A request starts when its longest answer has room, so fewer run in the same pool."""
+    retractions = {}
+    for on_pressure in ("wait", "offload"):
+        scheduler, pages = make_scheduler(8, chunk_tokens=64, on_pressure=on_pressure)
+        for name in "abcd":
+            scheduler.add(make_request(name, 7, 10))  # 4 pages of 4 tokens at the end
+        most = 0
+        while scheduler.plan():
+            run_step(scheduler)
+            most = max(most, len(scheduler.running))
+            for request in scheduler.running:
+                if len(request.output_ids) == request.params.max_new_tokens:
+                    scheduler.remove(request)
+        assert 8 == pages.free_count
+        retractions[on_pressure] = (most, scheduler.stats.retractions > 0)
+    assert {"wait": (2, False), "offload": (4, True)} == retractions

@@ -102,7 +102,7 @@ class MemoryOptions:
     """How much memory the KV takes, and how it is used."""
 
     kv_memory: Annotated[
-        str | None, _memory("KV pool, such as 24MiB.", show_default="room for all")
+        str | None, _memory("KV pool, such as 24MiB.", show_default="room for what runs at once")
     ] = None
     host_memory: Annotated[
         str | None, _memory("For retracted KV.", show_default="a quarter of what is free")

@@ -60,6 +60,16 @@ def make_report(
     }
 
 
+def describe_cuts(stats: EngineStats) -> str | None:
+    """The line about answers that the model's context ends; None if there are none."""
+    if not stats.cut:
+        return None
+    return (
+        f"{counted(stats.cut, 'request')} may have fewer new tokens than max_new_tokens says: "
+        "the model's context ends before"
+    )
+
+
 def describe_check(check: RowCheck) -> str:
     """The line about exact mode: its row counts, and its cost if it is slow here."""
     return f"exact mode: {check.detail} (self-check: {check.seconds:.1f} s)"

@@ -14,7 +14,7 @@ from kvtide.cli.answers import is_answered, write_answers
 from kvtide.cli.display import Display, make_display, print_table, printable
 from kvtide.cli.interrupt import Interrupt
 from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
-from kvtide.cli.report import describe_check, make_report, summarize, write_report
+from kvtide.cli.report import describe_check, describe_cuts, make_report, summarize, write_report
 from kvtide.cli.serving import Serving
 from kvtide.cli.verify import Verdict, compare_runs
 
@@ -111,6 +111,8 @@ def run_requests(
     with interrupt.hasty():
         for request in requests:
             engine.add(request)
+        if (line := describe_cuts(engine.stats)) is not None:
+            display.say(line)
         while engine.has_work and not interrupt.requested:
             finished = engine.step()
             display.advance(engine.stats, finished, echo=echo)

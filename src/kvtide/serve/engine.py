@@ -31,7 +31,14 @@ from kvtide.serve.request import Request
 from kvtide.serve.sampling import Sampler
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.serve.selfcheck import RowCheck, find_rows
-from kvtide.serve.sizing import check_memory, count_pages, create_pool, move_model
+from kvtide.serve.sizing import (
+    check_memory,
+    count_pages,
+    create_pool,
+    free_bytes_for,
+    move_model,
+    reason_to_refuse,
+)
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
@@ -50,6 +57,8 @@ class EngineStats:
     retracted: int
     done: int
     failed: int
+    cut: int
+    """Requests that asked for more new tokens than the model's context leaves."""
     prompt_tokens: int
     new_tokens: int
     retractions: int
@@ -86,8 +95,7 @@ class Engine:
         self._tokenizer = source.tokenizer.backend_tokenizer
         self._eos_ids = source.eos_ids
         self._vocab_size = int(source.model.get_input_embeddings().num_embeddings)
-        text_config = source.model.config.get_text_config(decoder=True)
-        self._context_limit: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._context_limit = _context_limit_of(source)
         self.tide = tide
         self._options = options
         self.pages = pages
@@ -97,14 +105,14 @@ class Engine:
             SchedulerOptions(
                 chunk_tokens=options.chunk_tokens,
                 max_running=options.max_running,
-                offload=options.on_pressure == "offload",
+                on_pressure=options.on_pressure,
                 replay=options.exact,
             ),
         )
         self._live: dict[str, _Live] = {}
         self._refused: list[Request] = []
         self._done = self._failed = self._prompt_tokens = self._new_tokens = 0
-        self._peak_pages = 0
+        self._peak_pages = self._cut = 0
 
     @classmethod
     def build(
@@ -131,12 +139,14 @@ class Engine:
             torch.set_num_threads(options.threads)
         geometry = geometry_of(source.model.config, source.model.dtype, options.page_size)
         device = open_device(options.device)
-        page_count = count_pages(geometry, options.kv_memory_bytes, requests)
+        for request in requests:
+            request.context_limit = _context_limit_of(source)
+        free_bytes = free_bytes_for(device, source.model)
+        page_count = count_pages(geometry, options, requests, free_bytes)
         pool_bytes = page_count * geometry.page_bytes
-        pool_host_bytes = pool_bytes if device.torch_device.type == "cpu" else 0
-        check_memory(pool_host_bytes, options.host_memory_bytes)
+        check_memory(pool_bytes if device.torch_device.type == "cpu" else 0, options)
         _refuse_other_answers(source, device, exact=options.exact)
-        pool = create_pool(geometry, device, page_count)
+        pool = create_pool(geometry, device, page_count, options)
         move_model(source.model, device)
         if not options.exact:
             check = None
@@ -159,23 +169,21 @@ class Engine:
     def add(self, request: Request) -> None:
         """Takes a request. If it can never fit, the next step gives it back with `error` set.
 
-        Raises UsageError for an id that is in use, a prompt without tokens, or an unknown token.
+        A request whose `error` is set already is given back as it is. Raises UsageError for an id
+        that is in use, a prompt without tokens, or an unknown token.
         """
         if request.id in self._live:
             raise UsageError(f"request id {request.id!r} is in use already; choose another")
-        if not request.prompt_ids:
-            raise UsageError(f"request {request.id!r}: its prompt has no tokens")
-        foreign = [token for token in request.prompt_ids if not 0 <= token < self._vocab_size]
-        if foreign:
-            raise UsageError(
-                f"request {request.id!r}: token {foreign[0]} isn't one of the model's "
-                f"{self._vocab_size} tokens; is the tokenizer from another model?"
-            )
-        error = self._reason_to_refuse(request)
+        if request.error is None:
+            self._check_tokens(request)
+        request.context_limit = self._context_limit
+        pool = self.tide.pool
+        error = reason_to_refuse(request, pool.geometry, pool.page_count)
         if error is not None:
             request.finish_reason, request.error = "error", error
             self._refused.append(request)
             return
+        self._cut += request.most_new_tokens < request.params.max_new_tokens
         self._live[request.id] = _Live(request, Sampler(request.params), self._text_of(request))
         self._prompt_tokens += len(request.prompt_ids)
         self.scheduler.add(request)
@@ -226,6 +234,7 @@ class Engine:
             retracted=books.retracted_count,
             done=self._done,
             failed=self._failed,
+            cut=self._cut,
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             retractions=books.stats.retractions,
@@ -243,23 +252,15 @@ class Engine:
             peak_host_bytes=arena.peak_bytes,
         )
 
-    def _reason_to_refuse(self, request: Request) -> str | None:
-        capacity = self.tide.pool.page_count * self.tide.pool.page_size
-        need = (
-            f"needs room for {request.longest} tokens ({len(request.prompt_ids)} of prompt, "
-            f"{request.params.max_new_tokens} new)"
-        )
-        if request.longest > capacity:
-            return (
-                f"{need}, the pool holds {capacity}; "
-                "give it more KV memory or ask for fewer new tokens"
+    def _check_tokens(self, request: Request) -> None:
+        if not request.prompt_ids:
+            raise UsageError(f"request {request.id!r}: its prompt has no tokens")
+        foreign = [token for token in request.prompt_ids if not 0 <= token < self._vocab_size]
+        if foreign:
+            raise UsageError(
+                f"request {request.id!r}: token {foreign[0]} isn't one of the model's "
+                f"{self._vocab_size} tokens; is the tokenizer from another model?"
             )
-        if self._context_limit is not None and request.longest > self._context_limit:
-            return (
-                f"{need}, the model has {self._context_limit} positions; "
-                "shorten the prompt or ask for fewer new tokens"
-            )
-        return None
 
     def _text_of(self, request: Request) -> TextStream:
         return TextStream(self._tokenizer, request.params.stop)
@@ -303,7 +304,7 @@ class Engine:
         stopped = live.text.push(token)
         if token in self._eos_ids or stopped:
             request.finish_reason = "stop"
-        elif len(request.output_ids) >= request.params.max_new_tokens:
+        elif len(request.output_ids) >= request.most_new_tokens:
             request.finish_reason = "length"
         if request.finish_reason is not None and not stopped:
             live.text.finish()
@@ -341,6 +342,12 @@ class _Live:
 def _is_ready(request: Request, count: int) -> bool:
     """Whether all tokens have KV after `count` more, so that the next token is chosen."""
     return request.stored + count == request.token_count
+
+
+def _context_limit_of(source: OpenModel) -> int | None:
+    """How many positions the model has, or None if its configuration doesn't say."""
+    text_config = source.model.config.get_text_config(decoder=True)
+    return getattr(text_config, "max_position_embeddings", None)
 
 
 # For each model, the modes in which an engine has checked it. A later engine checks only others.

@@ -25,9 +25,14 @@ _OPEN = ("kv_memory_bytes", "host_memory_bytes", "threads")
 class EngineOptions:
     """How an engine is built; `page_size` and `chunk_tokens` in tokens.
 
-    If `kv_memory_bytes` is None, the pool holds all requests given to `build` at once. If
-    `host_memory_bytes` is None, it is a quarter of the free memory. If `threads` is None, torch's
-    thread count stays. `keep_logits` keeps a hash of the logits of each token.
+    If `kv_memory_bytes` is None, the pool has room for what can run at once of the requests given
+    to `build`, but takes at most half of the free memory. If `host_memory_bytes` is None, it is a
+    quarter of the free memory. If `threads` is None, torch's thread count stays. `keep_logits`
+    keeps a hash of the logits of each token.
+
+    `on_pressure` says what happens when the pool is full: the newest request's KV moves to host
+    memory (`offload`) or is computed again later (`recompute`). With `wait` nothing is ever
+    retracted: a request starts only when its longest answer has room too.
     """
 
     kv_memory_bytes: int | None = None
@@ -47,8 +52,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None or name not in _OPEN:
                 checked_integer(value, f"engine: {name}", least=least, error=UsageError)
-        if self.on_pressure not in ("offload", "recompute"):
+        if self.on_pressure not in ("offload", "recompute", "wait"):
             raise UsageError(
-                "engine: on_pressure must be 'offload' or 'recompute', not "
+                "engine: on_pressure must be 'offload', 'recompute' or 'wait', not "
                 f"{shown(self.on_pressure)}"
             )

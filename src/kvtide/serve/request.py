@@ -87,6 +87,8 @@ class Request:
     logprobs: list[StepLogprobs] = field(default_factory=list)
     """An entry for each output token, if `params` ask for them."""
 
+    context_limit: int | None = None
+    """How many positions the model has; an answer ends where they end. None if it has no limit."""
     arrival: int = 0
     """The request's number in the order of arrival. The newest is retracted first."""
     pages: list[int] = field(default_factory=list)
@@ -101,9 +103,18 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def most_new_tokens(self) -> int:
+        """The length of the longest answer: `max_new_tokens`, or what the context leaves of it."""
+        wanted = self.params.max_new_tokens
+        if self.context_limit is None:
+            return wanted
+        # The last token needs no position, because it never has KV.
+        return max(1, min(wanted, self.context_limit - len(self.prompt_ids) + 1))
+
+    @property
     def longest(self) -> int:
         """The most tokens that will ever have KV. The last token never needs it."""
-        return len(self.prompt_ids) + self.params.max_new_tokens - 1
+        return len(self.prompt_ids) + self.most_new_tokens - 1
 
     def tokens(self, first: int, count: int) -> list[int]:
         """The ids of `count` tokens, from number `first` on."""

@@ -43,13 +43,13 @@ class SchedulerOptions:
     """How steps are planned.
 
     `chunk_tokens` is the most tokens of one request in a step, and the most prompt tokens of all
-    requests in a step. `offload` keeps the KV of retracted requests in host memory. `replay` splits
-    recomputed tokens into the same steps as the first time.
+    requests in a step. `on_pressure` is as in `EngineOptions`. `replay` splits recomputed tokens
+    into the same steps as the first time.
     """
 
     chunk_tokens: int
     max_running: int
-    offload: bool
+    on_pressure: str
     replay: bool
 
 
@@ -110,9 +110,11 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forgets a request in any state, and gives back its pages and its snapshot."""
-        for requests in (self._waiting, self._retracted, self._running):
+        # Most requests end while they run; a search through many waiting ones takes long.
+        for requests in (self._running, self._retracted, self._waiting):
             if request in requests:
                 requests.remove(request)
+                break
         self._pages.release(request.pages)
         request.pages = []
         if request.snapshot is not None:
@@ -133,7 +135,7 @@ class Scheduler:
         if request.stored:  # a request without KV only waits again
             request.retractions += 1
             self.stats.retractions += 1
-            if self._options.offload:
+            if self._options.on_pressure == "offload":
                 self._offload(request)
         if request.snapshot is None:
             self._forget(request)
@@ -142,6 +144,7 @@ class Scheduler:
         """Acquires the pages for `count` more tokens. False if the request had to be retracted."""
         needed = self._pages_for(request.stored + count) - len(request.pages)
         while (pages := self._pages.acquire(max(0, needed))) is None:
+            assert self._options.on_pressure != "wait", "a request started without room for all"
             victim = self._running[-1]
             self.retract(victim)
             if victim is request:
@@ -209,18 +212,23 @@ class Scheduler:
         still lack, and `spare` pages.
 
         The length of the answers isn't known, and no page is kept for them: a retraction is cheap,
-        an idle page isn't. But a request comes back only if a page is spare for each running
-        request. Otherwise the next few steps would take its pages again. If no request runs, any
-        request may start.
+        an idle page isn't. Only `wait` keeps pages for the longest answers. But a request comes
+        back only if a page is spare for each running request. Otherwise the next few steps would
+        take its pages again. If no request runs, any request may start.
         """
         if not self._running:
             return True
         if len(self._running) >= self._options.max_running:
             return False
         coming = sum(
-            max(0, self._pages_for(other.token_count) - len(other.pages)) for other in self._running
+            max(0, self._pages_for(self._counted(other)) - len(other.pages))
+            for other in self._running
         )
-        return self._pages_for(request.token_count) + coming + spare <= self._pages.free_count
+        return self._pages_for(self._counted(request)) + coming + spare <= self._pages.free_count
+
+    def _counted(self, request: Request) -> int:
+        """The tokens of a request for which there must be room before another request starts."""
+        return request.longest if self._options.on_pressure == "wait" else request.token_count
 
     def _next_count(self, request: Request) -> int:
         return request.next_count(self._options.chunk_tokens, replay=self._options.replay)
