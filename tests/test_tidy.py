@@ -42,6 +42,7 @@ ORDER = (
     ("measure",),
     ("doctor",),
     ("cli",),
+    ("__main__",),
 )
 RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 TOP_RANK = RANK["tide"]

@@ -194,7 +194,7 @@ def test_recomputed_request_is_reported_as_not_exact(
     prompts.write_text('{"id": "recomputed", "prompt": "x"}', encoding="utf-8")
     assert main(["run", str(prompts), "--report", str(report)], serving=FakeServing()) == 0
     assert read_report(report)["exact"] is False
-    assert "exact: false (1 request recomputed in different steps)" in capsys.readouterr().out
+    assert "exact: false (1 request recomputed in different steps)" in capsys.readouterr().err
 
 
 def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
@@ -212,7 +212,7 @@ def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
     assert first.is_closed
     assert second.is_closed
     assert read_report(report)["verified"] is True
-    assert capsys.readouterr().out.splitlines()[-1].startswith("verified: true (3 requests: ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("verified: true (3 requests: ")
 
 
 def test_verify_that_differs_exits_3_and_says_where(
@@ -231,7 +231,7 @@ def test_verify_that_differs_exits_3_and_says_where(
     assert main(["run", prompts, *options], serving=FakeServing(spoil_second)) == 3
     assert read_report(report)["verified"] is False
     expected = "verified: false (request 'moved', step 1: the right token 1, but from other logits)"
-    assert expected == capsys.readouterr().out.splitlines()[-1]
+    assert expected == capsys.readouterr().err.splitlines()[-1]
 
 
 def test_ctrl_c_keeps_the_answers_that_are_done(
@@ -461,14 +461,14 @@ def test_terminal_that_knows_ascii_only_gets_its_lines(
     """Characters that the terminal can't show become `?` and don't break a finished run."""
     (tmp_path / "p").write_text('{"id": "\u00fc", "prompt": "x"}', encoding="utf-8")
     raw = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(raw, encoding="ascii"))
 
     def tell_apart(engine: FakeEngine, number: int) -> None:
         engine.digest_of = lambda request: number
 
     files = [str(tmp_path / "p"), "--verify", "--out", str(tmp_path / "\u00e9")]
     assert main(["run", *files], serving=FakeServing(tell_apart)) == 3
-    sys.stdout.flush()
+    sys.stderr.flush()
     assert f"answers: {tmp_path}/?\n".encode() in raw.getvalue()
     assert b"verified: false (request '?', step 0: " in raw.getvalue()
 
@@ -491,14 +491,15 @@ def _standard_output_to(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
-def test_answers_to_standard_output_do_not_lose_the_table(prompts: str, tmp_path: Path) -> None:
-    """Standard output goes on writing to the same file after the answers."""
+def test_answers_to_standard_output_are_all_that_is_there(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--out /dev/stdout > file`: the table is on standard error."""
     with _standard_output_to(tmp_path / "all"):
         assert main(["run", prompts, "--out", "/dev/stdout"], serving=FakeServing()) == 0
     lines = (tmp_path / "all").read_text(encoding="utf-8").splitlines()
-    assert ["first", "large", "moved", "last"] == [json.loads(line)["id"] for line in lines[:4]]
-    assert lines[4].startswith("requests: 4")
-    assert "answers: /dev/stdout" == lines[-1]
+    assert ["first", "large", "moved", "last"] == [json.loads(line)["id"] for line in lines]
+    assert "answers: /dev/stdout" == capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
@@ -510,7 +511,7 @@ def test_missing_package_is_one_line_with_the_remedy(package: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    remedy = "the command needs: pip install 'kvtide[serve]'"
+    remedy = "this command needs: pip install 'kvtide[cli]'"
     assert f"kvtide: {package} is not installed; {remedy}\n" == done.stderr
 
 

@@ -48,7 +48,7 @@ def test_small_pool_gives_the_answers_of_a_large_pool(
     out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
     files = ["--out", str(out), "--report", str(report)]
     assert main(["run", prompts, *SMALL, "--verify", *files]) == 0
-    assert "verified: true (6 requests: " in capsys.readouterr().out
+    assert "verified: true (6 requests: " in capsys.readouterr().err
     found = read_report(report)
     assert found["retractions"] > 0
     assert found["resumes"] > 0
@@ -111,7 +111,7 @@ def test_restore_that_does_nothing_is_noticed(
     monkeypatch.setattr(Tide, "retract", _retract_and_spoil)
     monkeypatch.setattr(Tide, "restore", lambda *args, **options: None)
     assert main(["run", prompts, *SMALL, "--verify", "--report", str(report)]) == 3
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("verified: false (request 'request-")
     assert ", step " in last
     assert read_report(report)["verified"] is False

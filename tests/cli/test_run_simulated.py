@@ -37,8 +37,8 @@ def test_a_simulated_npu_gives_answers_that_verify() -> None:
     """The KV memory is small, so some requests are retracted and come back."""
     found = run(f"{LITTLE} --simulate --schedule lazy", SIX)
     assert 0 == found.returncode, found.stderr
-    assert "verified: true (6 requests: " in found.stdout
-    assert "retractions: 0" not in found.stdout
+    assert "verified: true (6 requests: " in found.stderr
+    assert "retractions: 0" not in found.stderr
 
 
 @pytest.mark.parametrize("schedule", ["eager", "random:5", "thread"])
@@ -53,8 +53,8 @@ def test_answers_verify_by_every_other_schedule(
         )
     captured = capsys.readouterr()
     assert 0 == code, captured.err
-    assert "verified: true (6 requests: " in captured.out
-    assert "retractions: 0" not in captured.out
+    assert "verified: true (6 requests: " in captured.err
+    assert "retractions: 0" not in captured.err
 
 
 def test_without_simulation_there_is_no_npu() -> None:

@@ -15,18 +15,15 @@ def start() -> int:
 
     It needs only the standard library, so it can name a package that is missing.
     """
+    from kvtide.cli.extras import describe_missing
+
     _let_threads_wait()
     try:
         from kvtide.cli.main import main
 
         return main()
     except ModuleNotFoundError as error:
-        package = (error.name or "kvtide").partition(".")[0]
-        if package == "kvtide":
-            raise
-        sys.stderr.write(
-            f"kvtide: {package} is not installed; the command needs: pip install 'kvtide[serve]'\n"
-        )
+        sys.stderr.write(f"kvtide: {describe_missing(error)}\n")
         return 2
     except KeyboardInterrupt:
         # Ctrl-C while the modules load. Later `main` handles it.

@@ -1,48 +1,53 @@
-"""Shows progress: live on a terminal, plain lines elsewhere, and a table at the end.
+"""Shows progress as plain lines, and a table at the end.
 
-Progress goes to standard error, so that standard output has only results.
+All of it goes to standard error, so that standard output has only answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtide.cli.progress import Progress
 from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats
     from kvtide.serve.request import Request
 
-_RATE_WINDOW_S = 5.0
-_REDRAW_S = 0.1
-_PLAIN_STATUS_S = 10.0
+STATUS_S = 10.0
+LOUD_EVENTS = ("warning", "error", "differs")
+"""What a quiet display shows too."""
 _EXCERPT_CHARACTERS = 200
 
 
 class Display:
     """Prints plain lines: each answer as it comes, and a status line after a while without answers.
 
-    `clock` gives seconds; it is a parameter for the tests.
+    Lines have the name of an event, by which a quiet display chooses. `clock` gives seconds; it is
+    a parameter for the tests.
     """
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
+        self._quiet = quiet
         self._clock = clock
         self._title = ""
-        self._total = 0
-        self._done = 0
-        self._rate = TokenRate()
         self._shown_at = clock()
+        self._progress = Progress("", (), self._shown_at)
 
     def __enter__(self) -> Display:
         return self
@@ -55,8 +60,14 @@ class Display:
     ) -> None:
         self.stop()
 
-    def say(self, line: str, *, cut: bool = False) -> None:
-        """Prints one line. With `cut`, a terminal gets no more than its width."""
+    def say(self, line: str, *, event: str = "note", cut: bool = False, **facts: Any) -> None:
+        """Shows an event in one line. With `cut`, a terminal gets no more than its width.
+
+        `facts` are what the line says, for programs: EventDisplay shows them.
+        """
+        del facts
+        if not self._is_shown(event):
+            return
         text = Text(printable(line, self._console.encoding))
         if cut and self._console.is_terminal:
             self._console.print(text, no_wrap=True, overflow="ellipsis")
@@ -65,132 +76,101 @@ class Display:
 
     def load(self, what: str, done: int, total: int | None) -> None:
         """Shows that `done` of `total` bytes of `what` are done; a `total` of None is unknown."""
-        now = self._clock()
-        if what != self._title or done == total or now - self._shown_at >= _PLAIN_STATUS_S:
-            self._title, self._shown_at = what, now
+        if self._is_due(what, STATUS_S) or done == total:
             share = f" of {format_size(total)}" if total else ""
-            self.say(f"{what}: {format_size(done)}{share}" if done or total else what)
+            line = f"{what}: {format_size(done)}{share}" if done or total else what
+            self.say(line, event="loading", what=what, done_bytes=done, total_bytes=total)
 
-    def start(self, title: str, total: int) -> None:
-        """Begins a phase of `total` requests, such as `answering`."""
-        self._title, self._total, self._done = title, total, 0
-        self._rate = TokenRate()
-        self._shown_at = self._clock()
+    def start(self, title: str, requests: Sequence[Request]) -> None:
+        """Begins a phase of these requests, such as `answering`."""
+        self._title, self._shown_at = title, self._clock()
+        self._progress = Progress(title, requests, self._shown_at)
 
     def advance(self, stats: EngineStats, finished: Sequence[Request], *, echo: bool) -> None:
         """Notes a step of the engine. With `echo`, prints each request that the step finished."""
         now = self._clock()
-        self._rate.add(now, stats.new_tokens)
-        self._done += len(finished)
+        self._progress.add(now, stats, finished)
         if echo:
             for request in finished:
-                self.say(describe(request), cut=request.error is None)
+                self._show_answer(request)
         self._show(stats, now, bool(finished) and echo)
+
+    def conclude(self, rows: Sequence[tuple[str, str]], report: Mapping[str, Any]) -> None:
+        """Shows what the run came to. `rows` say it for people, `report` for programs."""
+        del report
+        if self._is_shown("report"):
+            print_table(self._console, rows)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside this context somebody else may write to the terminal, whole lines alone."""
+        yield
 
     def stop(self) -> None:
         """Ends the phase and removes the live display. May be called at any time."""
 
+    def _is_shown(self, event: str) -> bool:
+        return not self._quiet or event in LOUD_EVENTS
+
+    def _is_due(self, what: str, pause_s: float) -> bool:
+        """Whether `what` is new, or was shown long ago; notes that it is shown now."""
+        now = self._clock()
+        is_due = what != self._title or now - self._shown_at >= pause_s
+        if is_due:
+            self._title, self._shown_at = what, now
+        return is_due
+
+    def _show_answer(self, request: Request) -> None:
+        line = describe(request)
+        if request.error is not None:
+            self.say(line, event="failed", id=request.id, error=request.error)
+        else:
+            self.say(
+                line,
+                event="answered",
+                cut=True,
+                id=request.id,
+                new_tokens=len(request.output_ids),
+                finish_reason=request.finish_reason,
+                retractions=request.retractions,
+            )
+
     def _show(self, stats: EngineStats, now: float, has_printed: bool) -> None:
         if has_printed:
             self._shown_at = now
-        elif now - self._shown_at >= _PLAIN_STATUS_S:
+        elif now - self._shown_at >= STATUS_S:
             self._shown_at = now
-            self.say(self._status(stats))
+            self._show_status(stats)
 
-    def _status(self, stats: EngineStats) -> str:
-        return (
-            f"{self._title}: {self._done} of {self._total} done, {stats.running} running, "
-            f"{stats.waiting} waiting, {stats.retracted} retracted; "
+    def _show_status(self, stats: EngineStats) -> None:
+        progress = self._progress
+        line = (
+            f"{progress.title}: {progress.done:,} of {progress.total:,} done, {progress.times}; "
+            f"{stats.running} running, {stats.waiting} waiting, {stats.retracted} retracted; "
             f"pool {stats.pool_tokens_used:,} of {stats.pool_tokens:,} tokens; "
             f"host memory {format_size(stats.host_bytes)}; "
-            f"{self._rate.per_second:.1f} tokens a second"
+            f"{progress.rate.per_second:.1f} tokens a second"
         )
+        self.say(line, event="status", **status_facts(progress, stats))
 
 
-class LiveDisplay(Display):
-    """Prints the same lines, with bars below them that are drawn again after each step."""
-
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, clock=clock)
-        self._live: Live | None = None
-
-    def load(self, what: str, done: int, total: int | None) -> None:
-        """See Display."""
-        now = self._clock()
-        if what != self._title or done == total or now - self._shown_at >= _REDRAW_S:
-            self._title, self._shown_at = what, now
-            size = f"{format_size(done)} of {format_size(total)}" if total else ""
-            name = printable(what if total else f"{what} …", self._console.encoding)
-            row = (name, _bar(done, total), size) if total else (name, "", "")
-            self._draw(_grid([row]))
-
-    def start(self, title: str, total: int) -> None:
-        """See Display."""
-        self.stop()
-        super().start(title, total)
-
-    def stop(self) -> None:
-        """See Display."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _show(self, stats: EngineStats, now: float, has_printed: bool) -> None:
-        if has_printed or self._live is None or now - self._shown_at >= _REDRAW_S:
-            self._shown_at = now
-            self._draw(self._bars(stats))
-
-    def _draw(self, content: RenderableType) -> None:
-        if self._live is None:
-            # No thread redraws, since the engine's threads need the processor.
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        self._live.update(content, refresh=True)
-
-    def _bars(self, stats: EngineStats) -> RenderableType:
-        counts = (
-            f"{stats.running} running, {stats.waiting} waiting, {stats.retracted} retracted, "
-            f"{self._rate.per_second:.1f} tokens a second"
-        )
-        used, size = stats.pool_tokens_used, stats.pool_tokens
-        rows: list[tuple[str, RenderableType, str]] = [
-            (self._title, _bar(self._done, self._total), f"{self._done} of {self._total} done"),
-            ("KV pool", _bar(used, size), f"{used:,} of {size:,} tokens"),
-            (
-                "host memory",
-                _bar(stats.host_bytes, stats.host_limit_bytes),
-                f"{format_size(stats.host_bytes)} of {format_size(stats.host_limit_bytes)}",
-            ),
-        ]
-        return Group(_grid(rows), Text(counts, no_wrap=True, overflow="ellipsis"))
-
-
-class TokenRate:
-    """Tokens per second over the last five seconds."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def add(self, now: float, token_count: int) -> None:
-        """Notes that there were `token_count` tokens in all at the time `now`, in seconds."""
-        self._seen.append((now, token_count))
-        while len(self._seen) > 2 and now - self._seen[0][0] > _RATE_WINDOW_S:
-            self._seen.popleft()
-
-    @property
-    def per_second(self) -> float:
-        """The rate; 0 until two times are known."""
-        if len(self._seen) < 2:
-            return 0.0
-        (start, before), (end, after) = self._seen[0], self._seen[-1]
-        return (after - before) / (end - start) if end > start else 0.0
-
-
-def make_display(console: Console) -> Display:
-    """A live display for a terminal that can move its cursor, otherwise plain lines."""
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(console)
-    return Display(console)
+def status_facts(progress: Progress, stats: EngineStats) -> dict[str, Any]:
+    """What a status line says, for programs."""
+    left_s = progress.left_s
+    return {
+        "phase": progress.title,
+        "done": progress.done,
+        "total": progress.total,
+        "seconds": round(progress.elapsed_s, 1),
+        "seconds_left": None if left_s is None else round(left_s, 1),
+        "tokens_per_second": round(progress.rate.per_second, 1),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "retracted": stats.retracted,
+        "pool_tokens_used": stats.pool_tokens_used,
+        "pool_tokens": stats.pool_tokens,
+        "host_bytes": stats.host_bytes,
+    }
 
 
 def describe(request: Request) -> str:
@@ -229,17 +209,3 @@ def _visible(character: str) -> str:
     if character.isprintable():
         return character
     return " " if character.isspace() else "\N{REPLACEMENT CHARACTER}"
-
-
-def _bar(done: int, total: int) -> ProgressBar:
-    # rich can't draw a bar whose total is 0.
-    return ProgressBar(total=max(total, 1), completed=done, width=30)
-
-
-def _grid(rows: Sequence[tuple[str, RenderableType, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    for name, bar, value in rows:
-        table.add_row(name, bar, value)
-    return table

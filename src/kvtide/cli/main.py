@@ -1,13 +1,15 @@
 """The command `kvtide` and its exit codes.
 
 0: done. 1: something failed, or a check of `kvtide doctor` did. 2: bad input, with one line on
-standard error. 3: `--verify` found a difference. 130: Ctrl-C.
+standard error. 3: `--verify` found a difference. 4: every request failed. 128 and a signal's
+number: 130 for Ctrl-C.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -15,9 +17,12 @@ import typer
 from kvtide.cli.bench import bench
 from kvtide.cli.display import printable
 from kvtide.cli.doctor import doctor
+from kvtide.cli.events import event_line
+from kvtide.cli.extras import describe_missing
+from kvtide.cli.invocation import Invocation
 from kvtide.cli.plan import plan
 from kvtide.cli.run import run
-from kvtide.cli.serving import Serving
+from kvtide.cli.serving import LibraryServing, Serving
 from kvtide.cli.session import EXIT_INTERRUPTED
 from kvtide.errors import KvtideError, UsageError
 
@@ -27,7 +32,7 @@ EXIT_USAGE = 2
 app = typer.Typer(
     name="kvtide",
     help="Serve many requests in little KV memory: move their KV off and back, byte for byte.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 app.command()(run)
@@ -55,21 +60,30 @@ def main(arguments: Sequence[str] | None = None, *, serving: Serving | None = No
 
     Tests give `serving` in place of the library.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # What can't be parsed is complained about before the option is read.
+    as_json = "--log-format=json" in words or ("--log-format", "json") in pairwise(words)
+    invocation = Invocation(serving or LibraryServing(), as_json)
     try:
-        code: int = app(arguments, prog_name="kvtide", obj=serving, standalone_mode=False) or 0
-        # typer turns KeyboardInterrupt into this code without a message.
-        return _complain("interrupted", code) if code == EXIT_INTERRUPTED else code
+        code: int = app(words, prog_name="kvtide", obj=invocation, standalone_mode=False) or 0
     except typer.TyperException as error:
-        return _complain(error.format_message(), EXIT_USAGE)
+        return _complain(invocation, error.format_message(), EXIT_USAGE)
     except UsageError as error:
-        return _complain(str(error), EXIT_USAGE)
+        return _complain(invocation, str(error), EXIT_USAGE)
     except KvtideError as error:
-        return _complain(str(error), EXIT_FAILED)
+        return _complain(invocation, str(error), EXIT_FAILED)
+    except ModuleNotFoundError as error:
+        return _complain(invocation, describe_missing(error), EXIT_USAGE)
     except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", EXIT_INTERRUPTED)
+        code = EXIT_INTERRUPTED
+    # typer turns KeyboardInterrupt into this code without a message.
+    return _complain(invocation, "interrupted", code) if code == EXIT_INTERRUPTED else code
 
 
-def _complain(message: str, code: int) -> int:
-    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    typer.echo(f"kvtide: {printable(message, encoding)}", err=True)
+def _complain(invocation: Invocation, message: str, code: int) -> int:
+    if invocation.as_json:
+        typer.echo(event_line("error", message, exit_code=code), err=True)
+    else:
+        encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+        typer.echo(f"kvtide: {printable(message, encoding)}", err=True)
     return code

@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvtide.cli.config import defaults_of, read_config
 from kvtide.cli.prompts import LARGEST_NEW_TOKENS, MOST_LOGPROBS, MOST_SAMPLES
 
 
@@ -42,6 +43,13 @@ class InputFormat(str, Enum):
     text = "text"
 
 
+class LogFormat(str, Enum):
+    """How standard error is written."""
+
+    text = "text"
+    json = "json"
+
+
 class _Panel:
     """Makes the options of one panel of the help."""
 
@@ -53,7 +61,19 @@ class _Panel:
 
 
 _input, _model, _memory = _Panel("Input"), _Panel("Model"), _Panel("Memory")
-_sampling, _output = _Panel("Sampling"), _Panel("Output")
+_sampling, _output, _run = _Panel("Sampling"), _Panel("Output"), _Panel("Run")
+
+
+def _use_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    if path is not None:
+        settings = read_config(path, str(ctx.info_name))
+        ctx.default_map = defaults_of(ctx.command, settings)
+    return path
+
+
+def _use_log_format(ctx: typer.Context, value: LogFormat) -> LogFormat:
+    ctx.obj.as_json = value == LogFormat.json
+    return value
 
 
 @dataclass(frozen=True)
@@ -154,6 +174,25 @@ class OutputOptions:
         False
     )
     report: Annotated[Path | None, _output("Write one JSON object of counts here.")] = None
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What is shown meanwhile, and where the options come from."""
+
+    quiet: Annotated[bool, _run("Show errors alone, and no table.", "--quiet", "-q")] = False
+    log_format: Annotated[
+        LogFormat,
+        _run("Of stderr: text, or JSON objects.", is_eager=True, callback=_use_log_format),
+    ] = LogFormat.text
+    config: Annotated[
+        Path | None,
+        _run(
+            r"Take options from the table \[run] of this TOML file.",
+            is_eager=True,
+            callback=_use_config,
+        ),
+    ] = None
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtide.cli.display import make_display, print_table
+from kvtide.cli.display import print_table
+from kvtide.cli.displays import make_display
 from kvtide.errors import UsageError
 from kvtide.models.names import BUILT_IN, HUB_ID
 from kvtide.sizes import counted, format_size

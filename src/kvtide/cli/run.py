@@ -11,6 +11,7 @@ import typer
 from kvtide.cli.files import check_writable
 from kvtide.cli.options import (
     InputOptions,
+    LogOptions,
     MemoryOptions,
     ModelOptions,
     OutputOptions,
@@ -18,7 +19,7 @@ from kvtide.cli.options import (
     flattened,
 )
 from kvtide.cli.prompts import LARGEST_SEED, check_temperature
-from kvtide.cli.serving import LibraryServing, check_schedule
+from kvtide.cli.serving import check_schedule
 from kvtide.cli.session import RunSettings, execute
 from kvtide.errors import UsageError
 from kvtide.sizes import parse_size
@@ -36,6 +37,7 @@ def run(
     memory: MemoryOptions,
     sampling: SamplingOptions,
     output: OutputOptions,
+    log: LogOptions,
 ) -> None:
     """Answer a file of prompts in little KV memory; every answer is exact."""
     settings = RunSettings(
@@ -54,9 +56,11 @@ def run(
         sample_count=sampling.n,
         resume=output.resume,
         overwrite=output.overwrite,
+        quiet=log.quiet,
+        log_format=log.log_format.value,
     )
     _check_files(settings)
-    raise typer.Exit(execute(settings, ctx.obj or LibraryServing()))
+    raise typer.Exit(execute(settings, ctx.obj.serving))
 
 
 def _check_source(source: InputOptions) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvtide.cli.answers import is_answered, write_answers
-from kvtide.cli.display import Display, make_display, print_table, printable
+from kvtide.cli.display import Display
+from kvtide.cli.displays import make_display
 from kvtide.cli.interrupt import Interrupt
 from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
 from kvtide.cli.report import describe_check, describe_cuts, make_report, summarize, write_report
@@ -57,6 +58,8 @@ class RunSettings:
     """How many answers each prompt gets, unless its line says otherwise."""
     resume: bool = False
     overwrite: bool = False
+    quiet: bool = False
+    log_format: str = "text"
 
 
 @dataclass(frozen=True)
@@ -77,20 +80,22 @@ def execute(settings: RunSettings, serving: Serving) -> int:
     else:
         prompts = [single_prompt(settings.prompt)]
     serving.check_device(settings.engine.device, schedule=settings.schedule)
-    with make_display(Console(stderr=True)) as display:
+    as_json = settings.log_format == "json"
+    console = Console(stderr=True)
+    with make_display(console, quiet=settings.quiet, as_json=as_json) as display:
         display.load(f"loading {settings.model}", 0, None)
         model = serving.open_model(settings.model, dtype=settings.dtype, progress=display.load)
         session = _Session(settings, serving, display, model)
         outcome = session.answer(prompts)
         if outcome.interrupted:
             display.stop()
-            display.say(_describe_interruption(settings, outcome))
+            display.say(_describe_interruption(settings, outcome), event="interrupted")
             return EXIT_INTERRUPTED
         if settings.verify:
             # Write the report now: verifying may run out of memory or be interrupted.
             _report(settings, outcome, None)
         verdict = session.verify(prompts, outcome) if settings.verify else None
-    _conclude(settings, outcome, verdict)
+        _conclude(settings, outcome, verdict, display)
     return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS
 
 
@@ -141,7 +146,7 @@ class _Session:
         requests = [request for _, samples in answers for request in samples]
         engine = self._build_engine(self._settings.engine, requests)
         if engine.exact_check is not None:
-            self._display.say(describe_check(engine.exact_check))
+            self._display.say(describe_check(engine.exact_check), event="exact_mode")
         # Ctrl-C only sets a flag until the answers are written; otherwise it would lose them.
         with Interrupt() as interrupt:
             try:
@@ -178,7 +183,7 @@ class _Session:
         echo: bool,
     ) -> Outcome:
         try:
-            self._display.start(title, len(requests))
+            self._display.start(title, requests)
             return run_requests(engine, requests, self._display, interrupt, echo=echo)
         finally:
             engine.close()
@@ -201,17 +206,18 @@ class _Session:
         )
 
 
-def _conclude(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> None:
-    """Writes the report, and prints the table and the verdict."""
+def _conclude(
+    settings: RunSettings, outcome: Outcome, verdict: Verdict | None, display: Display
+) -> None:
+    """Writes the report, and shows the table and the verdict."""
     report = _report(settings, outcome, verdict)
     rows = summarize(outcome.requests, report)
     if settings.out is not None:
         rows.append(("answers", str(settings.out)))
-    console = Console()
-    print_table(console, rows)
+    display.conclude(rows, report)
     if verdict is not None:
-        line = printable(f"verified: {verdict}", console.encoding)
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        event = "verified" if verdict.verified else "differs"
+        display.say(f"verified: {verdict}", event=event, reason=verdict.reason)
 
 
 def _report(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> dict[str, object]:
