@@ -130,23 +130,7 @@ def test_dash_reads_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"id": "a", "prompt": ["x"]}', "'prompt' is a list, not a string"),
         ('{"id": "a", "prompt": ""}', "'prompt' is empty"),
         ('{"id": "a", "prompt": "\\ud800"}', "'prompt' has half a surrogate pair at character 1"),
-        ('{"id": "a", "messages": "x"}', "'messages' is a string, not a list"),
-        ('{"id": "a", "messages": []}', "'messages' is empty"),
-        ('{"id": "a", "messages": ["x"]}', "messages[0] is a string, not an object"),
-        ('{"id": "a", "messages": [{"role": "user"}]}', "messages[0] lacks a 'content'"),
-        ('{"id": "a", "messages": [{"content": "x"}]}', "messages[0] lacks a 'role'"),
-        (
-            '{"id": "a", "messages": [{"role": "tool", "content": "x"}]}',
-            'messages[0].role is "tool"; known are system, user, assistant',
-        ),
-        (
-            '{"id": "a", "messages": [{"role": "user", "content": [1]}]}',
-            "'messages[0].content' is a list, not a string",
-        ),
-        (
-            '{"id": "a", "messages": [{"role": "user", "content": "x", "name": "y"}]}',
-            'unknown key "name"',
-        ),
+        ('{"id": "a", "prompt": "x", "tools": [{}]}', "has 'tools', which need 'messages'"),
         ('{"id": "a", "prompt": "x", "max_new_tokens": -1}', "'max_new_tokens' is -1"),
         ('{"id": "a", "prompt": "x", "max_new_tokens": 0}', "'max_new_tokens' is 0"),
         ('{"id": "a", "prompt": "x", "max_new_tokens": 1.5}', "not a whole number"),
@@ -189,6 +173,56 @@ def test_bad_line_is_refused_with_its_number(
     assert complaint in message
     assert "\n" not in message
     assert len(message) < len(path) + 250
+
+
+def test_plain_text_has_a_prompt_a_line(tmp_path: Path) -> None:
+    """A file called .txt; ids are the lines' numbers, and a prompt keeps its spaces."""
+    path = tmp_path / "prompts.TXT"
+    path.write_bytes(b'\xef\xbb\xbf  Hi \r\n\n"quoted"\n')
+    prompts = read_prompts(str(path))
+    assert [("line-1", "  Hi "), ("line-3", '"quoted"')] == [
+        (prompt.id, prompt.messages[0]["content"]) for prompt in prompts
+    ]
+    assert f"{path}, line 3" == prompts[1].where
+    assert prompts == read_prompts(str(path), input_format="text")
+
+
+def test_plain_text_is_only_what_is_called_so(tmp_path: Path) -> None:
+    """A damaged file of JSON, or one of another kind, must not become prompts of its lines."""
+    path = _write(tmp_path, "Why is the sky blue?")
+    with pytest.raises(UsageError, match=r"line 1: is not a JSON object .* --input-format text"):
+        read_prompts(path)
+    assert ["line-1"] == [prompt.id for prompt in read_prompts(path, input_format="text")]
+    path = str(Path(path).rename(tmp_path / "prompts.txt"))
+    Path(path).write_text('{"id": "a", "prompt": "x"}')
+    with pytest.raises(UsageError, match=r"line 1: looks like JSON, but the file is called \.txt"):
+        read_prompts(path)
+    assert ["a"] == [prompt.id for prompt in read_prompts(path, input_format="jsonl")]
+    assert ["line-1"] == [prompt.id for prompt in read_prompts(path, input_format="text")]
+
+
+def test_plain_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """By line and byte, as JSON is."""
+    path = _write(tmp_path, b"ok", b"caf\xe9")
+    with pytest.raises(UsageError, match=r"line 2: is not UTF-8 \(byte 4: 0xe9\)"):
+        read_prompts(path, input_format="text")
+
+
+def test_the_first_line_says_whether_the_file_is_a_batch(tmp_path: Path) -> None:
+    """The rest must be alike: its answers come in one format."""
+    body = {"messages": [USER]}
+    batch = json.dumps({"custom_id": "b", "url": "/v1/chat/completions", "body": body})
+    line = '{"id": "a", "prompt": "x"}'
+    assert [True, True] == [
+        prompt.is_openai
+        for prompt in read_prompts(_write(tmp_path, batch, batch.replace('"b"', '"c"')))
+    ]
+    with pytest.raises(UsageError, match='line 2: unknown key "id"; known are custom_id'):
+        read_prompts(_write(tmp_path, batch, line))
+    with pytest.raises(UsageError, match='line 2: unknown key "custom_id"'):
+        read_prompts(_write(tmp_path, line, batch))
+    with pytest.raises(UsageError, match='line 1: unknown key "id"'):
+        read_prompts(_write(tmp_path, line), input_format="openai")
 
 
 @pytest.mark.parametrize("raw", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])

@@ -118,29 +118,25 @@ def check_schedule(schedule: str | None, *, simulate: bool) -> str | None:
 def encode_prompt(model: OpenModel, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
     """The prompt's token ids, in the model's chat template if it has one.
 
-    With `special_tokens` the text of a special token in a prompt is that token. Raises UsageError
-    for messages without a template, and for messages that the template refuses.
+    With `special_tokens` the text of a special token in a prompt is that token. Raises UsageError,
+    with the prompt's place, if the model can't take the prompt.
     """
-    tokenizer = model.tokenizer
-    messages = [dict(message) for message in prompt.messages]
-    if prompt.is_chat and tokenizer.chat_template is None:
-        raise UsageError(
-            f"{prompt.where}: the model {model.name} has no chat template, so it can't take "
-            "'messages'; write a 'prompt'"
-        )
-    if prompt.is_raw or tokenizer.chat_template is None:
-        text = messages[0]["content"]
-        ids = tokenizer(text, split_special_tokens=not special_tokens)["input_ids"]
-    else:
-        try:
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        # A template is a program and may raise any error.
-        except Exception as error:
+    from kvtide.serve.chat import encode_chat, encode_text
+
+    has_template = model.tokenizer.chat_template is not None
+    try:
+        if prompt.is_chat and not has_template:
             raise UsageError(
-                f"{prompt.where}: the chat template of {model.name} refuses this: {error}"
-            ) from error
-    if not ids:
-        raise UsageError(f"{prompt.where}: the prompt has no tokens for the model {model.name}")
-    return list(ids)
+                f"the model {model.name} has no chat template, so it can't take 'messages'; "
+                "write a 'prompt'"
+            )
+        if prompt.is_raw or not has_template:
+            text = prompt.messages[0]["content"]
+            ids = encode_text(model, text, special_tokens=special_tokens)
+        else:
+            ids = encode_chat(model, prompt.messages, prompt.tools, special_tokens=special_tokens)
+        if not ids:
+            raise UsageError(f"the prompt has no tokens for the model {model.name}")
+    except UsageError as error:
+        raise UsageError(f"{prompt.where}: {error}") from error
+    return ids

@@ -76,7 +76,11 @@ class Outcome:
 def execute(settings: RunSettings, serving: Serving) -> int:
     """Answers, verifies and reports; returns the exit code. Raises UsageError for bad input."""
     if settings.prompt is None:
-        prompts = read_prompts(settings.source, sample_count=settings.sample_count)
+        prompts = read_prompts(
+            settings.source,
+            input_format=settings.input_format,
+            sample_count=settings.sample_count,
+        )
     else:
         prompts = [single_prompt(settings.prompt)]
     serving.check_device(settings.engine.device, schedule=settings.schedule)

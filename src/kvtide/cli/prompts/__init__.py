@@ -2,6 +2,7 @@
 
 from kvtide.cli.prompts.fields import check_temperature
 from kvtide.cli.prompts.lines import KEYS, parse_prompt, single_prompt
+from kvtide.cli.prompts.openai import parse_batch_line
 from kvtide.cli.prompts.prompt import Message, Prompt
 from kvtide.cli.prompts.reader import read_prompts
 from kvtide.cli.prompts.settings import (
@@ -20,6 +21,7 @@ __all__ = [
     "Message",
     "Prompt",
     "check_temperature",
+    "parse_batch_line",
     "parse_prompt",
     "read_prompts",
     "single_prompt",

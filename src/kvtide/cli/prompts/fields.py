@@ -13,14 +13,20 @@ LEAST_TEMPERATURE = 0.01
 LARGEST_TEMPERATURE = 100.0
 
 
+def decode(raw: bytes, where: str) -> str:
+    """The text of one line."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        refuse(where, f"is not UTF-8 (byte {error.start + 1}: 0x{raw[error.start]:02x})")
+
+
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON object of one line."""
     try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        refuse(where, f"is not UTF-8 (byte {error.start + 1}: 0x{raw[error.start]:02x})")
-    try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        value = json.loads(
+            decode(raw, where), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+        )
     except json.JSONDecodeError as error:
         refuse(where, f"is not JSON: {error.msg} (column {error.colno})")
     except ValueError as error:
@@ -73,6 +79,16 @@ def check_text(value: object, name: str, where: str, *, may_be_empty: bool = Fal
         # JSON can contain half a surrogate pair (\ud800), which isn't a character.
         refuse(where, f"'{name}' has half a surrogate pair at character {error.start + 1}")
     return value
+
+
+def check_whole_characters(value: object, name: str, where: str) -> None:
+    """Refuses a value in which any string, however deep, has half a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        refuse(where, f"'{name}' has half a surrogate pair")
+    except RecursionError:
+        refuse(where, f"'{name}' is nested too deeply")
 
 
 def check_int(value: object, name: str, where: str, *, least: int, largest: int) -> int:

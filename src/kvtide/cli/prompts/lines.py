@@ -1,13 +1,19 @@
-"""Parses a line in kvtide's own format.
+"""Parses a line in kvtide's own format, or of plain text.
 
 A line is `{"id": "a", "prompt": "..."}` or `{"id": "b", "messages": [{"role": "user",
-"content": "..."}]}`, and may have settings for its request.
+"content": "..."}]}`, and may have settings for its request. A line of plain text is a prompt.
 """
 
 from __future__ import annotations
 
-from kvtide.cli.prompts.fields import check_text, parse_object, refuse, refuse_unknown_keys
-from kvtide.cli.prompts.messages import check_messages
+from kvtide.cli.prompts.fields import (
+    check_text,
+    decode,
+    parse_object,
+    refuse,
+    refuse_unknown_keys,
+)
+from kvtide.cli.prompts.messages import check_messages, check_tools
 from kvtide.cli.prompts.prompt import Prompt
 from kvtide.cli.prompts.settings import (
     COMMON,
@@ -22,7 +28,7 @@ _SETTINGS = {
     **COMMON,
     "logprobs": ("logprobs", LOGPROBS),
 }
-KEYS = ("id", "prompt", "messages", *_SETTINGS, "n")
+KEYS = ("id", "prompt", "messages", "tools", *_SETTINGS, "n")
 
 
 def parse_prompt(raw: bytes, *, where: str) -> Prompt:
@@ -36,6 +42,9 @@ def parse_prompt(raw: bytes, *, where: str) -> Prompt:
     if "prompt" not in fields and "messages" not in fields:
         refuse(where, "lacks a 'prompt' or 'messages'")
     is_chat = "messages" in fields
+    tools = fields.get("tools") or ()
+    if tools and not is_chat:
+        refuse(where, "has 'tools', which need 'messages'")
     return Prompt(
         where=where,
         id=check_text(fields["id"], "id", where),
@@ -45,9 +54,16 @@ def parse_prompt(raw: bytes, *, where: str) -> Prompt:
             else message_of(check_text(fields["prompt"], "prompt", where))
         ),
         is_chat=is_chat,
+        tools=check_tools(tools, where) if tools else (),
         settings=read_settings(fields, _SETTINGS, where),
         sample_count=read_sample_count(fields, where),
     )
+
+
+def parse_text_line(raw: bytes, *, where: str, number: int) -> Prompt:
+    """A line of plain text, without its line break, as a prompt. `number` is the line's."""
+    text = check_text(decode(raw.removesuffix(b"\r"), where), "prompt", where)
+    return Prompt(where=where, id=f"line-{number}", messages=message_of(text), is_chat=False)
 
 
 def single_prompt(text: str) -> Prompt:

@@ -1,0 +1,164 @@
+"""Turns prompts into tokens: a text as it is, or a conversation by the model's chat template.
+
+The text of a special token in a prompt, such as `<|im_end|>`, stays text unless the caller asks
+otherwise: only the template writes special tokens. A prompt can't end its own turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtide.errors import UsageError
+from kvtide.serve.adapter import PreTrainedTokenizerBase
+from kvtide.serve.checkpoint import short_reason
+from kvtide.serve.models import OpenModel
+
+_MARKS = ("\U000f0000", "\U000f0001")
+"""transformers puts them around the text that stays text, and drops them from a prompt."""
+
+
+def encode_text(model: OpenModel, text: str, *, special_tokens: bool) -> list[int]:
+    """The tokens of a text, and those that the tokenizer puts around every text.
+
+    With `special_tokens` the text of a special token is that token. Raises UsageError if the
+    tokenizer makes a special token of text all the same.
+    """
+    tokenizer = model.tokenizer
+    ids: list[int] = tokenizer(text, split_special_tokens=not special_tokens)["input_ids"]
+    if not special_tokens:
+        special = set(tokenizer.all_special_ids) | _special(tokenizer).keys()
+        if sum(token in special for token in ids) > tokenizer.num_special_tokens_to_add():
+            raise UsageError(
+                f"the tokenizer of {model.name} makes a special token of text in this prompt; "
+                "change the text, or allow it with --special-tokens"
+            )
+    return ids
+
+
+def encode_chat(
+    model: OpenModel,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    special_tokens: bool,
+) -> list[int]:
+    """The tokens of a conversation, up to where the model's answer begins.
+
+    With `special_tokens` the text of a special token in it is that token. Raises UsageError if the
+    template refuses the conversation, or if it leaves out the tools or the calls of tools.
+    """
+    tokenizer = model.tokenizer
+    if not special_tokens:
+        _refuse_inseparable(model, [messages, tools])
+    # A template is a program and may raise any error.
+    try:
+        conversation = _with_known_roles(tokenizer, messages, tools)
+        _refuse_unseen(model, conversation, tools)
+        ids: list[int] = tokenizer.apply_chat_template(
+            conversation,
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+            return_dict=True,
+            sanitize_control_tokens=not special_tokens,
+        )["input_ids"]
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the chat template of {model.name} refuses this: {short_reason(error)}"
+        ) from error
+    return ids
+
+
+def _with_known_roles(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """The messages; the developer's are the system's where the template knows no developer."""
+    knows_developer = "developer" in tokenizer.get_chat_template(tools=list(tools) or None)
+    return [
+        {**message, "role": "system"}
+        if message["role"] == "developer" and not knows_developer
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _refuse_unseen(
+    model: OpenModel, conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises UsageError if the template gives the same text without the tools, or their calls."""
+    without_calls = [
+        {key: value for key, value in message.items() if key != "tool_calls"}
+        for message in conversation
+    ]
+    others = {"tools": (conversation, ()), "tool_calls": (without_calls, tools)}
+    if not tools:
+        del others["tools"]
+    if without_calls == conversation:
+        del others["tool_calls"]
+    text = _rendered(model, conversation, tools) if others else None
+    for name, other in others.items():
+        try:
+            is_seen = _rendered(model, *other) != text
+        except Exception:  # the template needs what was left out, so it reads it
+            continue
+        if not is_seen:
+            raise UsageError(
+                f"the chat template of {model.name} leaves {name!r} out, so the model wouldn't "
+                "see them; choose a model that is made for tools"
+            )
+
+
+def _rendered(
+    model: OpenModel, conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> str:
+    text: str = model.tokenizer.apply_chat_template(
+        conversation, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+    )
+    return text
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The special tokens' texts by their ids."""
+    decoder = tokenizer.added_tokens_decoder
+    return {number: token.content for number, token in decoder.items() if token.special}
+
+
+def _refuse_inseparable(model: OpenModel, value: object) -> None:
+    """Raises UsageError for text that transformers wouldn't keep as it is: see `_MARKS`.
+
+    It leaves the names in objects alone, too, such as those of a tool's parameters.
+    """
+    special = _special(model.tokenizer).values()
+    for text, is_name in _strings(value):
+        for mark in _MARKS:
+            if mark in text:
+                raise UsageError(
+                    f"the character U+{ord(mark):X} is in the prompt, and it is needed to keep "
+                    "special tokens apart; remove it, or give them up with --special-tokens"
+                )
+        found = next((word for word in special if word in text), None) if is_name else None
+        if found is not None:
+            raise UsageError(
+                f"a name in the prompt has the text of the special token {found!r}; "
+                "change it, or allow it with --special-tokens"
+            )
+
+
+def _strings(value: object) -> list[tuple[str, bool]]:
+    """All strings in a JSON value, and whether each is the name of an object's member."""
+    found: list[tuple[str, bool]] = []
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            found.append((item, False))
+        elif isinstance(item, Mapping):
+            found += [(name, True) for name in item]
+            waiting += item.values()
+        elif isinstance(item, Sequence):
+            waiting += item
+    return found
