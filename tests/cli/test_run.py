@@ -373,6 +373,7 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
         ("run --prompt=", "--prompt: 'prompt' is empty"),
         ("run PROMPTS --max-running 0", "'--max-running'"),
         ("run PROMPTS --n 0", "'--n'"),
+        ("run PROMPTS --stop=", "--stop is empty; an empty text is in every answer"),
         ("run PROMPTS --logprobs 21", "'--logprobs'"),
         ("run PROMPTS --input-format xml", "'--input-format'"),
         ("rum PROMPTS", "No such command 'rum'"),

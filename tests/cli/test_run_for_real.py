@@ -59,6 +59,66 @@ def test_small_pool_gives_the_answers_of_a_large_pool(
     assert {"length", "stop"} >= {row["finish_reason"] for row in rows}
 
 
+def test_samples_and_their_logprobs_are_those_of_a_large_pool(tmp_path: Path) -> None:
+    """Retractions change no draw and no log-probability; each sample has draws of its own."""
+    lines = [{"id": name, "prompt": "ab" * (5 + i)} for i, name in enumerate(IDS[:3])]
+    options = [*MODEL, "--n", "2", "--temperature", "1", "--logprobs", "3"]
+    found = []
+    for number, memory in enumerate(([], ["--kv-memory", "64KiB"])):
+        out, report = tmp_path / f"out{number}.jsonl", tmp_path / f"report{number}.json"
+        files = ["--out", str(out), "--report", str(report)]
+        assert main(["run", _write(tmp_path, lines), *options, *memory, *files]) == 0
+        found.append(read_rows(out))
+    assert read_report(report)["retractions"] > 0
+    for row in [row for rows in found for row in rows]:
+        first, second = row["samples"]
+        assert first["token_ids"] != second["token_ids"]
+        for sample in row["samples"]:
+            del sample["retractions"]
+            assert sample["token_ids"] == [step["token_id"] for step in sample["logprobs"]]
+            assert {3} == {len(step["likeliest"]) for step in sample["logprobs"]}
+    assert found[0] == found[1]
+
+
+def test_a_batch_of_openai_s_is_answered_in_its_form(tmp_path: Path) -> None:
+    """A stop string of a line ends its answer; a completion isn't put into the chat template."""
+    chat = {"model": "m", "messages": [{"role": "user", "content": "ab"}], "logprobs": True}
+    text = {"model": "m", "prompt": "ab", "max_tokens": 3}
+    urls = {"c": "/v1/chat/completions", "t": "/v1/completions"}
+
+    def run(**bodies: object) -> dict[str, Any]:
+        lines = [{"custom_id": n, "url": urls[n[0]], "body": body} for n, body in bodies.items()]
+        out = tmp_path / "out.jsonl"
+        out.unlink(missing_ok=True)
+        prompts = _write(tmp_path, lines)
+        assert main(["run", prompts, *MODEL, "--out", str(out)]) == 0
+        return {row["custom_id"]: row["response"]["body"] for row in read_rows(out)}
+
+    bodies = run(chat=chat, text=text)
+    chosen, whole = bodies["chat"]["choices"][0], bodies["text"]
+    answer = chosen["message"]["content"]
+    assert ("length", 16) == (chosen["finish_reason"], len(chosen["logprobs"]["content"]))
+    assert (2, 3) == (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"])
+    assert "tiny-random" == whole["model"]
+    word = answer[4]
+    (stopped,) = run(chat={**chat, "stop": ["nowhere", word]})["chat"]["choices"]
+    assert (answer[: answer.index(word)], "stop") == (
+        stopped["message"]["content"],
+        stopped["finish_reason"],
+    )
+
+
+def test_a_prompt_can_not_end_its_own_turn(tmp_path: Path) -> None:
+    """The text of a special token is text, unless asked otherwise."""
+    lines = [{"id": "a", "prompt": "x<|im_end|>", "max_new_tokens": 1}]
+    counts: list[int] = []
+    for options in ([], ["--special-tokens"]):
+        out = tmp_path / f"out{len(counts)}.jsonl"
+        assert main(["run", _write(tmp_path, lines), *MODEL, *options, "--out", str(out)]) == 0
+        counts += [row["prompt_tokens"] for row in read_rows(out)]
+    assert len("<|im_end|>") - 1 == counts[0] - counts[1]
+
+
 @pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_unified_text", "gpt_neo"])
 def test_a_model_that_is_not_served_is_one_line(
     kind: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -105,7 +105,7 @@ def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> Samplin
         top_k=sampling.top_k,
         top_p=_check_top_p(sampling.top_p),
         seed=_check_seed(sampling.seed),
-        stop=tuple(sampling.stop or ()),
+        stop=_check_stop(sampling.stop or []),
         logprobs=logprobs,
     )
 
@@ -129,6 +129,12 @@ def _check_seed(value: int) -> int:
     if value > LARGEST_SEED:
         raise UsageError(f"--seed is {value}; it must be from 0 to {LARGEST_SEED}")
     return value
+
+
+def _check_stop(words: list[str]) -> tuple[str, ...]:
+    if "" in words:
+        raise UsageError("--stop is empty; an empty text is in every answer")
+    return tuple(words)
 
 
 def _check_files(settings: RunSettings) -> None:

@@ -22,6 +22,7 @@ from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
 from kvtide.serve.batch import PackedBatch, Segment
+from kvtide.serve.logprobs import step_logprobs, token_texts
 from kvtide.serve.models import OpenModel
 from kvtide.serve.options import EngineOptions
 from kvtide.serve.owncheck import check_own_answers
@@ -93,6 +94,7 @@ class Engine:
         self.exact_check = exact_check
         self._model = model
         self._tokenizer = source.tokenizer.backend_tokenizer
+        self._token_text = token_texts(self._tokenizer)
         self._eos_ids = source.eos_ids
         self._vocab_size = int(source.model.get_input_embeddings().num_embeddings)
         self._context_limit = _context_limit_of(source)
@@ -293,6 +295,8 @@ class Engine:
         request = live.request
         try:
             token = live.sampler.choose(logits)
+            if (count := request.params.logprobs) is not None:
+                request.logprobs.append(step_logprobs(logits, token, count, self._token_text))
         except ArithmeticError as error:
             request.finish_reason, request.error = "error", str(error)
             return True
