@@ -7,6 +7,8 @@ KvtideError
 ├── ArenaFull          the host memory's limit leaves no room: only this request suffers
 ├── SnapshotMiss       nothing to restore: discarded, or another geometry, length or key
 ├── SnapshotDamaged    the snapshot's bytes differ from its seal
+├── TierFull           a store below host memory has no room: the snapshot stays where it is
+├── TierRetry          a store below host memory can't answer now; a later try may work
 ├── SlotsLost          a restore failed while it wrote: the slots hold neither old nor new bytes
 └── ProcessForked      a move or a device belongs to the process before the fork
 
@@ -50,6 +52,14 @@ class SnapshotMiss(KvtideError):
 
 class SnapshotDamaged(KvtideError):
     """A chunk's checksum differs from its seal; the target is unchanged."""
+
+
+class TierFull(KvtideError):
+    """A tier's limit leaves no room for this snapshot, even if others leave. Nothing was kept."""
+
+
+class TierRetry(KvtideError):
+    """A tier can't answer now, for example because its disk is full or its server is away."""
 
 
 class SlotsLost(KvtideError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -13,6 +14,12 @@ from kvtide.errors import SnapshotDamaged, SnapshotMiss
 from kvtide.layout import Ids, Rows
 from kvtide.seal import Seal, ranges_of
 from kvtide.ticket import Ticket
+
+MakeRoom = Callable[[Seal], Sequence[memoryview]]
+"""Gives writable memory for the chunks of a seal: for each chunk a view of its used bytes.
+
+It may raise, for example ArenaFull.
+"""
 
 
 @final
@@ -63,21 +70,28 @@ class Snapshot:
         Raises SnapshotDamaged if a byte differs from the seal, SnapshotMiss if a chunk is larger
         than the arena's blocks, ArenaFull if there is no room. After an error nothing is kept.
         """
-        seal.check_bytes(chunks)
-        largest = max(seal.used_bytes, default=0)
-        if largest > arena.block_bytes:
-            raise SnapshotMiss(
-                f"snapshot has chunks of {largest} bytes, the arena's blocks hold "
-                f"{arena.block_bytes}; give the arena larger blocks, or recompute this request"
-            )
+
+        def copy(make_room: MakeRoom) -> Seal:
+            seal.check_bytes(chunks)
+            rooms = make_room(seal)
+            for room, chunk in zip(rooms, chunks, strict=True):
+                room[:] = memoryview(chunk)[: room.nbytes]
+            seal.check_bytes(rooms)  # checks the copy: the source may have changed meanwhile
+            return seal
+
+        return cls.fetch(arena, copy)
+
+    @classmethod
+    def fetch(cls, arena: HostArena, get: Callable[[MakeRoom], Seal]) -> Snapshot:
+        """Makes a snapshot of bytes that `get` writes into memory of the arena, and has checked.
+
+        `get` may call the function that it is given once. Raises the errors of `get`, SnapshotMiss
+        if a chunk is larger than the arena's blocks, ArenaFull if there is no room. After an error
+        nothing is kept.
+        """
         lease = Lease(arena)
         try:
-            lease.extend(len(chunks))
-            for block, chunk, size_bytes in zip(lease.blocks, chunks, seal.used_bytes, strict=True):
-                block.bytes_view(size_bytes)[:] = memoryview(chunk)[:size_bytes]
-            snapshot = cls(seal, lease)
-            snapshot.verify()  # checks the copy: the source may have changed meanwhile
-            return snapshot
+            return cls(get(partial(_make_room, lease, arena.block_bytes)), lease)
         except BaseException:
             lease.release()
             raise
@@ -153,3 +167,15 @@ class Snapshot:
                 f"snapshot, up to {here[first]} in the target; restore to slots whose maps leave "
                 "out the same tokens"
             )
+
+
+def _make_room(lease: Lease, block_bytes: int, seal: Seal) -> list[memoryview]:
+    largest = max(seal.used_bytes, default=0)
+    if largest > block_bytes:
+        raise SnapshotMiss(
+            f"snapshot has chunks of {largest} bytes, the arena's blocks hold {block_bytes}; give "
+            "the arena larger blocks, or recompute this request"
+        )
+    lease.extend(len(seal.used_bytes))
+    blocks = zip(lease.blocks, seal.used_bytes, strict=True)
+    return [block.bytes_view(size_bytes) for block, size_bytes in blocks]

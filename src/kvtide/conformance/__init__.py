@@ -1,10 +1,11 @@
-"""The conformance kit: tests that every layout, pool and device must pass.
+"""The conformance kit: tests that every layout, pool, device and tier must pass.
 
     from kvtide.conformance import PoolTests
 
     class TestMyPool(PoolTests): ...      # give it three small methods; it inherits the tests
 
-`LayoutTests` tests a declared layout, `PoolTests` your pool, `DeviceTests` your device.
+`LayoutTests` tests a declared layout, `PoolTests` your pool, `DeviceTests` your device, `TierTests`
+your tier.
 docs/extend.md has an example of each. These classes need pytest; nothing else here does.
 """
 
@@ -20,8 +21,17 @@ if TYPE_CHECKING:
     from kvtide.conformance.pool_under_test import PoolUnderTest
     from kvtide.conformance.pools import PoolTests
     from kvtide.conformance.samples import SAMPLES, Sample
+    from kvtide.conformance.tiers import TierTests
 
-__all__ = ["SAMPLES", "DeviceTests", "LayoutTests", "PoolTests", "PoolUnderTest", "Sample"]
+__all__ = [
+    "SAMPLES",
+    "DeviceTests",
+    "LayoutTests",
+    "PoolTests",
+    "PoolUnderTest",
+    "Sample",
+    "TierTests",
+]
 
 # Imported when needed: `kvtide doctor` uses the samples where pytest may not be installed.
 _HOME_OF = {
@@ -30,6 +40,7 @@ _HOME_OF = {
     "PoolTests": "kvtide.conformance.pools",
     "SAMPLES": "kvtide.conformance.samples",
     "Sample": "kvtide.conformance.samples",
+    "TierTests": "kvtide.conformance.tiers",
     "PoolUnderTest": "kvtide.conformance.pool_under_test",
 }
 

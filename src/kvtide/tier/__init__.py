@@ -1,0 +1,8 @@
+"""Tiers: stores for snapshots below host memory. Each is one file beside base.py, the contract."""
+
+from __future__ import annotations
+
+from kvtide.tier.base import Tier
+from kvtide.tier.disk import DiskStats, DiskTier
+
+__all__ = ["DiskStats", "DiskTier", "Tier"]

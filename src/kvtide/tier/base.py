@@ -1,0 +1,68 @@
+"""The contract of a tier: a store for snapshots below host memory. Each call blocks.
+
+A tier keeps each snapshot whole or not at all, under the key of its seal. A call has one of four
+outcomes, and never an empty value: it returns (a hit), or raises SnapshotMiss, SnapshotDamaged, or
+TierRetry if the store can't answer now. Threads, retries, deadlines and limits on what is under way
+are the business of the layer above, in one place for all tiers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+from kvtide.arena import HostArena
+from kvtide.seal import Seal
+from kvtide.snapshot import MakeRoom, Snapshot
+
+
+class Tier(ABC):
+    """A store below host memory. Inherit it and implement four methods; TierTests checks them.
+
+    Several threads may call a tier at the same time. A key is any text; it is not a secret, but it
+    is hostile: it must not become a path or a command.
+    """
+
+    @abstractmethod
+    def contains(self, key: str) -> bool:
+        """Whether `get` would probably hit. Fast: it doesn't read the snapshot."""
+
+    @abstractmethod
+    def put(self, seal: Seal, chunks: Sequence[memoryview]) -> None:
+        """Keeps a snapshot under `seal.key`, in place of what was there.
+
+        `chunks` are its used bytes (`Snapshot.chunks`), which nobody changes meanwhile. When this
+        returns the snapshot can be got. After an error the key has what it had before, or nothing.
+        Raises TierFull if the snapshot has no room even when others leave, TierRetry.
+        """
+
+    @abstractmethod
+    def get(self, key: str, make_room: MakeRoom) -> Seal:
+        """Reads the snapshot of that key into memory that `make_room` gives, and checks it.
+
+        Every byte was checked against the seal when this returns, and the seal's key is `key`.
+        Raises SnapshotMiss if there is none; SnapshotDamaged if its bytes differ from the seal, and
+        then the next `get` is a miss; TierRetry. After an error the memory has undefined contents.
+        """
+
+    @abstractmethod
+    def remove(self, key: str) -> None:
+        """Forgets the key. No error if it isn't there. Raises TierRetry."""
+
+    # ---- what follows from these four ---------------------------------------------------
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Puts a snapshot under the key that it was offloaded with. It stays valid.
+
+        Raises the errors of `put`, and SnapshotMiss if the snapshot was discarded.
+        """
+        self.put(snapshot.seal, snapshot.chunks)
+
+    def load(self, key: str, arena: HostArena) -> Snapshot:
+        """Gets the snapshot of that key into memory of an arena.
+
+        Raises the errors of `get`, ArenaFull, and SnapshotMiss if a chunk is larger than the
+        arena's blocks. After an error nothing is kept in the arena.
+        """
+        return Snapshot.fetch(arena, partial(self.get, key))
