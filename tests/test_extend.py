@@ -19,12 +19,12 @@ EXAMPLES = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | r
 
 
 NAMES = [name for name, _ in EXAMPLES]
-KIT_NAMES = ["test_my_layout.py", "test_my_pool.py", "test_my_device.py"]
+KIT_NAMES = ["test_my_layout.py", "test_my_pool.py", "test_my_device.py", "test_my_tier.py"]
 
 
 def test_there_is_an_example_of_each_kind() -> None:
     """And no other code that nobody runs."""
-    assert [*KIT_NAMES, "test_my_tier.py", "test_my_engine.py"] == NAMES
+    assert [*KIT_NAMES, "test_my_engine.py"] == NAMES
     assert len(EXAMPLES) == TEXT.count("```python")
 
 
@@ -52,7 +52,7 @@ def test_another_engine_needs_nothing_of_sglang() -> None:
 
 @pytest.mark.parametrize(
     ("name", "until", "most_lines"),
-    [("test_my_pool.py", "", 30), ("test_my_tier.py", "def make_tide", 45)],
+    [("test_my_pool.py", "", 30), ("test_my_tier.py", "class TestDatabaseTier", 50)],
 )
 def test_what_a_newcomer_writes_is_short(name: str, until: str, most_lines: int) -> None:
     """A pool with all its tests, and a tier without them."""

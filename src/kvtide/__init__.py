@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         SlotsLost,
         SnapshotDamaged,
         SnapshotMiss,
+        TierFull,
+        TierRetry,
         UsageError,
     )
     from kvtide.layout import GQA, Geometry, Layout, Plane
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
     from kvtide.snapshot import Snapshot
     from kvtide.ticket import Ticket
     from kvtide.tide import Tide
+    from kvtide.tier import DiskTier, Tier
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GQA",
     "ArenaFull",
+    "DiskTier",
     "Geometry",
     "HostArena",
     "KvtideError",
@@ -51,6 +55,9 @@ __all__ = [
     "SnapshotMiss",
     "Ticket",
     "Tide",
+    "Tier",
+    "TierFull",
+    "TierRetry",
     "UsageError",
     "open_device",
 ]
@@ -68,6 +75,8 @@ _HOMES = {
         "SlotsLost",
         "SnapshotDamaged",
         "SnapshotMiss",
+        "TierFull",
+        "TierRetry",
         "UsageError",
     ),
     "kvtide.layout": ("GQA", "Geometry", "Layout", "Plane"),
@@ -76,6 +85,7 @@ _HOMES = {
     "kvtide.snapshot": ("Snapshot",),
     "kvtide.ticket": ("Ticket",),
     "kvtide.tide": ("Tide",),
+    "kvtide.tier": ("DiskTier", "Tier"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
