@@ -65,7 +65,7 @@ def save(tier: DiskTier, tide: Tide, key: str, count: int = 40) -> None:
     """Puts a snapshot of the first slots; nothing is left in the arena."""
     snapshot = tide.offload(range(count), key=key)
     try:
-        tier.save(snapshot)
+        tier.save(key, snapshot)
     finally:
         tide.discard(snapshot)
 
@@ -322,8 +322,9 @@ HOSTILE: dict[str, bytes] = {
     "deep": _with_header(b"[" * 100_000),
     "no metadata": _with_header(b"{}"),
     "no seal": _with_header(b'{"__metadata__":{}}'),
-    "a seal that is a number": _with_header(b'{"__metadata__":{"seal":3}}'),
-    "a seal that is not JSON": _with_header(b'{"__metadata__":{"seal":"x"}}'),
+    "no key": _with_header(b'{"__metadata__":{"seal":"x"}}'),
+    "a seal that is a number": _with_header(b'{"__metadata__":{"key":"a","seal":3}}'),
+    "a seal that is not JSON": _with_header(b'{"__metadata__":{"key":"a","seal":"x"}}'),
     "not UTF-8": _with_header(b'{"__metadata__":{"seal":"\xff"}}'),
     "NaN": _with_header(b'{"__metadata__":NaN}'),
 }
@@ -351,7 +352,7 @@ def test_tensors_that_overlap_are_refused(tier: Callable[..., DiskTier], tide: T
     fields["chunk.1"]["data_offsets"] = fields["chunk.0"]["data_offsets"]
     text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode().ljust(length)
     path.write_bytes(whole[:8] + text + whole[8 + length :])
-    with pytest.raises(SnapshotDamaged, match="its header isn't the one of its seal"):
+    with pytest.raises(SnapshotDamaged, match="its header isn't the one of its key"):
         disk.get("a", lambda seal: pytest.fail("no room is needed"))
 
 
@@ -475,7 +476,7 @@ def test_any_reader_of_safetensors_opens_it(tier: Callable[..., DiskTier], tide:
     """The tensors are the chunks, and each begins at a multiple of 4,096 bytes."""
     disk = tier()
     snapshot = tide.offload(range(200), key="a")
-    disk.save(snapshot)
+    disk.save("a", snapshot)
     path = path_of(disk, "a")
     with safe_open(path, "pt") as file:
         chunks = [file.get_tensor(f"chunk.{n}") for n in range(len(snapshot.chunks))]
@@ -509,7 +510,7 @@ def test_large_snapshot_goes_past_the_cache(
             buffer.random_(0, 256)
         snapshot = tide.offload(range(256 * 64), key="a")
         monkeypatch.setattr(os, "open", note)
-        disk.save(snapshot)
+        disk.save("a", snapshot)
         loaded = disk.load("a", tide.arena)
         assert snapshot.chunks == loaded.chunks
         assert disk._folder._is_direct is any(flags)

@@ -1,6 +1,6 @@
 """The contract of a tier: a store for snapshots below host memory. Each call blocks.
 
-A tier keeps each snapshot whole or not at all, under the key of its seal. A call has one of four
+A tier keeps each snapshot whole or not at all, under a key. A call has one of four
 outcomes, and never an empty value: it returns (a hit), or raises SnapshotMiss, SnapshotDamaged, or
 TierRetry if the store can't answer now. Threads, retries, deadlines and limits on what is under way
 are the business of the layer above, in one place for all tiers.
@@ -29,8 +29,8 @@ class Tier(ABC):
         """Whether `get` would probably hit. Fast: it doesn't read the snapshot."""
 
     @abstractmethod
-    def put(self, seal: Seal, chunks: Sequence[memoryview]) -> None:
-        """Keeps a snapshot under `seal.key`, in place of what was there.
+    def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
+        """Keeps a snapshot under a key, in place of what was there.
 
         `chunks` are its used bytes (`Snapshot.chunks`), which nobody changes meanwhile. When this
         returns the snapshot can be got. After an error the key has what it had before, or nothing.
@@ -41,7 +41,7 @@ class Tier(ABC):
     def get(self, key: str, make_room: MakeRoom) -> Seal:
         """Reads the snapshot of that key into memory that `make_room` gives, and checks it.
 
-        Every byte was checked against the seal when this returns, and the seal's key is `key`.
+        Every byte was checked against the seal when this returns, and the seal was put with `key`.
         Raises SnapshotMiss if there is none; SnapshotDamaged if its bytes differ from the seal, and
         then the next `get` is a miss; TierRetry. After an error the memory has undefined contents.
         """
@@ -52,12 +52,12 @@ class Tier(ABC):
 
     # ---- what follows from these four ---------------------------------------------------
 
-    def save(self, snapshot: Snapshot) -> None:
-        """Puts a snapshot under the key that it was offloaded with. It stays valid.
+    def save(self, key: str, snapshot: Snapshot) -> None:
+        """Puts a snapshot, which stays valid.
 
         Raises the errors of `put`, and SnapshotMiss if the snapshot was discarded.
         """
-        self.put(snapshot.seal, snapshot.chunks)
+        self.put(key, snapshot.seal, snapshot.chunks)
 
     def load(self, key: str, arena: HostArena) -> Snapshot:
         """Gets the snapshot of that key into memory of an arena.

@@ -98,14 +98,14 @@ class DiskTier(Tier):
         """See Tier."""
         return _name_of(key) in self._entries
 
-    def put(self, seal: Seal, chunks: Sequence[memoryview]) -> None:
+    def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""
-        form = file_form_of(seal)
+        form = file_form_of(key, seal)
         if len(form.header) > LARGEST_HEADER:
             raise TierFull(
                 f"disk tier: a header of {len(form.header)} bytes is too long for a file"
             )
-        name = _name_of(seal.key)
+        name = _name_of(key)
         with self._retrying(), self._reserved(form.size_bytes):
             draft = self._folder.write(name, _parts_of(form, chunks))
             try:
@@ -281,9 +281,9 @@ def _read_seal(file: int, key: str) -> tuple[Seal, FileForm]:
     _read_all(file, 0, [page])
     header = aligned_memory(padded(header_bytes_of(page, file_bytes)))
     _read_all(file, 0, [header])
-    seal, form = read_header(bytes(header), file_bytes)
-    if seal.key != key:
-        raise damaged(f"it is of the key {seal.key!r}, under the name of {key!r}")
+    found, seal, form = read_header(bytes(header), file_bytes)
+    if found != key:
+        raise damaged(f"it is of the key {found!r}, under the name of {key!r}")
     return seal, form
 
 

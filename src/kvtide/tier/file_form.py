@@ -1,14 +1,14 @@
 """The form of a snapshot's file: a safetensors file with the seal and the chunks. Pure.
 
     8 bytes    the length of the header, little-endian
-    header     JSON: the seal as a text in `__metadata__`, and the place of each tensor; then spaces
+    header     JSON: key and seal as texts in `__metadata__`, the place of each tensor; then spaces
     chunk.0    the first chunk, uint8 [used bytes]
     gap.0      zeros up to the next multiple of ALIGNMENT, if the chunk doesn't end there
     chunk.1    and so on
 
 So any reader of safetensors opens it, and each chunk begins at a multiple of ALIGNMENT, as direct
-I/O needs. A seal gives the whole file but for the chunks' bytes: a reader makes the header again
-and compares, so each byte of the file is checked.
+I/O needs. Key and seal give the whole file but for the chunks' bytes: a reader makes the header
+again and compares, so each byte of the file is checked.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def padded(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def file_form_of(seal: Seal) -> FileForm:
-    """The form of the file of a snapshot with this seal."""
+def file_form_of(key: str, seal: Seal) -> FileForm:
+    """The form of the file of a snapshot with this seal, under this key."""
     tensors: dict[str, object] = {}
     first = 0
     firsts: list[int] = []
@@ -60,7 +60,7 @@ def file_form_of(seal: Seal) -> FileForm:
         first = padded(stop)
         if first > stop:
             tensors[f"gap.{number}"] = _tensor(stop, first)
-    metadata = {"format": "kvtide", "seal": seal.to_json()}
+    metadata = {"format": "kvtide", "key": key, "seal": seal.to_json()}
     text = canonical_json({_METADATA: metadata, **tensors}).encode()
     data = padded(_LENGTH_BYTES + len(text))
     length = data - _LENGTH_BYTES
@@ -80,8 +80,8 @@ def header_bytes_of(beginning: bytes | memoryview, file_bytes: int) -> int:
     return size_bytes
 
 
-def read_header(header: bytes, file_bytes: int) -> tuple[Seal, FileForm]:
-    """The seal and the form of a file that begins with `header`, which is untrusted.
+def read_header(header: bytes, file_bytes: int) -> tuple[str, Seal, FileForm]:
+    """Key, seal and form of a file that begins with `header`, which is untrusted.
 
     Raises SnapshotDamaged for a header that kvtide wouldn't have written for a file of this length,
     SnapshotMiss for a seal of another version.
@@ -91,16 +91,18 @@ def read_header(header: bytes, file_bytes: int) -> tuple[Seal, FileForm]:
     except (ValueError, RecursionError) as error:
         raise damaged(f"its header isn't JSON ({error})") from error
     metadata = fields.get(_METADATA) if isinstance(fields, dict) else None
-    text = metadata.get("seal") if isinstance(metadata, dict) else None
-    if not isinstance(text, str):
-        raise damaged(f"its header has no seal: {shown(metadata)}")
+    if not isinstance(metadata, dict):
+        raise damaged(f"its header has no metadata: {shown(metadata)}")
+    key, text = metadata.get("key"), metadata.get("seal")
+    if not isinstance(key, str) or not isinstance(text, str):
+        raise damaged(f"its header has no key or no seal: {shown(metadata)}")
     seal = Seal.from_json(text)
-    form = file_form_of(seal)
+    form = file_form_of(key, seal)
     if form.header != header:
-        raise damaged("its header isn't the one of its seal")
+        raise damaged("its header isn't the one of its key and seal")
     if form.size_bytes != file_bytes:
         raise damaged(f"it has {file_bytes} bytes, its seal says {form.size_bytes}")
-    return seal, form
+    return key, seal, form
 
 
 def damaged(what: str) -> SnapshotDamaged:
