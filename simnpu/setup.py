@@ -13,7 +13,7 @@ BUILDS = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "ins
 
 
 def check_compiler() -> None:
-    """Ends the build with one line if there is nothing to build with."""
+    """Ends the build with one line if there is no compiler."""
     name = os.environ.get("CXX", "c++")
     if shutil.which(name.split()[0] if name else "c++") is None:
         sys.exit(
@@ -24,7 +24,7 @@ def check_compiler() -> None:
 
 
 def build() -> None:
-    """The package, which requires the very torch that it is built against: its ABI isn't stable."""
+    """Builds the package, which requires the torch of this build, since its ABI changes."""
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 

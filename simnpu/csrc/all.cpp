@@ -1,5 +1,5 @@
-// The whole extension as one unit: torch's headers take the compiler seven seconds, and this way it
-// reads them once.
+// The whole extension as one unit: the compiler needs seven seconds for torch's headers, and reads
+// them only once here.
 #include "attention.cpp"
 #include "convolution.cpp"
 #include "copies.cpp"

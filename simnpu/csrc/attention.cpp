@@ -19,7 +19,7 @@ namespace {
 
 using Mask = std::optional<at::Tensor>;
 
-// torch has one fused kernel for CPUs, and leaves one to a device of this kind.
+// torch has a fused kernel for CPUs, and an operator that a device of this kind may implement.
 constexpr auto kStepByStep = static_cast<int64_t>(sdp::SDPBackend::math);
 constexpr auto kOwn = static_cast<int64_t>(sdp::SDPBackend::overrideable);
 constexpr auto kFusedOfCPU = static_cast<int64_t>(sdp::SDPBackend::flash_attention);
@@ -37,7 +37,7 @@ int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt,
                            at::Tensor, at::Tensor, at::Tensor>;
 
-// The CPU's fused kernel goes through the queue like any other one.
+// The CPU's fused kernel is queued like any other kernel.
 Outputs attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                const Mask& mask, double dropout, bool causal, bool /*return_debug_mask*/,
                std::optional<double> scale) {
@@ -64,7 +64,7 @@ Gradients attend_backward(const at::Tensor& gradient, const at::Tensor& query,
 
 void register_attention() {
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose);
-  // Kept for ever: to take registrations back at exit would be of no use.
+  // The registrations are never removed: at exit that would be of no use.
   static auto& library = *new torch::Library(torch::Library::IMPL, "aten",
                                              c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   library.impl("_scaled_dot_product_fused_attention_overrideable", attend);

@@ -9,7 +9,7 @@
 namespace simnpu {
 namespace {
 
-// What both directions are told about the convolution, kept until it runs.
+// The convolution's arguments in both directions, kept until it runs.
 struct Geometry {
   std::vector<int64_t> stride, padding, dilation, output_padding;
   bool transposed;

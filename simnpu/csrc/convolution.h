@@ -1,4 +1,4 @@
-// Convolution. torch hands it to a backend whole, through two operators made for that.
+// Convolution. torch gives it to a backend as a whole, through two operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -10,11 +10,11 @@ namespace {
 
 enum class Fate { kFine, kFreed, kChanged };
 
-// The host side of an asynchronous copy, from the call until the copy has run: is its memory
-// still owned by somebody else, and do its elements still hold what they held at the call?
+// The host side of an asynchronous copy, from the call until the copy has run: does somebody else
+// still own its memory, and do its elements still hold what they held at the call?
 class HostSide {
  public:
-  // Made before the simulator's lock is taken: to hold the storage may need the GIL.
+  // Made before the simulator's lock is taken: holding the storage may need the GIL.
   HostSide(const at::Tensor& tensor, std::shared_ptr<Pinned> pinned)
       : view(host_view(tensor)), pinned_(std::move(pinned)) {
     if (!pinned_) {
@@ -22,8 +22,8 @@ class HostSide {
     }
   }
 
-  // Under the lock, at the call. A target is poisoned, unless another pending copy needs what is
-  // there; then it is only watched.
+  // Called under the lock when the copy is issued. A target is poisoned, unless another pending
+  // copy needs its content; then it is only watched.
   void begin(bool is_target) {
     auto& host = Simulator::get().host;
     const auto [begin, end] = span_of(view);
@@ -38,7 +38,7 @@ class HostSide {
     host.add_access(access_);
   }
 
-  // Under the lock, when the copy runs; once.
+  // Called once, under the lock, when the copy runs.
   Fate end() {
     auto& simulator = Simulator::get();
     simulator.host.remove_access(*access_);
@@ -65,7 +65,7 @@ class HostSide {
   at::Tensor view;
 
  private:
-  // What keeps the memory: one of the two. A storage that nobody else holds was freed.
+  // One of these two keeps the memory. A storage that nobody else holds was freed.
   std::shared_ptr<Pinned> pinned_;
   c10::Storage storage_;
   std::shared_ptr<HostAccess> access_;
@@ -166,7 +166,7 @@ void copy_to_device(const at::Tensor& source, const at::Tensor& target, bool non
     enqueue_to_device(*queue, std::make_shared<HostSide>(source, pinned), view, origin);
     return;
   }
-  // Pageable memory, not waited for: a driver stages it, so that the call may return.
+  // A driver stages pageable memory at a non-blocking copy, so that the call may return.
   auto host = host_view(source);
   if (non_blocking) {
     const KernelScope scope;
@@ -179,8 +179,8 @@ void copy_to_device(const at::Tensor& source, const at::Tensor& target, bool non
   }
 }
 
-// Between devices the copy runs in the source's stream, after what the target's stream had to do,
-// and the target's stream goes on after the copy. So does CUDA.
+// A copy between devices runs in the source's stream, after the work that the target's stream had
+// to do; the target's stream goes on after the copy. CUDA does the same.
 void copy_on_device(const at::Tensor& source, const at::Tensor& target) {
   auto& simulator = Simulator::get();
   const Origin origin = this_line();

@@ -7,9 +7,9 @@
 
 namespace simnpu {
 
-// "float32"; for kinds that aren't known here what C++ calls it.
+// "float32"; for a dtype that isn't known here, its name in C++.
 std::string dtype_name(c10::ScalarType dtype);
-// Undefined if there is none of that name.
+// Undefined if there is no dtype of that name.
 c10::ScalarType dtype_named(const std::string& name);
 
 }  // namespace simnpu

@@ -1,4 +1,4 @@
-// Operators that make tensors or look at them differently: none of them touches data.
+// Operators that make tensors or views: none of them touches data.
 #include "factories.h"
 
 #include "attention.h"
@@ -128,7 +128,7 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
 }
 
 void register_factories() {
-  // Kept for ever: to take registrations back at exit would be of no use.
+  // The registrations are never removed: at exit that would be of no use.
   static auto& library = *new torch::Library(torch::Library::IMPL, "aten",
                                              c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   library.impl("empty.memory_format", empty);
@@ -150,8 +150,8 @@ void register_factories() {
   library.impl("_local_scalar_dense", read_scalar);
   library.impl("convolution_overrideable", convolution);
   library.impl("convolution_backward_overrideable", convolution_backward);
-  // Copies see conjugate and negative tensors as they are. Otherwise torch would resolve these by
-  // a copy, and that again, without end.
+  // Copies take conjugate and negative tensors as they are. Otherwise torch would resolve these by
+  // a copy, and that copy by another one, without end.
   for (const auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
     auto& bits = *new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
     bits.impl("_copy_from", torch::CppFunction::makeFallthrough());

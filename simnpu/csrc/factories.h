@@ -1,11 +1,11 @@
-// Operators that have a kernel of their own; all others take the fallback.
+// Operators that have their own kernel; all others use the fallback.
 #pragma once
 
 #include <c10/core/Storage.h>
 
 namespace simnpu {
 
-// Grows or shrinks a device storage; what is in it is copied in stream order.
+// Grows or shrinks a device storage; its content is copied in stream order.
 void resize_storage(const c10::Storage& storage, size_t bytes);
 
 void register_factories();

@@ -26,7 +26,7 @@ struct Call {
   c10::Device device{kDevice, 0};
 };
 
-// All tensors must be on one device. As on real accelerators, numbers (0-d host tensors) may join.
+// All tensors must be on one device. Numbers (0-d host tensors) may join, as on real accelerators.
 void check_devices(Call& call) {
   c10::DeviceIndex index = -1;
   const at::Tensor* host = nullptr;
@@ -60,8 +60,8 @@ at::Tensor resized(const at::Tensor& out, at::IntArrayRef sizes) {
   return out;
 }
 
-// The value that a closure may keep: device tensors as kernels see them, host tensors as they are
-// at the call. Numbers that torch wrapped belong to nobody else, and stay what they are.
+// The value that a closure may keep: device tensors by their kernel view, host tensors as they are
+// at the call. Nobody else has the numbers that torch wrapped, so they are kept without a copy.
 at::Tensor kept(const at::Tensor& tensor) {
   if (!tensor.defined() || is_on_device(tensor)) {
     return tensor.defined() ? kernel_view(tensor) : tensor;
@@ -69,8 +69,8 @@ at::Tensor kept(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
 }
 
-// Random numbers come from the CPU's generator in the order of the calls, and not in that of the
-// runs: each call takes a seed along. So all schedules give the same numbers.
+// Random numbers come from the CPU's generator in the order of the calls, not in the order in which
+// operations run: each call draws a seed. So all schedules give the same numbers.
 std::optional<uint64_t> draw_seed(const Call& call) {
   if (!call.traits.is_random) {
     return std::nullopt;
@@ -85,7 +85,7 @@ std::optional<uint64_t> draw_seed(const Call& call) {
   return generator->random64();
 }
 
-// For operators that draw random numbers without being given a generator.
+// Seeds the default generator for operators that have no generator argument.
 class SeededDefault {
  public:
   explicit SeededDefault(uint64_t seed) : generator_(at::detail::getDefaultCPUGenerator()) {
@@ -125,7 +125,7 @@ struct Kernel {
       if (seed && traits.generator < 0) {
         seeded.emplace(*seed);
       }
-      Stack stack = arguments;  // kept, to name the tensors if it fails
+      Stack stack = arguments;  // keeps the arguments, to name the tensors of a failure
       op.callBoxed(&stack);
       for (auto& result : results) {
         store(stack[result.position].toTensor(), result.target);
@@ -165,7 +165,7 @@ struct Kernel {
   }
 };
 
-// The results, in the schema's order: fresh tensors from `fresh`, the others are arguments.
+// The results in the schema's order: new tensors from `fresh`; the others are arguments.
 std::vector<IValue> in_order(const Call& call, const std::vector<IValue>& fresh) {
   std::vector<IValue> ordered;
   size_t next = 0;
@@ -215,7 +215,7 @@ std::vector<IValue> run_queued(const Call& call, const std::vector<ResultShape>&
   return in_order(call, fresh);
 }
 
-// For results whose shape depends on data: wait for the stream, and run on the spot.
+// Results whose shape depends on data: waits for the stream and runs at once.
 std::vector<IValue> run_now(const Call& call) {
   auto& simulator = Simulator::get();
   const auto as_kernel_sees = [](const at::Tensor& tensor) {
@@ -252,7 +252,7 @@ std::vector<IValue> run_now(const Call& call) {
   call.op.callBoxed(&stack);
   for (auto& [target, made] : outs) {
     resized(target, made.sizes());
-    simulator.drain(simulator.current_queue(call.device.index()));  // resizing may have queued
+    simulator.drain(simulator.current_queue(call.device.index()));  // resizing queues a copy
     kernel_view(target).copy_(made);
   }
   std::vector<IValue> fresh;
@@ -287,7 +287,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
-// What isn't there would otherwise fail with torch's list of all its backends.
+// Without this function, torch's error would list all its backends.
 void refuse_autocast(const c10::OperatorHandle& op, Stack* /*stack*/) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "simnpu: ", c10::toString(op.schema().operator_name()),
                               " under autocast isn't supported on this device: convert the ",
@@ -301,7 +301,7 @@ void refuse_layout(const c10::OperatorHandle& op, Stack* /*stack*/) {
 }
 
 void register_boxed(c10::DispatchKey key, torch::CppFunction function) {
-  // Kept for ever, as in factories.cpp.
+  // Never removed, as in factories.cpp.
   auto& library = *new torch::Library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
   library.fallback(std::move(function));
 }
@@ -310,8 +310,8 @@ void register_boxed(c10::DispatchKey key, torch::CppFunction function) {
 
 void register_fallback() {
   using c10::DispatchKey;
-  // torch has kernels for any device for these, made of others. They round differently, and
-  // block, since native_batch_norm is among them.
+  // torch makes these from other operators on any device. Those round differently and wait, since
+  // native_batch_norm is among them.
   auto& direct = *new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1,
                                      __FILE__, __LINE__);
   for (const char* name : {"native_layer_norm", "native_group_norm"}) {

@@ -1,4 +1,4 @@
-// The kernel of every operator that has none of its own: the CPU's, run on the device's memory.
+// The kernel of every operator without its own kernel: the CPU's, run on the device's memory.
 #pragma once
 
 namespace simnpu {

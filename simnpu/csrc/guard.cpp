@@ -178,7 +178,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     TORCH_CHECK(device >= 0, "simnpu: ", address, " isn't device memory");
     return {kDevice, device};
   }
-  // The device has no generator of its own: its random numbers come from the CPU's.
+  // The device has no generator: its random numbers come from the CPU's.
   const at::Generator& getDefaultGenerator(DeviceIndex /*device*/) const override {
     return at::detail::getDefaultCPUGenerator();
   }

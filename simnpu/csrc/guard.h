@@ -1,4 +1,4 @@
-// torch's two ways of asking a device about devices, streams and events.
+// torch's two interfaces to a device's devices, streams and events.
 #pragma once
 
 namespace simnpu {

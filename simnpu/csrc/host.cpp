@@ -12,8 +12,8 @@ namespace simnpu {
 namespace {
 
 constexpr unsigned char kFreedPinned = 0xDB;
-// With more copies pending on one piece of memory, only so many are looked at after each: they are
-// the next to run. The others get their turn.
+// If more copies are pending on the same memory, only this many are updated after each copy: they
+// run next. The others are updated later.
 constexpr size_t kMostRenewed = 4;
 
 void free_pinned(void* address) { Simulator::get().host.release(address); }
@@ -71,7 +71,7 @@ std::shared_ptr<Pinned> HostMemory::allocate(size_t bytes, size_t limit_bytes) {
 }
 
 void HostMemory::release(void* address) {
-  std::shared_ptr<Pinned> pinned;  // unmapped after the lock is free, if nobody else holds it
+  std::shared_ptr<Pinned> pinned;  // unmapped after the lock is released, if nobody else holds it
   std::lock_guard<std::mutex> guard(pinned_mutex_);
   auto found = pinned_.find(static_cast<const char*>(address));
   if (found != pinned_.end()) {

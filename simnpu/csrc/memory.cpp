@@ -38,8 +38,8 @@ void finish_free(Block* block) {
   Block::release(block);
 }
 
-// The deleter of device memory: the block goes back when its stream, and every stream that
-// record_stream named, have done what they had to do up to now.
+// The deleter of device memory: the block is freed when its stream, and every stream that
+// record_stream named, have done the work that they have now.
 void free_device(void* context) {
   auto* block = static_cast<Block*>(context);
   auto& simulator = Simulator::get();
@@ -62,7 +62,7 @@ void free_device(void* context) {
 char* take_or_flush(Simulator& simulator, Arena& arena, c10::DeviceIndex device, size_t size) {
   char* address = arena.used + size <= arena.limit ? arena.take(size) : nullptr;
   if (address == nullptr) {
-    // As a caching allocator does: let pending frees happen, and try once more.
+    // Runs pending frees and tries once more, as a caching allocator does.
     simulator.drain_device(device);
     address = arena.used + size <= arena.limit ? arena.take(size) : nullptr;
   }
@@ -76,7 +76,7 @@ struct Allocator final : c10::DeviceAllocator {
     std::memcpy(simulator.shadow(target), simulator.shadow(source), bytes);
   }
   bool initialized() override { return true; }
-  // There is no cache to empty, but a real one synchronises to do it.
+  // There is no cache to empty, but a real device synchronises for this.
   void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {
     auto& simulator = Simulator::get();
     for (int i = 0; i < simulator.device_count(); ++i) {

@@ -15,9 +15,9 @@ namespace simnpu {
 
 struct Queue;
 
-// A device's memory. Addresses that torch sees lie in a mapping that nobody may touch, so that a
-// host access ends in SIGSEGV; kernels use a second mapping of the same pages. No protection is
-// ever changed, so there is no moment in which the wrong side could get through.
+// A device's memory. torch sees addresses in a mapping that nobody may access, so that an access by
+// the host ends in SIGSEGV; kernels use a second mapping of the same pages. The protection never
+// changes, so the host has no access at any moment.
 class Arena {
  public:
   explicit Arena(size_t limit_bytes);  // lives as long as the process
@@ -32,7 +32,7 @@ class Arena {
   void give_back(char* address, size_t size);
 
   size_t limit, used = 0, peak = 0, allocations = 0, requested = 0;
-  // Up to where memory was ever handed out: what a caching allocator would have reserved.
+  // The bytes up to the highest address ever used, which a caching allocator would have reserved.
   size_t reserved() const { return top_; }
 
  private:
@@ -47,26 +47,26 @@ class Arena {
   std::set<std::pair<size_t, size_t>> free_by_size_;
 };
 
-// A piece of device memory. Queued operations hold it, to see whether it was freed before they
-// ran; its memory may by then belong to another block.
+// A piece of device memory. Queued operations hold the block, to see whether it was freed before
+// they ran. Another block may have its memory by then.
 struct Block {
   char* address;
   size_t size, requested;
   c10::DeviceIndex device;
-  Queue* queue;                // of the stream that allocated it
-  std::vector<Queue*> users;   // of the streams that record_stream named
+  Queue* queue;                // the queue of the stream that allocated the block
+  std::vector<Queue*> users;   // the queues of the streams that record_stream named
   unsigned char poison;
   bool freed = false;
   std::atomic<int> holders{1};
 
-  static void release(void* block);  // the deleter of whoever holds it
+  static void release(void* block);  // the deleter for every holder
 };
 
-// For integers, whose every pattern is a value, it is one that no index and no count has.
+// Every pattern of an integer is a value; this one is no valid index and no valid count.
 constexpr unsigned char kPoison = 0xFD;
 constexpr unsigned char kNaNPoison = 0xFF;
 
-// Memory of the current device, filled with `poison`, to be freed in the current stream's order.
+// Memory of the current device, filled with `poison`, which is freed in the current stream's order.
 // Raises OutOfMemoryError.
 c10::DataPtr allocate_device(size_t bytes, unsigned char poison);
 // The block of a device tensor's storage; null for one without memory.

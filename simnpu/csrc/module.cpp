@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace simnpu {
 namespace {
 
-// The simulator's lock is never waited for with the GIL in hand, so that other threads go on.
+// No thread waits for the simulator's lock while it holds the GIL, so that other threads go on.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 void install(int devices, size_t memory_bytes) {
@@ -68,7 +68,7 @@ std::vector<std::string> take_violations() {
   return Simulator::get().take_violations();
 }
 
-// Messages without the C++ stack that c10::Error::what() ends with.
+// Messages without the C++ stack at the end of c10::Error::what().
 void translate(std::exception_ptr error) {
   try {
     if (error) {

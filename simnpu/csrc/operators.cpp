@@ -14,8 +14,8 @@ bool is_among(const std::unordered_set<std::string>& names, const std::string& n
   return names.count(name) > 0;
 }
 
-// Operators whose Meta kernel answers with shapes that the CPU kernel doesn't give: either it
-// can't know them, or the two disagree.
+// Operators whose Meta kernel gives other shapes than the CPU kernel: it can't know them, or the
+// two disagree.
 bool has_unknown_shapes(const std::string& name) {
   static const std::unordered_set<std::string> names = {
       "aten::nonzero",
@@ -31,7 +31,7 @@ bool has_unknown_shapes(const std::string& name) {
   return is_among(names, name);
 }
 
-// Operators that take tensors of the host beside those of the device on real accelerators too.
+// Operators that take tensors of the host beside those of the device, on real accelerators too.
 bool may_mix_devices(const std::string& name) {
   static const std::unordered_set<std::string> names = {
       "aten::index",           "aten::index_put",    "aten::index_put_",
@@ -44,7 +44,7 @@ const char* reason_to_refuse(const c10::OperatorHandle& op) {
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
     return "torch has no CPU kernel for it that could be run instead";
   }
-  // torch's Meta kernels hide that the result is quantized.
+  // torch's Meta kernels don't say that the result is quantized.
   if (op.schema().name().rfind("aten::quantize_per_", 0) == 0) {
     return "its result is quantized, and this device has strided tensors only";
   }

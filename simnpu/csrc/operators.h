@@ -1,4 +1,4 @@
-// What the fallback has to know of an operator, read from its schema once.
+// What the fallback must know of an operator; it is read from the operator's schema once.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,11 +15,11 @@ struct OpTraits {
   std::vector<std::string> arguments;
   std::vector<bool> is_written;  // per argument
   std::vector<size_t> outs;      // arguments that are resized to the result
-  // Per return: the argument that it is, or kFresh.
+  // For each return, the argument that is returned, or kFresh.
   std::vector<int> returns;
   bool has_fresh = false;
   bool is_view = false;
-  bool returns_values = false;   // numbers and the like: the caller has to wait for them
+  bool returns_values = false;   // such as numbers: the caller has to wait for them
   bool is_pointwise = false;
   bool is_random = false;
   bool depends_on_data = false;  // the results' shapes can't be known at the call

@@ -24,8 +24,8 @@ struct LineHash {
   }
 };
 
-// What has been seen, so that the text is made once per line. The code objects are held, since
-// another could otherwise come to lie at the same address. All access is under the GIL.
+// The lines seen so far, so that the text of each is made once. The code objects are held, since
+// another could otherwise get the same address. All access is under the GIL.
 struct Cache {
   std::vector<std::string> skipped;
   std::unordered_map<PyCodeObject*, bool> is_skipped;
@@ -110,7 +110,7 @@ Origin innermost_line() {
 }  // namespace
 
 Origin this_line() {
-  // A thread that Python doesn't know has no frame, and would be made known to it at some cost.
+  // A thread that Python doesn't know has no frame, and registering it would take time.
   if (Lock::held_here() || Simulator::get().stopped() || !Py_IsInitialized() ||
       PyGILState_GetThisThreadState() == nullptr) {
     return nullptr;

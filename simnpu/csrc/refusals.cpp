@@ -19,7 +19,7 @@ struct Rule {
 
 using Rules = std::unordered_map<std::string, std::vector<Rule>>;
 
-// Read by every operation on every thread, replaced as a whole.
+// Every operation on every thread reads this; it is replaced as a whole.
 struct Table {
   std::atomic<bool> has_rules{false};
   std::mutex mutex;

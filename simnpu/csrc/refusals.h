@@ -1,4 +1,4 @@
-// What the real device refuses, for tests that must not be more permissive than it.
+// Calls that the real device refuses, so that tests refuse them, too.
 #pragma once
 
 #include <ATen/core/Tensor.h>

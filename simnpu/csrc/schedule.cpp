@@ -1,4 +1,4 @@
-// When operations run. The order within a stream is given; the rest is the schedule's choice.
+// When operations run. The order within a stream is given; the schedule chooses the rest.
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -72,7 +72,7 @@ void Simulator::run_front(Queue& queue) {
   }
 }
 
-// Ends: a mark is waited for only by what was enqueued after it, so waits form no circle.
+// This ends: only operations that were enqueued after a mark wait for it, so waits form no circle.
 void Simulator::reach(const Mark& mark) {
   while (!mark.done && !mark.queue->ops.empty()) {
     run_front(*mark.queue);
@@ -172,11 +172,11 @@ void Simulator::start_worker() {
   }
 }
 
-// The device of the schedule `thread`: after a delay it runs one operation of a random stream.
+// The worker of the schedule `thread`: after a delay it runs one operation of a random stream.
 void Simulator::work() {
   for (;;) {
     {
-      // Not a `Lock`: the condition variable must be able to let go of it.
+      // Not a `Lock`: the condition variable must be able to release it.
       std::unique_lock<std::recursive_mutex> lock(mutex_);
       changed_.wait(lock, [&] { return stop_worker_ || !ready_.empty(); });
       changed_.wait_for(lock, delay_, [&] { return stop_worker_; });

@@ -15,8 +15,8 @@ namespace {
 constexpr size_t kMostAnswers = 1 << 13;
 const c10::Device kMeta(c10::DeviceType::Meta);
 
-// Answers by what was asked. Dropped all at once when there are too many: a loop over growing
-// shapes would otherwise fill it.
+// Maps questions to answers. All are dropped when there are too many, since a loop over growing
+// shapes would fill the map.
 class Answers {
  public:
   ResultShapes find(const std::string& question) {
@@ -42,7 +42,7 @@ Answers& answers() {
   return answers;
 }
 
-// A question as bytes: the operator and all that its result's shape can depend on.
+// A question as bytes: the operator and all that the result's shape can depend on.
 class Question {
  public:
   template <class T>
@@ -75,7 +75,7 @@ class Question {
     }
   }
 
-  // False for a value of a kind that isn't known here: then nothing is remembered.
+  // False for a value of an unknown kind: its answer isn't remembered.
   bool put_value(const c10::IValue& value, bool with_sizes) {
     if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
       put('[');
@@ -125,8 +125,8 @@ class Question {
   }
 };
 
-// Pointwise operators have the broadcast of their arguments for a shape; what must be asked is
-// the dtype alone. Only for dense arguments: the strides of others are more complicated.
+// The result of a pointwise operator has the broadcast shape of the arguments, so only the dtype
+// must be asked for. This holds for dense arguments; the strides of others are more complicated.
 bool has_broadcast_shape(const OpTraits& traits, const std::vector<c10::IValue>& arguments) {
   if (!traits.is_pointwise || !traits.outs.empty() || traits.returns.size() != 1) {
     return false;
@@ -182,7 +182,7 @@ ResultShape shape_of(const at::Tensor& meta) {
 }
 
 at::Tensor as_meta(const at::Tensor& tensor) {
-  // A number stays one: type promotion treats it differently.
+  // A number stays a number: type promotion treats it differently.
   const bool is_number = tensor.defined() && tensor.is_cpu() && tensor.dim() == 0;
   return !tensor.defined() || is_number ? tensor : meta_like(tensor);
 }

@@ -1,4 +1,4 @@
-// The shapes of an operator's results, known before it runs.
+// The shapes of an operator's results, before it runs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,13 +20,13 @@ struct ResultShape {
 // First the fresh results, then the out arguments, in the schema's order.
 using ResultShapes = std::shared_ptr<const std::vector<ResultShape>>;
 
-// Asks torch's Meta kernel, and remembers its answers: many of these kernels are Python, and cost
-// a hundred times what queueing costs. Null if there is no such kernel, or it can't tell without
-// the data. Errors in the arguments come back as null too: the CPU kernel will raise them.
+// Asks torch's Meta kernel, and remembers its answers: many of these kernels are Python, and take a
+// hundred times as long as queueing. Null if there is no such kernel, or if it needs the data.
+// Errors in the arguments also give null: the CPU kernel raises them later.
 ResultShapes infer_shapes(const c10::OperatorHandle& op, const OpTraits& traits,
                           const std::vector<c10::IValue>& arguments);
 
-// Applies `change` to every tensor in a value, and gives `device` for every device.
+// Applies `change` to every tensor in a value, and replaces every device by `device`.
 template <class Change>
 c10::IValue map_tensors(const c10::IValue& value, c10::Device device, const Change& change) {
   if (value.isTensor()) {

@@ -8,7 +8,7 @@
 namespace simnpu {
 namespace {
 
-constexpr size_t kMostViolations = 100;  // what is kept; the rest is counted
+constexpr size_t kMostViolations = 100;  // kept messages; the others are counted
 
 thread_local int lock_depth = 0;
 thread_local c10::DeviceIndex this_device = 0;
@@ -136,7 +136,7 @@ void Simulator::reset() {
   }
 }
 
-// Called while Python can still run. Afterwards nothing runs by itself, and no origin is asked for.
+// Called while Python can still run. Afterwards nothing runs by itself, and no line is looked up.
 void Simulator::shutdown() {
   stop_worker();
   Lock lock;
@@ -159,7 +159,7 @@ void Simulator::after_fork(bool is_child) {
     mutex_.unlock();
     return;
   }
-  // Made anew, since they are owned by the parent's threads: a child's thread has another id.
+  // Both are made again, since threads of the parent own them: a child's thread has another id.
   new (&mutex_) std::recursive_mutex;
   new (&changed_) std::condition_variable_any;
   host.after_fork();

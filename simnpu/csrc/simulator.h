@@ -1,9 +1,9 @@
 // The simulator: one object that owns devices, queues, host allocations, policy and violations.
 //
-// Locks. There are two: Python's interpreter lock (GIL) and the simulator's. Whoever needs both
-// takes the GIL first. So nothing that runs under the simulator's lock may touch Python: closures
-// hold only tensors that Python has never seen, and what Python may own is dropped by `Lock` after
-// it has let go (see `retire`).
+// Locks. There are two: Python's interpreter lock (GIL) and the simulator's. A thread that needs
+// both takes the GIL first. So code under the simulator's lock must not touch Python: closures hold
+// only tensors that Python has never seen, and what Python may own is dropped by `Lock` after it
+// has released the lock (see `retire`).
 #pragma once
 
 #include <c10/core/Device.h>
@@ -36,15 +36,15 @@ constexpr int kMostDevices = 16;
 
 struct Queue;
 
-// One recording of an event. An event that is recorded again gets a new mark, so that those who
-// wait for the old one aren't affected.
+// One recording of an event. An event that is recorded again gets a new mark, so that earlier waits
+// keep the old mark.
 struct Mark {
   Queue* queue;
   bool done = false;
   std::chrono::steady_clock::time_point time{};
 };
 
-// What a stream has to do: run `run`, or, if `wait` is set, wait for that mark.
+// An operation of a stream: run `run`, or, if `wait` is set, wait for that mark.
 struct Op {
   const char* name;  // lives as long as the process
   std::function<void()> run;
@@ -62,7 +62,7 @@ enum class Schedule { kLazy, kEager, kRandom, kThread };
 
 struct Policy {
   bool pageable_async = true;    // non_blocking copies of pageable memory are asynchronous too
-  bool strict_free = false;      // to free pinned memory under a pending copy is a violation
+  bool strict_free = false;      // freeing pinned memory with a pending copy is a violation
   size_t pinned_limit_bytes = SIZE_MAX;
 };
 
@@ -81,9 +81,9 @@ class Simulator {
   void configure(int devices, size_t memory_bytes);
   int device_count() const { return static_cast<int>(arenas_.size()); }
   Arena& arena(c10::DeviceIndex device);
-  // The address where the host may touch what a kernel sees at `address`; null stays null.
+  // The address by which the host and kernels reach a device's `address`; null stays null.
   void* shadow(const void* address);
-  // The reverse; gives back addresses that aren't in any shadow.
+  // The reverse; returns an address unchanged if it isn't in any shadow.
   const void* unshadow(const void* address) const;
   // -1 if no device has this address.
   c10::DeviceIndex device_of(const void* address) const;
@@ -101,11 +101,11 @@ class Simulator {
   void drain_all();
   void reach(const Mark& mark);
   void step(size_t count);
-  // What asking a stream or an event costs: one operation runs, so that loops which poll end.
+  // Runs one operation whenever a stream or an event is queried, so that loops which poll end.
   void poll(Queue* queue);
   size_t pending() const { return pending_; }
 
-  // Synchronisations: run what is due, then raise what went wrong so far.
+  // Synchronisations run what is due, then raise the violations found so far.
   void synchronize(Queue& queue);
   void synchronize_device(c10::DeviceIndex device);
   void raise_violations();
@@ -115,8 +115,9 @@ class Simulator {
   void set_schedule(const std::string& schedule, uint64_t seed, int delay_us);
   void reset();
   void shutdown();
-  // Around fork(): the worker is stopped, so that it holds no lock of anybody's (called without
-  // the GIL, which it may want); then our lock is held across, so that the child finds a sane state.
+  // Around fork(): the worker is stopped, so that it holds no lock (called without the GIL, which
+  // it may need). Then the simulator's lock is held during the fork, so that the child's copy of
+  // the state is consistent.
   void stop_worker();
   void before_fork();
   void after_fork(bool is_child);
@@ -124,7 +125,7 @@ class Simulator {
   bool stopped() const { return stopped_; }
   void check_usable() const;
 
-  // Drops the storage once the lock is free: its owner may be Python.
+  // Drops the storage after the lock is released, since its owner may be Python.
   void retire(c10::Storage storage) { graveyard_.push_back(std::move(storage)); }
 
   Policy policy;
@@ -144,7 +145,7 @@ class Simulator {
   std::condition_variable_any changed_;
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::unique_ptr<Queue>> queues_;
-  std::vector<Queue*> ready_;  // the queues that have something to do
+  std::vector<Queue*> ready_;  // the queues that have operations
   std::vector<c10::Storage> graveyard_;
   std::vector<std::string> violations_;
   size_t violations_left_out_ = 0;
@@ -159,7 +160,7 @@ class Simulator {
   std::atomic<bool> stopped_{false};
 };
 
-// Holds the simulator's lock; may be nested.
+// Holds the simulator's lock; it may be nested.
 class Lock {
  public:
   Lock();
@@ -169,7 +170,7 @@ class Lock {
   static bool held_here();
 };
 
-// The calling thread's device and streams, as torch has them: per thread.
+// The calling thread's device and streams; each thread has its own, as in torch.
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex device);
 c10::StreamId current_stream(c10::DeviceIndex device);

@@ -12,8 +12,8 @@
 namespace simnpu {
 namespace {
 
-// A tensor of the same shape over other storage. The whole storage is taken along, with the
-// offset, since some kernels (as_strided_scatter) reach beyond the tensor's own elements.
+// A tensor of the same shape over other memory. It has the whole storage and the offset, since some
+// kernels (as_strided_scatter) reach beyond the tensor's elements.
 at::Tensor over(const at::Tensor& tensor, c10::DataPtr data, c10::DispatchKey key) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(data),
                        /*allocator=*/nullptr, /*resizable=*/false);
@@ -30,8 +30,8 @@ at::Tensor over(const at::Tensor& tensor, c10::DataPtr data, c10::DispatchKey ke
   return made;
 }
 
-// Calls visit(address, bytes) for each run of elements that lie side by side. Repeated elements
-// (stride 0) are visited once.
+// Calls visit(address, bytes) for each run of consecutive elements. Repeated elements (stride 0)
+// are visited once.
 template <class Visit>
 void for_each_run(const at::Tensor& tensor, Visit visit) {
   if (tensor.numel() == 0) {

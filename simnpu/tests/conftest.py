@@ -1,4 +1,4 @@
-"""Installs the device, and sets the schedule of each test."""
+"""Installs the device, and sets each test's schedule."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ THREAD_DELAY_US = 200
 @final
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule as a test asks for it."""
+    """A schedule with its seed."""
 
     schedule: simnpu.Schedule
     seed: int = 0
 
     def set(self) -> None:
-        """Makes it the schedule; what is pending runs first."""
+        """Sets the schedule; pending operations run first."""
         simnpu.set_schedule(self.schedule, seed=self.seed, delay_us=THREAD_DELAY_US)
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ PLANS = (LAZY, EAGER, *(Plan("random", seed) for seed in range(3)), THREAD)
 
 @pytest.fixture(params=PLANS, ids=str)
 def schedule(request: pytest.FixtureRequest) -> Plan:
-    """The test runs once under each schedule."""
+    """Runs the test once in each schedule."""
     plan: Plan = request.param
     plan.set()
     return plan
@@ -44,7 +44,7 @@ def schedule(request: pytest.FixtureRequest) -> Plan:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A test that ends with work pending or a violation unread has forgotten something."""
+    """A test must not end with pending work or with a violation that it didn't read."""
     yield
     pending, violations = simnpu.pending(), simnpu.take_violations()
     simnpu.reset()

@@ -1,9 +1,9 @@
 """SGLang 0.5.23's NPU pools, from its own wheel: real code for simnpu to run.
 
 The wheel is fetched once into the user's cache folder and checked by its sha256. Nothing of it is
-installed: `memory_pool_npu.py` is executed whole and unmodified, upon the classes of
-`memory_pool.py` that it derives from, unmodified as well. What they import besides is replaced by
-the few names that they need, so that neither SGLang's dependencies nor its kernels have to be here.
+installed: `memory_pool_npu.py` and the classes of `memory_pool.py` that it derives from are
+executed unmodified. Stand-ins replace the few other names that they import, so that neither
+SGLang's dependencies nor its kernels are needed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _BASE_NAMES = (
 
 
 def cache_folder() -> Path:
-    """Where the wheel is kept between runs."""
+    """Returns the folder that keeps the wheel between runs."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "simnpu"
 
 
 def pip_download(folder: Path) -> None:
-    """Has pip download the wheel into `folder`, whatever Python and machine this is."""
+    """Makes pip download the wheel into `folder`, for any Python and machine."""
     command = [sys.executable, "-m", "pip", "download", "sglang==0.5.23", "--no-deps", "--quiet"]
     command += ["--only-binary", ":all:", "--platform", "manylinux_2_34_x86_64"]
     command += ["--implementation", "cp", "--python-version", "3.11", "--abi", "cp311"]
@@ -57,9 +57,9 @@ def pip_download(folder: Path) -> None:
 
 
 def fetch(folder: Path, download: Callable[[Path], None] = pip_download) -> Path:
-    """The wheel's path in `folder`, downloaded if it isn't there yet or isn't what it should be.
+    """Returns the wheel's path in `folder`; downloads it if it is missing or damaged.
 
-    Raises RuntimeError if it can't be had: these tests need it, and skipping them would hide that.
+    Raises RuntimeError if that fails: these tests need it, and skipping them would hide that.
     """
     path = folder / WHEEL
     if path.exists() and _sha256(path) == SHA256:
@@ -83,8 +83,8 @@ def fetch(folder: Path, download: Callable[[Path], None] = pip_download) -> Path
 def import_pools(wheel: Path) -> ModuleType:
     """Executes the NPU pools' module of `wheel`, under its own name in `sys.modules`.
 
-    A module `torch_npu` must be there. The stand-ins stay in `sys.modules` too, since the pools
-    import at run time as well: call it with sys.modules restored afterwards.
+    A module `torch_npu` must exist. The stand-ins stay in `sys.modules`, too, since the pools
+    import at run time as well: the caller restores sys.modules afterwards.
     """
     with zipfile.ZipFile(wheel) as files:
         texts = {name: files.read(name).decode() for name in (POOLS, _BASES, _LAYOUT)}
@@ -97,7 +97,7 @@ def import_pools(wheel: Path) -> ModuleType:
     _stand_in("sglang.srt.utils.common", is_npu=lambda: True)
     _stand_in(
         "sglang.srt.layers.attention.dsa.dsa_npu_indexer",
-        create_npu_hadamard_128=lambda *_: None,  # for attention; no method here reads it
+        create_npu_hadamard_128=lambda *_: None,  # for attention; no method that is tested reads it
     )
     _execute(texts[_LAYOUT], _LAYOUT)
     tree = ast.parse(texts[_BASES])
@@ -107,7 +107,7 @@ def import_pools(wheel: Path) -> ModuleType:
 
 
 def without_last_synchronise(module: ModuleType, method: FunctionType) -> FunctionType:
-    """`method`, a function of `module`'s classes, without its last torch.npu.synchronize()."""
+    """Returns `method`, of a class in `module`, without its last torch.npu.synchronize()."""
     tree = ast.parse(module.__dict__["__text__"])
     class_name, name = method.__qualname__.split(".")
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -126,7 +126,7 @@ def without_last_synchronise(module: ModuleType, method: FunctionType) -> Functi
 
 
 class _Environment:
-    """SGLang's `envs`: here every variable is a switch, off unless the environment sets it."""
+    """SGLang's `envs`: every variable is a switch, which is off unless the environment sets it."""
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(get=lambda: _is_set(name))
@@ -137,7 +137,7 @@ def _is_set(name: str, default: str = "") -> bool:
 
 
 def _base_module() -> ModuleType:
-    """The base classes' module, with what they find in it besides each other."""
+    """Makes the module of the base classes, with the other names that they use."""
     saver = SimpleNamespace(region=lambda _: _Nothing())
     return _stand_in(
         "sglang.srt.mem_cache.memory_pool",
@@ -159,7 +159,7 @@ def _base_module() -> ModuleType:
         maybe_init_custom_mem_pool=lambda **_: (False, None, None),
         TorchMemorySaverAdapter=SimpleNamespace(create=lambda **_: saver),
         UnquantizedKVCacheMethod=object,
-        # The NPU module derives two more pools from these, which the tests don't touch.
+        # The NPU module derives two more pools from these; the tests don't use them.
         MHATokenToKOnlyPool=object,
         MiniMaxSparseKVPool=object,
     )
@@ -176,7 +176,7 @@ class _Nothing:
 
 
 def _stand_in(name: str, **names: object) -> ModuleType:
-    """Puts a module of these names into sys.modules, with the packages above it."""
+    """Puts a module with these names into sys.modules, with the packages above it."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         path = ".".join(parts[:depth])

@@ -1,7 +1,7 @@
 """Runs torch's own samples of its operators on the device and compares with the CPU.
 
-A script, since an operator that crashes would take the tests along. Prints one line of JSON per
-operator that differs, and names each on stderr before it runs.
+This is a script, since an operator that crashes would end the tests. It prints one line of JSON for
+each operator that differs, and names each on stderr before it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import simnpu
 import torch
 
-# torch's database of samples imports expecttest, and uses it for nothing that is needed here.
+# torch's database of samples imports expecttest, but needs nothing of it here.
 _expecttest = ModuleType("expecttest")
 _expecttest.TestCase = unittest.TestCase  # type: ignore[attr-defined]
 sys.modules.setdefault("expecttest", _expecttest)
@@ -30,7 +30,7 @@ SEED = 11
 
 
 def moved(value: Any, device: str) -> Any:
-    """The value with all its tensors, and all that names a device, on `device`."""
+    """Moves the tensors in a value to `device`, and replaces the devices that it names."""
     if isinstance(value, torch.Tensor):
         return moved_tensor(value.detach(), device)
     if isinstance(value, list | tuple):
@@ -42,7 +42,7 @@ def moved(value: Any, device: str) -> Any:
 
 
 def moved_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """With its whole storage, since some operators reach beyond the tensor's own elements."""
+    """Moves the tensor with its whole storage, which some operators read beyond the elements."""
     if tensor.device.type == device or tensor.layout != torch.strided:
         return tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -53,12 +53,12 @@ def moved_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def name_of(info: Any) -> str:
-    """`linalg.norm.subgradients_at_zero`: the operator, and the variant if there is one."""
+    """Returns the operator's name with its variant, such as `linalg.norm.subgradients_at_zero`."""
     return ".".join(filter(None, (info.name, info.variant_test_name)))
 
 
 def run(info: Any, sample: Any, device: str) -> Any:
-    """The operator's result on that device, brought to the CPU."""
+    """Runs the operator on a device, and returns the result on the CPU."""
     torch.manual_seed(SEED)
     arguments = moved((sample.input, sample.args, sample.kwargs), device)
     result = info.op(arguments[0], *arguments[1], **arguments[2])
@@ -68,13 +68,13 @@ def run(info: Any, sample: Any, device: str) -> Any:
 
 
 def samples(info: Any) -> Iterator[Any]:
-    """The first few."""
+    """Returns the first few samples."""
     every = info.sample_inputs("cpu", torch.float32, requires_grad=False)
     yield from itertools.islice(every, MOST_SAMPLES)
 
 
 def sweep(left_out: set[str]) -> int:
-    """How many operators were compared."""
+    """Compares all operators but those left out, and returns how many were compared."""
     count = 0
     database: list[Any] = op_db
     for info in database:

@@ -1,4 +1,4 @@
-"""Attention by the CPU's own fused kernel: the same bits, and asynchronous like anything else."""
+"""Attention gives the bits of the CPU's fused kernel, and is asynchronous."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conftest import LAZY, NPU, Plan
 
 
 def inputs(*, kv_heads: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [1, 4, 5, 16], key and value [1, kv_heads, 9, 16]."""
+    """Makes a query [1, 4, 5, 16], and keys and values [1, kv_heads, 9, 16]."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((1, 4, 5, 16), (1, kv_heads, 9, 16), (1, kv_heads, 9, 16))
     query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -22,7 +22,7 @@ def inputs(*, kv_heads: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask", "bias", "grouped"])
 def test_attention_has_the_bits_of_the_cpu(schedule: Plan, kind: str, dtype: torch.dtype) -> None:
-    """Causal, masked and grouped, too."""
+    """Plain, causal, masked, biased and grouped attention have the CPU's bits."""
     query, key, value = inputs(kv_heads=2 if kind == "grouped" else 4, dtype=dtype)
     mask = torch.arange(9)[None] <= torch.arange(5)[:, None] + 4
     bias = torch.zeros(5, 9, dtype=dtype).masked_fill(~mask, float("-inf"))
@@ -42,8 +42,8 @@ def test_attention_has_the_bits_of_the_cpu(schedule: Plan, kind: str, dtype: tor
         assert torch.equal(attend("cpu"), attend("npu").cpu())
 
 
-def test_gradients_are_those_of_the_cpu(schedule: Plan) -> None:
-    """The fused kernel's own backward."""
+def test_gradients_have_the_bits_of_the_cpu(schedule: Plan) -> None:
+    """The backward pass uses the CPU's fused kernel."""
     found = []
     for device in ("cpu", "npu"):
         query, key, value = (tensor.to(device).requires_grad_() for tensor in inputs(kv_heads=4))
@@ -52,8 +52,8 @@ def test_gradients_are_those_of_the_cpu(schedule: Plan) -> None:
     assert all(torch.equal(expected, actual) for expected, actual in zip(*found, strict=True))
 
 
-def test_attention_waits_to_be_waited_for() -> None:
-    """Its result is poison until then."""
+def test_attention_does_not_run_before_somebody_waits() -> None:
+    """The result is poison until somebody waits for it."""
     LAZY.set()
     query, key, value = (tensor.to("npu") for tensor in inputs(kv_heads=4))
     NPU.synchronize()

@@ -1,4 +1,4 @@
-"""What moves KV: gathers, scatters and views, for every dtype, and without waiting."""
+"""Operators that move KV: gathers, scatters and views of every dtype don't wait."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def permissive() -> None:
-    """The deny list isn't the subject here."""
+    """Turns the deny list off, so that every dtype is accepted."""
     simnpu._C.set_refusals([])
 
 
 def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random bytes, but for bool."""
+    """Makes random bytes, and random bits for bool."""
     if dtype is torch.bool:
         return torch.randint(0, 2, shape).bool()
     width = torch.empty(0, dtype=dtype).element_size()
@@ -30,7 +30,7 @@ def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """NaN equals itself here."""
+    """Compares bytes, so that NaN equals itself."""
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
@@ -39,7 +39,7 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
 def test_rows_are_gathered_and_scattered(
     schedule: Plan, dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
-    """Byte for byte."""
+    """Gathered and scattered rows have the same bytes as on the host."""
     host, rows = sample(dtype, 48, 1, 16), torch.tensor([3, 40, 0, 7])
     pool, index = host.to("npu"), rows.to("npu", index_dtype)
     picked = pool[index].to("cpu", non_blocking=True)
@@ -56,8 +56,8 @@ def test_rows_are_gathered_and_scattered(
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int16, torch.int64, torch.complex128], ids=str
 )
-def test_what_a_mover_calls_does_not_wait(dtype: torch.dtype) -> None:
-    """index_select into a buffer, index_copy_, index_put_, and views of any kind."""
+def test_operators_of_a_mover_do_not_wait(dtype: torch.dtype) -> None:
+    """The mover calls index_select into a buffer, index_copy_, index_put_, and views."""
     host, rows = sample(dtype, 16, 8), torch.tensor([5, 2, 9])
     pool, index = host.to("npu"), rows.to("npu")
     staging = torch.zeros(3, 8, dtype=dtype, device="npu")
@@ -79,7 +79,7 @@ def test_what_a_mover_calls_does_not_wait(dtype: torch.dtype) -> None:
 
 
 def test_views_share_memory_and_copy_nothing() -> None:
-    """No view is queued."""
+    """Making a view queues nothing."""
     tensor = torch.arange(24, device="npu").view(2, 3, 4)
     NPU.synchronize()
     views = [
@@ -98,7 +98,7 @@ def test_views_share_memory_and_copy_nothing() -> None:
 
 
 def test_masks_select_and_assign(schedule: Plan) -> None:
-    """Results whose shape depends on data are waited for."""
+    """The shape of these results depends on data, so torch waits for them."""
     tensor = torch.arange(10.0, device="npu")
     mask = tensor > 6
     assert [7, 8, 9] == tensor[mask].tolist()
@@ -109,7 +109,7 @@ def test_masks_select_and_assign(schedule: Plan) -> None:
 
 
 def test_conjugates_and_negatives_are_copied_by_value(schedule: Plan) -> None:
-    """They are lazy views with a bit set: it must not get lost on the way."""
+    """Such tensors are views with a bit set, which must not get lost in a copy."""
     host = torch.tensor([1 + 2j, 3 - 4j])
     conjugate = host.to("npu").conj()
     assert torch.equal(host.conj().resolve_conj(), conjugate.cpu().resolve_conj())
@@ -122,7 +122,7 @@ def test_conjugates_and_negatives_are_copied_by_value(schedule: Plan) -> None:
 
 
 def test_copies_broadcast_and_convert(schedule: Plan) -> None:
-    """As copy_ does on any device."""
+    """Copies convert dtypes and broadcast shapes as on any device."""
     target = torch.zeros(3, 2, dtype=torch.int32, device="npu")
     target.copy_(torch.tensor([1.0, 2.0], device="npu"))
     assert [[1, 2]] * 3 == target.tolist()

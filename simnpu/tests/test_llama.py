@@ -1,4 +1,4 @@
-"""A small model of the transformers library, generating on the device."""
+"""A small model of the transformers library generates text on the device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from conftest import NPU, Plan
 
 
 def test_a_small_llama_generates_the_cpu_s_tokens(schedule: Plan) -> None:
-    """Prefill and decoding with a cache, greedily."""
-    # Not above: it takes as long as all these tests, and only the process that runs them needs it.
+    """The model generates greedily, with a cache."""
+    # The import takes as long as all these tests, so only the process that runs this test pays.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -14,13 +14,13 @@ MIB = 1 << 20
 
 
 def allocate(size_bytes: int) -> torch.Tensor:
-    """So many bytes of the current device."""
+    """Allocates memory on the current device."""
     return torch.empty(size_bytes, dtype=torch.uint8, device="npu")
 
 
-def test_what_is_allocated_is_counted() -> None:
-    """By torch.accelerator and by torch.npu alike."""
-    gc.collect()  # what earlier tests left to it would be freed in between
+def test_allocated_memory_is_counted() -> None:
+    """torch.accelerator and torch.npu report the same numbers."""
+    gc.collect()  # earlier tests' garbage must not be freed between the counts
     before = torch.accelerator.memory_allocated()
     tensor = allocate(MIB)
     assert MIB == torch.accelerator.memory_allocated() - before
@@ -35,7 +35,7 @@ def test_what_is_allocated_is_counted() -> None:
 
 
 def test_the_peak_is_kept_and_can_be_reset() -> None:
-    """It falls to what is in use."""
+    """A reset sets the peak to the memory in use."""
     del_me = allocate(3 * MIB)
     del del_me
     assert NPU.max_memory_allocated() >= NPU.memory_allocated() + 3 * MIB
@@ -43,21 +43,21 @@ def test_the_peak_is_kept_and_can_be_reset() -> None:
     assert NPU.max_memory_allocated() == NPU.memory_allocated()
 
 
-def test_more_than_there_is_is_refused() -> None:
-    """With torch's own error."""
+def test_more_memory_than_the_device_has_is_refused() -> None:
+    """torch's own error is raised."""
     with pytest.raises(torch.OutOfMemoryError, match=r"simnpu: out of memory on npu:0.*in use"):
         allocate(4 << 30)
 
 
-def test_frees_that_are_queued_give_way_to_an_allocation() -> None:
-    """As in a caching allocator, and no sooner than needed."""
+def test_queued_frees_run_when_an_allocation_needs_the_memory() -> None:
+    """The device behaves like a caching allocator, and doesn't free memory sooner than needed."""
     for _ in range(3):
         allocate(900 * MIB)[:1].fill_(1)
     NPU.synchronize()
 
 
-def test_free_neighbours_grow_together() -> None:
-    """What many small blocks leave serves one large block."""
+def test_adjoining_free_blocks_are_merged() -> None:
+    """The memory of many small blocks serves one large block."""
     NPU.synchronize()
     blocks = [allocate(64 * MIB) for _ in range(8)]
     reserved = NPU.memory_reserved()
@@ -68,7 +68,7 @@ def test_free_neighbours_grow_together() -> None:
 
 
 def test_addresses_count_bytes_of_the_storage() -> None:
-    """As on any device."""
+    """Addresses and sizes have the meaning that they have on any device."""
     tensor = torch.arange(24, device="npu").view(2, 3, 4)
     assert 12 * 8 == tensor[1].data_ptr() - tensor.data_ptr()
     assert "npu" == tensor.untyped_storage().device.type
@@ -86,19 +86,19 @@ def test_a_storage_that_grows_keeps_what_it_held() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
 def test_fresh_memory_is_not_a_number(dtype: torch.dtype) -> None:
-    """Whatever the width of the float."""
+    """Fresh floats are NaN, whatever their width."""
     assert bool(torch.empty(5, dtype=dtype, device="npu").cpu().float().isnan().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_fresh_integers_have_a_pattern(dtype: torch.dtype) -> None:
-    """0xFD in every byte: a bad index, and a bad count."""
+    """Every byte is 0xFD, which makes an invalid index and an invalid count."""
     fresh = torch.empty(5, dtype=dtype, device="npu").cpu()
     assert {0xFD} == set(fresh.view(torch.uint8).tolist())
 
 
 def test_pinned_memory_is_known_as_such() -> None:
-    """However it was asked for; parts of it too."""
+    """Memory may be pinned by either way of asking, and its parts are pinned, too."""
     pinned = torch.zeros(4, pin_memory=True)
     assert pinned.is_pinned()
     assert pinned[2:].is_pinned()
@@ -108,13 +108,13 @@ def test_pinned_memory_is_known_as_such() -> None:
 
 
 def test_device_memory_cannot_be_pinned() -> None:
-    """As everywhere."""
+    """The error is the one of every torch device."""
     with pytest.raises(RuntimeError, match=r"only .*CPU.* can be pinned"):
         torch.empty(4, device="npu").pin_memory()
 
 
 def test_pinning_beyond_the_limit_is_refused() -> None:
-    """As where the locked-memory limit is reached; what is freed can be pinned again."""
+    """The error is that of a reached lock limit; memory that is freed can be pinned again."""
     gc.collect()
     used = simnpu.stats().pinned_bytes
     simnpu.set_policy(pinned_limit_bytes=used + 100)
@@ -125,8 +125,8 @@ def test_pinning_beyond_the_limit_is_refused() -> None:
     assert torch.empty(60, dtype=torch.uint8).pin_memory().is_pinned()
 
 
-def test_a_result_on_the_host_is_poisoned_until_it_is_there() -> None:
-    """NaN for floats, so that whoever reads it early gets nowhere."""
+def test_a_result_on_the_host_is_poisoned_until_it_arrives() -> None:
+    """A float is NaN until then, so a read that comes too early shows."""
     result = torch.ones(4, device="npu").to("cpu", non_blocking=True)
     assert bool(result.isnan().all())
     NPU.synchronize()
@@ -134,7 +134,7 @@ def test_a_result_on_the_host_is_poisoned_until_it_is_there() -> None:
 
 
 def test_a_recorded_stream_delays_the_free() -> None:
-    """The memory comes back when that stream is through."""
+    """The memory is free again when the recorded stream is done."""
     NPU.synchronize()
     before = NPU.memory_allocated()
     tensor = allocate(MIB)

@@ -1,4 +1,4 @@
-"""What a violation says: the operation, the tensors, and the line that issued it."""
+"""A violation names the operation, the tensors, and the line that issued it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from conftest import NPU, Plan
 
 
 def message() -> str:
-    """What the next synchronise raises."""
+    """Returns the error of the next synchronise."""
     with pytest.raises(RuntimeError) as raised:
         NPU.synchronize()
     return str(raised.value)
 
 
 def line_of(function: Callable[..., object], marker: str) -> str:
-    """Where `function` has the marked line, as a message has it."""
+    """Returns the marked line of `function` in the form of a message."""
     lines, first = inspect.getsourcelines(function)
     number = next(first + i for i, line in enumerate(lines) if f"# {marker}" in line)
     return f"{__file__}:{number} in {function.__qualname__}"
 
 
 def upload(source: torch.Tensor) -> torch.Tensor:
-    """A copy whose line is known."""
+    """Copies to the device, from a marked line."""
     return source.to("npu", non_blocking=True)  # here
 
 
 def test_a_copy_is_named_with_its_tensors_and_its_line() -> None:
-    """The whole text, once."""
+    """The test compares the whole text of a message."""
     source = torch.ones(4, 2, dtype=torch.float16).pin_memory()
     target = upload(source)
     source.fill_(2)
@@ -49,12 +49,12 @@ def test_a_copy_is_named_with_its_tensors_and_its_line() -> None:
 
 
 def fetch(target: torch.Tensor, source: torch.Tensor) -> None:
-    """A copy whose line is known."""
+    """Copies to the host, from a marked line."""
     target.copy_(source, non_blocking=True)  # here
 
 
 def test_a_freed_pageable_target_is_named() -> None:
-    """It can be found by its address in a log, though it is gone."""
+    """The message has the address of the freed tensor, so that it can be found in a log."""
     target = torch.zeros(3, dtype=torch.int32)
     address = target.data_ptr()
     fetch(target, torch.ones(3, dtype=torch.int32, device="npu"))
@@ -65,12 +65,12 @@ def test_a_freed_pageable_target_is_named() -> None:
 
 
 def scatter(pool: torch.Tensor, rows: torch.Tensor) -> None:
-    """A kernel whose line is known."""
+    """Writes rows on the device, from a marked line."""
     pool[rows] = 1.0  # here
 
 
 def test_a_failing_kernel_is_named_with_its_tensors_and_its_line(schedule: Plan) -> None:
-    """The line is that of the call, not that of the synchronise."""
+    """The message names the line of the call, not of the synchronise."""
     pool, rows = torch.zeros(4, device="npu"), torch.tensor([9], device="npu")
     scatter(pool, rows)
     text = message()
@@ -81,32 +81,32 @@ def test_a_failing_kernel_is_named_with_its_tensors_and_its_line(schedule: Plan)
 
 
 class Gather(torch.nn.Module):
-    """A module, so that torch's own frames lie between."""
+    """A module, so that frames of torch lie between the test and the operator."""
 
     def forward(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Its line is known."""
+        """Reads rows on the device, from a marked line."""
         return torch.nn.functional.embedding(rows, table)  # here
 
 
-def test_frames_of_torch_are_passed_over() -> None:
-    """The line is the user's, also if torch's Python called the operator."""
+def test_frames_of_torch_are_skipped() -> None:
+    """The message names the user's line, even if torch's Python called the operator."""
     Gather()(torch.zeros(4, 2, device="npu"), torch.tensor([7], device="npu"))
     assert message().endswith(f"issued at {line_of(Gather.forward, 'here')}")
 
 
-def test_a_thread_without_python_is_said_to_be_one() -> None:
-    """autograd runs backward operations on a thread of its own."""
+def test_a_thread_without_python_is_named() -> None:
+    """autograd runs backward operations on its own thread, which has no line of Python."""
     table = torch.zeros(4, 2, device="npu", requires_grad=True)
     rows = torch.tensor([1], device="npu")
     picked = table.index_select(0, rows)
     NPU.synchronize()
-    rows.data.fill_(9)  # behind autograd's back
+    rows.data.fill_(9)  # autograd doesn't notice this
     torch.autograd.backward(picked.sum())
     assert "issued at a thread that runs no Python" in message()
 
 
 def test_all_violations_come_at_once_and_only_once() -> None:
-    """In the order in which they were found; then the slate is clean."""
+    """They come in the order in which they were found, and are forgotten then."""
     sources = [torch.ones(2 + i) for i in range(3)]
     for source in sources:
         upload(source)
@@ -116,14 +116,14 @@ def test_all_violations_come_at_once_and_only_once() -> None:
 
 
 def test_many_violations_are_counted() -> None:
-    """Memory is bounded, also for a loop that does everything wrong."""
+    """A loop of mistakes keeps a limited number of messages and counts the others."""
     for _ in range(130):
         upload(torch.ones(2))
     assert message().endswith("simnpu: and 30 more")
 
 
 def test_take_violations_forgets_them() -> None:
-    """For tests that expect one."""
+    """A test that expects a violation takes it, so that it isn't raised later."""
     upload(torch.ones(2))
     simnpu.step(1)
     [violation] = simnpu.take_violations()
@@ -132,14 +132,14 @@ def test_take_violations_forgets_them() -> None:
 
 
 def test_changing_the_schedule_keeps_what_was_found() -> None:
-    """It runs what is pending, and raises nothing."""
+    """Changing the schedule runs pending operations and raises nothing."""
     upload(torch.ones(2))
     simnpu.set_schedule("eager")
     assert "the host tensor was freed" in message()
 
 
-def test_a_violation_surfaces_at_whatever_waits() -> None:
-    """An event, a stream, a blocking copy and .item() are synchronisations too."""
+def test_every_wait_raises_violations() -> None:
+    """An event, a stream, a blocking copy and .item() raise violations, too."""
     tensor = torch.ones(1, device="npu")
     waits: list[Callable[[], object]] = [
         lambda: torch.accelerator.current_stream().record_event().synchronize(),
@@ -155,7 +155,7 @@ def test_a_violation_surfaces_at_whatever_waits() -> None:
 
 
 def test_lines_are_taken_without_a_deadlock(schedule: Plan) -> None:
-    """Threads that fight for Python's lock and the simulator's all get through."""
+    """Threads that compete for Python's lock and the simulator's lock all finish."""
 
     def work() -> None:
         for _ in range(200):

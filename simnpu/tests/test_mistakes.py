@@ -1,8 +1,8 @@
-"""Every class of mistake: it shows when made, and nothing shows when it isn't.
+"""Each kind of mistake shows, and correct code shows nothing.
 
 An attempt returns whether something went wrong. `lazy` must show each mistake at the first try.
-`random` and `thread` may run an operation in time, so that they must show it in one of many.
-`eager` runs everything at once: it shows only what doesn't depend on when operations run.
+`random` and `thread` may run an operation in time, so they must show it in one of many tries.
+`eager` runs everything at once: it shows only mistakes that don't depend on the order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attempt = Callable[[bool], bool]
 
 
 def synchronize_raises(expected: str) -> bool:
-    """Whether synchronising raises; the message must then be the expected one."""
+    """Returns whether synchronising raises an error; the error must be the expected one."""
     try:
         NPU.synchronize()
     except RuntimeError as error:
@@ -35,7 +35,7 @@ def synchronize_raises(expected: str) -> bool:
 
 
 def differs(left: torch.Tensor, right: float) -> bool:
-    """Whether any element isn't the number."""
+    """Returns whether any element differs from the number."""
     return not bool((left == right).all())
 
 
@@ -50,7 +50,7 @@ def synchronise(right: bool) -> bool:
 
 
 def synchronise_the_stream_of_the_copy(right: bool) -> bool:
-    """Only the stream that copies knows when the copy is done."""
+    """Only the copy's stream knows when the copy is done."""
     source = torch.ones(8, device="npu")
     NPU.synchronize()
     stream = torch.Stream(device="npu")
@@ -63,7 +63,7 @@ def synchronise_the_stream_of_the_copy(right: bool) -> bool:
 
 
 def wait_for_the_event(right: bool) -> bool:
-    """A stream that reads what another writes waits for it."""
+    """A stream that reads what another stream writes waits for it."""
     source = torch.zeros(8, device="npu")
     stream = torch.Stream(device="npu")
     NPU.synchronize()
@@ -79,7 +79,7 @@ def wait_for_the_event(right: bool) -> bool:
 
 
 def record_the_stream(right: bool) -> bool:
-    """A tensor that another stream still reads is named to it before it is dropped."""
+    """A tensor that another stream still reads is recorded on it before it is dropped."""
     source = torch.ones(8, device="npu")
     NPU.synchronize()
     stream = torch.Stream(device="npu")
@@ -95,7 +95,7 @@ def record_the_stream(right: bool) -> bool:
 
 
 def leave_the_source(right: bool, make: Callable[[], torch.Tensor]) -> bool:
-    """The host source stays as it is until the copy has run."""
+    """The host source stays unchanged until the copy has run."""
     source = make().fill_(1.0)
     target = source.to("npu", non_blocking=True)
     if right:
@@ -117,7 +117,7 @@ def leave_the_target(right: bool, make: Callable[[], torch.Tensor]) -> bool:
 
 
 def keep_the_source(right: bool, make: Callable[[], torch.Tensor]) -> bool:
-    """The host source lives until the copy has run."""
+    """The host source exists until the copy has run."""
     source = make().fill_(1.0)
     target = source.to("npu", non_blocking=True)
     if right:
@@ -129,7 +129,7 @@ def keep_the_source(right: bool, make: Callable[[], torch.Tensor]) -> bool:
 
 
 def keep_the_target(right: bool, make: Callable[[], torch.Tensor]) -> bool:
-    """The host target lives until the copy has run."""
+    """The host target exists until the copy has run."""
     target = make()
     target.copy_(torch.ones(4, 4, device="npu"), non_blocking=True)
     if right:
@@ -147,7 +147,7 @@ def write_before_reading(right: bool) -> bool:
 
 
 def write_after_growing(right: bool) -> bool:
-    """So does what a tensor gains by growing."""
+    """The part that a tensor gains by growing is written before it is read."""
     tensor = torch.zeros(2, device="npu").resize_(8)
     if right:
         tensor.zero_()
@@ -155,36 +155,36 @@ def write_after_growing(right: bool) -> bool:
 
 
 def index_within_bounds(right: bool) -> bool:
-    """A bad index is found when the kernel runs."""
+    """An invalid index is found when the kernel runs."""
     tensor = torch.zeros(4, device="npu")
     tensor[torch.tensor([1 if right else 9], device="npu")] = 1.0
     return synchronize_raises("index 9 is out of bounds for dimension 0 with size 4")
 
 
 def pageable() -> torch.Tensor:
-    """Ordinary host memory."""
+    """Makes ordinary host memory."""
     return torch.zeros(4, 4)
 
 
 def pinned() -> torch.Tensor:
-    """Pinned host memory."""
+    """Makes pinned host memory."""
     return torch.zeros(4, 4).pin_memory()
 
 
 def strided() -> torch.Tensor:
-    """Every other column of pinned host memory."""
+    """Makes a view of every other column of pinned host memory."""
     return torch.zeros(4, 8).pin_memory()[:, ::2]
 
 
 def transposed() -> torch.Tensor:
-    """A transposed part of ordinary host memory."""
+    """Makes a transposed part of ordinary host memory."""
     return torch.zeros(6, 4)[1:5].t()
 
 
 def on(
     attempt: Callable[[bool, Callable[[], torch.Tensor]], bool], make: Callable[[], torch.Tensor]
 ) -> Attempt:
-    """The attempt with host memory of that kind."""
+    """Makes the attempt with host memory of one kind."""
 
     def made(right: bool) -> bool:
         return attempt(right, make)
@@ -207,8 +207,8 @@ ANY_ORDER: list[Attempt] = [write_before_reading, write_after_growing, index_wit
 
 
 @pytest.mark.parametrize("attempt", ORDER, ids=lambda attempt: attempt.__name__)
-def test_a_mistake_of_order_shows(schedule: Plan, attempt: Attempt) -> None:
-    """At once in lazy, in one of many tries in random and thread; eager hides it."""
+def test_a_mistake_that_depends_on_order_shows(schedule: Plan, attempt: Attempt) -> None:
+    """lazy shows it at once, random and thread in one of many tries; eager hides it."""
     simnpu.set_policy(strict_free=True)
     if schedule.schedule == "lazy":
         assert attempt(False)
@@ -220,15 +220,15 @@ def test_a_mistake_of_order_shows(schedule: Plan, attempt: Attempt) -> None:
 
 @pytest.mark.parametrize("attempt", ANY_ORDER, ids=lambda attempt: attempt.__name__)
 @pytest.mark.usefixtures("schedule")
-def test_a_mistake_of_any_order_shows(attempt: Attempt) -> None:
-    """It shows in all schedules, in eager too."""
+def test_a_mistake_that_does_not_depend_on_order_shows(attempt: Attempt) -> None:
+    """Every schedule shows it, eager too."""
     assert attempt(False)
 
 
 @pytest.mark.parametrize("attempt", ORDER + ANY_ORDER, ids=lambda attempt: attempt.__name__)
 @pytest.mark.usefixtures("schedule")
 def test_the_right_way_shows_nothing(attempt: Attempt) -> None:
-    """No schedule objects to correct code."""
+    """No schedule reports correct code."""
     simnpu.set_policy(strict_free=True)
     assert not any(attempt(True) for _ in range(10))
 
@@ -260,15 +260,15 @@ def test_the_host_cannot_touch_device_memory() -> None:
 
 @pytest.mark.usefixtures("schedule")
 def test_pinned_memory_may_be_dropped_without_strict_free() -> None:
-    """A real pinned allocator keeps it until the copy has run."""
+    """A real allocator of pinned memory keeps it until the copy has run."""
     source = torch.ones(64).pin_memory()
     target = source.to("npu", non_blocking=True)
     del source
     assert 64 == target.sum().item()
 
 
-def test_without_pageable_async_a_copy_from_pageable_memory_is_taken_at_the_call() -> None:
-    """A driver stages it: the source may change at once."""
+def test_without_pageable_async_pageable_sources_are_read_at_the_call() -> None:
+    """The driver stages the source, so it may change after the call."""
     simnpu.set_policy(pageable_async=False)
     source = torch.ones(64)
     target = source.to("npu", non_blocking=True)
@@ -278,7 +278,7 @@ def test_without_pageable_async_a_copy_from_pageable_memory_is_taken_at_the_call
 
 
 def test_without_pageable_async_a_copy_to_pageable_memory_blocks() -> None:
-    """There is nowhere to stage it."""
+    """Pageable targets have no staging, so the call waits."""
     simnpu.set_policy(pageable_async=False)
     target = torch.zeros(64)
     target.copy_(torch.ones(64, device="npu"), non_blocking=True)
@@ -287,7 +287,7 @@ def test_without_pageable_async_a_copy_to_pageable_memory_blocks() -> None:
 
 @pytest.mark.usefixtures("schedule")
 def test_copies_ordered_by_their_stream_may_share_host_memory() -> None:
-    """Down, up and down again through one buffer is right, though its contents change."""
+    """Copies to the host, to the device and back may use one buffer, though its content changes."""
     buffer = torch.zeros(8).pin_memory()
     first, second = torch.ones(8, device="npu"), torch.zeros(8, device="npu")
     for _ in range(3):
@@ -299,7 +299,7 @@ def test_copies_ordered_by_their_stream_may_share_host_memory() -> None:
     assert not differs(buffer, 2)
 
 
-def test_host_arguments_are_taken_at_the_call() -> None:
+def test_host_arguments_are_read_at_the_call() -> None:
     """An index on the host may change as soon as the call has returned."""
     tensor = torch.arange(4.0, device="npu")
     index = torch.tensor([2])
@@ -308,8 +308,8 @@ def test_host_arguments_are_taken_at_the_call() -> None:
     assert [2.0] == picked.tolist()
 
 
-def test_only_the_elements_covered_are_poisoned() -> None:
-    """What lies between the elements of a strided target belongs to somebody else."""
+def test_only_the_elements_of_a_target_are_poisoned() -> None:
+    """Memory between the elements of a strided target belongs to somebody else."""
     whole = torch.zeros(4, 8).pin_memory()
     whole[:, ::2].copy_(torch.ones(4, 4, device="npu"), non_blocking=True)
     assert bool(whole[:, ::2].isnan().all())

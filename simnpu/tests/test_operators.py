@@ -1,4 +1,4 @@
-"""Operators compute what they compute on the CPU, or refuse."""
+"""Operators give the CPU's results, or are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NVIDIA_ONLY = "compiles a kernel for CUDA or ROCm"
 UNINITIALISED = "gives memory that nobody wrote"
 RANDOM = "draws random numbers, and each call on the device takes one seed from the CPU's generator"
 
-# What the device refuses, with the call and the message.
+# Operators that the device refuses, with the reason.
 REFUSED = {
     "to_sparse": STRIDED_ONLY,
     "sparse.sampled_addmm": STRIDED_ONLY,
@@ -30,7 +30,7 @@ REFUSED = {
     "tensor_split": HOST_INDICES,
 }
 
-# What can't be compared with the CPU, though it works.
+# Operators that work, but whose results can't be compared with the CPU's, with the reason.
 NOT_COMPARED = {
     **dict.fromkeys(
         (
@@ -89,7 +89,7 @@ NOT_COMPARED = {
 
 
 def test_operators_agree_with_the_cpu() -> None:
-    """All of torch's own database but for those listed, on a random schedule."""
+    """A random schedule runs all of torch's own samples, except for the listed operators."""
     left_out = json.dumps([*REFUSED, *NOT_COMPARED])
     done = subprocess.run([sys.executable, SWEEP, left_out], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1:]
@@ -100,12 +100,12 @@ def test_operators_agree_with_the_cpu() -> None:
 
 
 def on_device(*shape: int) -> torch.Tensor:
-    """Ones."""
+    """Makes ones on the device."""
     return torch.ones(*shape, device="npu")
 
 
 def test_sparse_tensors_are_refused_by_name() -> None:
-    """Converting to one, and the operators that take one."""
+    """Conversions to a sparse tensor and operators on sparse tensors are refused."""
     with pytest.raises(RuntimeError, match="simnpu: aten::_to_sparse gives a tensor of layout"):
         on_device(2, 2).to_sparse()
     rows = torch.zeros(1, 1, dtype=torch.int64, device="npu")
@@ -116,7 +116,7 @@ def test_sparse_tensors_are_refused_by_name() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_quantized_and_nested_tensors_are_refused_by_name() -> None:
-    """At the call, and not with torch's list of all its backends."""
+    """The call is refused with simnpu's message, not with torch's list of all its backends."""
     with pytest.raises(RuntimeError, match=r"simnpu: aten::quantize_per_tensor .* quantized"):
         torch.ops.aten.quantize_per_tensor(on_device(2), 0.1, 0, torch.qint8)
     nested = torch.nested.as_nested_tensor([on_device(2)])
@@ -126,7 +126,7 @@ def test_quantized_and_nested_tensors_are_refused_by_name() -> None:
 
 
 def test_an_operator_without_a_cpu_kernel_is_refused_by_name() -> None:
-    """The fused cells of LSTM and GRU are such: torch has them for accelerators alone."""
+    """torch has the fused cells of LSTM and GRU only for accelerators."""
     cell = torch.nn.LSTM(3, 4).to("npu")
     with pytest.raises(RuntimeError, match="simnpu: aten::_thnn_fused_lstm_cell isn't supported"):
         cell(on_device(2, 1, 3))
@@ -134,7 +134,7 @@ def test_an_operator_without_a_cpu_kernel_is_refused_by_name() -> None:
 
 
 def test_autocast_is_refused_by_name() -> None:
-    """It would otherwise fail with torch's list of all its backends."""
+    """The call is refused with simnpu's message, not with torch's list of all its backends."""
     left = on_device(2, 2)
     with (
         torch.autocast("npu", dtype=torch.bfloat16),
@@ -144,8 +144,8 @@ def test_autocast_is_refused_by_name() -> None:
     NPU.synchronize()
 
 
-def test_tensor_split_wants_its_indices_on_the_host() -> None:
-    """torch's own refusal; with indices on the host it works."""
+def test_tensor_split_needs_its_indices_on_the_host() -> None:
+    """torch itself refuses indices on the device; indices on the host work."""
     with pytest.raises(RuntimeError, match="tensor_indices_or_sections to be on cpu"):
         on_device(4).tensor_split(torch.tensor([1], device="npu"))
     assert [1, 3] == [part.numel() for part in on_device(4).tensor_split(torch.tensor([1]))]
@@ -166,7 +166,7 @@ def test_tensor_split_wants_its_indices_on_the_host() -> None:
 def test_convolutions_and_their_gradients_agree(
     schedule: Plan, module: torch.nn.Module, shape: tuple[int, ...]
 ) -> None:
-    """Forward and backward, and neither waits."""
+    """Forward and backward passes give the CPU's numbers and don't wait."""
     torch.manual_seed(0)
     module = module.cpu()
     host = torch.randn(shape, requires_grad=True)
@@ -182,7 +182,7 @@ def test_convolutions_and_their_gradients_agree(
 
 
 def test_inverse_transforms_agree(schedule: Plan) -> None:
-    """Hermitian ones go through conjugate views."""
+    """Hermitian transforms go through conjugate views."""
     host = torch.randn(4, 5, dtype=torch.complex64)
     device = host.to("npu")
     for name in ("ifft", "hfft", "ihfft", "irfft", "irfftn", "hfft2", "ihfft2"):
@@ -193,8 +193,8 @@ def test_inverse_transforms_agree(schedule: Plan) -> None:
         torch.testing.assert_close(got.cpu(), expected)
 
 
-def test_layer_norm_is_the_cpu_s_own() -> None:
-    """To the bit, and without waiting: torch would take it apart otherwise."""
+def test_layer_norm_has_the_bits_of_the_cpu() -> None:
+    """It doesn't wait, since the device runs it as one kernel; torch would split it."""
     host = torch.randn(3, 1)
     weight = torch.randn(1)
     before = simnpu.stats().blocking_kernels
@@ -204,7 +204,7 @@ def test_layer_norm_is_the_cpu_s_own() -> None:
 
 
 def test_training_agrees(schedule: Plan) -> None:
-    """A few steps of an optimiser."""
+    """A few steps of an optimiser give the CPU's weights."""
 
     def train(device: str) -> torch.Tensor:
         torch.manual_seed(0)
@@ -221,7 +221,7 @@ def test_training_agrees(schedule: Plan) -> None:
 
 
 def test_refusals_can_be_set() -> None:
-    """An operator, or one overload of it; for a dtype, or any."""
+    """A refusal may name an operator or one overload, and a dtype or every dtype."""
     tensor = on_device(2)
     simnpu._C.set_refusals([("aten::mul", "float64", "it has no such unit")])
     expected = "simnpu: aten::mul.out refuses float64 as it has no such unit; install(refuse=None)"
@@ -236,6 +236,6 @@ def test_refusals_can_be_set() -> None:
 
 
 def test_a_refusal_of_an_unknown_dtype_is_an_error() -> None:
-    """It would never apply."""
+    """Such a refusal would never apply."""
     with pytest.raises(ValueError, match="names the dtype 'float12', which isn't known"):
         simnpu._C.set_refusals([("aten::mul", "float12", "it is odd")])

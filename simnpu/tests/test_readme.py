@@ -1,4 +1,4 @@
-"""The README's example does what the README says."""
+"""The README's example prints what the README says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 def test_the_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
-    """To the letter, but for addresses and the folder it lies in."""
+    """The output is equal to the letter, except for addresses and the example's folder."""
     text = README.read_text()
     found = re.search(r"```python\n(import torch.*?)```\nprints\n```\n(.*?)```", text, re.DOTALL)
     assert found is not None
@@ -25,8 +25,8 @@ def test_the_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
     assert expected == re.sub(r"0x[0-9a-f]+", "0x...", printed)
 
 
-def test_what_the_readme_names_is_there() -> None:
-    """Links to files of this folder."""
+def test_links_of_the_readme_lead_to_files() -> None:
+    """The links lead to files of this folder."""
     links = re.findall(r"\]\(([\w/.]+)\)", README.read_text())
     assert links
     assert [] == [link for link in links if not (README.parent / link).exists()]

@@ -1,4 +1,4 @@
-"""The deny lists: every line of them is in force, and nothing that KV movement needs is on them."""
+"""The deny lists: every line takes effect, and no list refuses what KV movement needs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ops = torch.ops.aten
 
 
 def some(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Small numbers on the device, [*shape]; (3, 2) if none is given."""
+    """Makes small numbers on the device, [*shape]; (3, 2) if no shape is given."""
     sizes = shape or (3, 2)
     return (torch.arange(torch.Size(sizes).numel()) % 3).view(sizes).to(dtype).to("npu")
 
 
 def index() -> Tensor:
-    """Two of three rows."""
+    """Selects two of three rows."""
     return torch.tensor([0, 2]).to("npu")
 
 
-# A call of each operator on the lists with arguments of a dtype, by its name without an overload.
+# Calls of each operator on the lists, by its name without an overload, for a dtype.
 SAMPLES: dict[str, Sample] = {
     "aten::index": lambda dtype: some(dtype)[index()],
     "aten::_index_put_impl_": lambda dtype: ops.index_put_(some(dtype), [index()], some(dtype)[:2]),
@@ -48,7 +48,7 @@ SAMPLES: dict[str, Sample] = {
 
 @pytest.fixture
 def deny() -> Iterator[Callable[..., None]]:
-    """Puts other refusals in force for a test: deny(*refusals), none for none."""
+    """deny(*refusals) sets other refusals for the test, and deny() sets none."""
 
     def deny(*lines: refusals.Refusal) -> None:
         _C.set_refusals([(line.op, dtype, line.reason) for line in lines for dtype in line.dtypes])
@@ -58,7 +58,7 @@ def deny() -> Iterator[Callable[..., None]]:
 
 
 def name_of(line: refusals.Refusal) -> str:
-    """The operator's name without an overload."""
+    """Returns the operator's name without an overload."""
     return line.op.split(".")[0]
 
 
@@ -79,8 +79,8 @@ def test_every_refused_operator_has_a_sample() -> None:
         ("aten::mm", "int64"),
     ],
 )
-def test_what_code_for_other_devices_falls_over_is_on_the_list(op: str, dtype: str) -> None:
-    """The other tests take their cases from the list, so these few are named here."""
+def test_known_pitfalls_are_on_the_list(op: str, dtype: str) -> None:
+    """The other tests take their cases from the list, so these known cases are named here."""
     assert any(op == line.op and dtype in line.dtypes for line in ASCEND)
 
 
@@ -93,7 +93,7 @@ CASES = [
 
 @pytest.mark.parametrize(("line", "dtype"), CASES)
 def test_a_refused_call_raises_at_once_with_the_reason(line: refusals.Refusal, dtype: str) -> None:
-    """Nothing waits for a synchronisation here, and the message says how to turn it off."""
+    """The error comes at the call without a synchronisation, and says how to turn it off."""
     message = rf"^simnpu: {name_of(line)}\S* refuses {dtype} as .*; install\(refuse=None\)"
     with pytest.raises(RuntimeError, match=message) as caught:
         SAMPLES[name_of(line)](getattr(torch, dtype))
@@ -104,15 +104,15 @@ def test_a_refused_call_raises_at_once_with_the_reason(line: refusals.Refusal, d
 def test_without_its_line_a_refused_call_is_accepted(
     line: refusals.Refusal, dtype: str, deny: Callable[..., None]
 ) -> None:
-    """The call itself is sound, and it is this very line that refuses it."""
+    """Without this line the call works, so no other line refuses it."""
     deny(*(other for other in ASCEND if other != line))
     SAMPLES[name_of(line)](getattr(torch, dtype))
     torch.accelerator.synchronize()
 
 
 @pytest.mark.parametrize("op", SAMPLES)
-def test_the_dtypes_that_are_not_on_a_line_are_accepted(op: str) -> None:
-    """Half-precision numbers go through every operator that refuses others."""
+def test_dtypes_that_no_line_names_are_accepted(op: str) -> None:
+    """bfloat16 is accepted by every operator on the list."""
     SAMPLES[op](torch.bfloat16)
     torch.accelerator.synchronize()
 
@@ -124,8 +124,8 @@ MOVED = [
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
-def test_what_moves_kv_is_not_refused(dtype: torch.dtype) -> None:
-    """Selecting rows into a buffer and copying them back, for all that rows are viewed as."""
+def test_moving_rows_is_not_refused(dtype: torch.dtype) -> None:
+    """Rows are selected into a buffer and copied back, in every dtype that a row is viewed as."""
     rows, buffer = some(dtype), some(dtype)[:2].clone()
     torch.index_select(rows, 0, index(), out=buffer)
     rows.index_copy_(0, index(), buffer)
@@ -133,15 +133,15 @@ def test_what_moves_kv_is_not_refused(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [d for d in MOVED if not d.is_complex], ids=str)
-def test_what_pools_index_with_is_not_refused(dtype: torch.dtype) -> None:
-    """Reading and writing rows by advanced indexing, for all but complex numbers and fp8."""
+def test_indexing_by_pools_is_not_refused(dtype: torch.dtype) -> None:
+    """Advanced indexing reads and writes rows of every dtype but complex numbers and fp8."""
     rows = some(dtype)
     rows[index()] = rows[index()]
     assert torch.equal(some(dtype).cpu(), rows.cpu())
 
 
 def test_a_star_stands_for_every_dtype(deny: Callable[..., None]) -> None:
-    """A line may refuse an operator altogether."""
+    """A line with `*` refuses the operator for every dtype."""
     deny(refusals.Refusal("aten::roll", ("*",), "a test says so", "here"))
     for dtype in (torch.float64, torch.int32, torch.bfloat16):
         with pytest.raises(RuntimeError, match="aten::roll refuses every dtype as a test says so"):
@@ -149,7 +149,7 @@ def test_a_star_stands_for_every_dtype(deny: Callable[..., None]) -> None:
 
 
 def test_an_overload_is_refused_alone(deny: Callable[..., None]) -> None:
-    """`aten::masked_fill_.Tensor` leaves `aten::masked_fill_.Scalar` alone."""
+    """`aten::masked_fill_.Tensor` doesn't refuse `aten::masked_fill_.Scalar`."""
     deny(refusals.Refusal("aten::masked_fill_.Tensor", ("*",), "a test says so", "here"))
     mask = some(torch.bool)
     some(torch.float32).masked_fill_(mask, 1.0)
@@ -158,7 +158,7 @@ def test_an_overload_is_refused_alone(deny: Callable[..., None]) -> None:
 
 
 def test_the_sources_are_given_in_full() -> None:
-    """Each names a repository or a page, and something in it."""
+    """Each source names a repository and a place in it."""
     for line in ASCEND:
         repository, _, rest = line.source.partition(" ")
         assert repository.startswith("github.com/"), line
@@ -174,13 +174,13 @@ GOOD = {
 
 
 def toml(**changes: str | None) -> str:
-    """One refusal, good but for the changes; None leaves a field out."""
+    """Returns a valid refusal with changes; None leaves a field out."""
     fields = {**GOOD, **changes}
     lines = [f"{field} = {value}" for field, value in fields.items() if value is not None]
     return "\n".join(["[[refusal]]", *lines])
 
 
-def test_a_good_list_is_read_as_it_stands() -> None:
+def test_a_valid_list_is_read_in_order() -> None:
     """Fields and order are those of the file."""
     text = toml() + "\n" + toml(op='"aten::index.Tensor"', dtypes='["*"]')
     expected = (
@@ -213,19 +213,19 @@ def test_a_good_list_is_read_as_it_stands() -> None:
         (toml() + "\n" + toml(op='"abs"'), "test.toml, refusal 2: 'abs'"),
     ],
 )
-def test_a_bad_list_is_refused_with_the_place(text: str, message: str) -> None:
-    """The error says which line of the list is wrong and what it should be."""
+def test_an_invalid_list_is_refused_with_the_place(text: str, message: str) -> None:
+    """The error names the line that is wrong, and what it should be."""
     with pytest.raises(ValueError, match=message):
         refusals.parse(text, "test.toml")
 
 
 @pytest.mark.parametrize("name", ["nosuch", "../simnpu/ascend", ""])
-def test_a_list_that_is_not_there_is_refused_with_what_is(name: str) -> None:
-    """Lists go by their names, not by paths."""
+def test_an_unknown_list_is_refused_with_the_known_ones(name: str) -> None:
+    """Lists have names, not paths."""
     with pytest.raises(ValueError, match=r"no deny list named .*; there are: ascend"):
         refusals.load(name)
 
 
-def test_refusals_is_what_the_package_exports() -> None:
-    """`simnpu.Refusal` is the class of the lines."""
+def test_the_package_exports_refusal() -> None:
+    """`simnpu.Refusal` is the class of a deny list's lines."""
     assert simnpu.Refusal is refusals.Refusal

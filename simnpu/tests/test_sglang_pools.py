@@ -1,4 +1,4 @@
-"""The real NPU pools of SGLang 0.5.23 on simnpu: exact as they are, caught if they don't wait."""
+"""SGLang 0.5.23's real NPU pools are exact on simnpu; a missing wait in them is found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sglang_wheel import (
 
 SIZE, PAGE, LAYERS = 64, 8, 3
 SLOTS = SIZE + PAGE  # the first page is for padding
-CHUNK = 16  # slots a copy; the pools' own 8192 would make one of all
+CHUNK = 16  # slots in a copy; with the pools' 8192 there would be one copy
 POISON = 0x5A
 INDICES = (torch.int32, torch.int64)
 COMMON = {
@@ -59,7 +59,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Any]:
-    """The module `memory_pool_npu`, executed from the wheel."""
+    """Executes the module `memory_pool_npu` of the wheel, and removes it again."""
     install_torch_npu()
     yield import_pools(fetch(cache_folder()))
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
@@ -68,7 +68,7 @@ def pools() -> Iterator[Any]:
 
 @pytest.fixture
 def make(pools: Any, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes a pool of a kind, by its own constructor; further arguments replace those of KINDS."""
+    """A function that makes a pool of a kind; further arguments replace those of KINDS."""
 
     def make(kind: str, variable: str | None = None, **changes: object) -> Any:
         name, arguments, needed = KINDS[kind]
@@ -83,7 +83,7 @@ def make(pools: Any, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def rows(pool: Any) -> list[Tensor]:
-    """All that the pool holds, each buffer of a layer as bytes: uint8 [slot, bytes]."""
+    """Returns the pool's buffers, layer by layer, as bytes: uint8 [slot, bytes]."""
     buffers = [*pool.k_buffer, *pool.v_buffer]
     for name in ("index_k_buffer", "index_k_scale_buffer"):
         if getattr(pool, name, None) is not None:
@@ -92,12 +92,12 @@ def rows(pool: Any) -> list[Tensor]:
 
 
 def content(tensors: list[Tensor]) -> list[bytes]:
-    """Waits for the device; what the tensors hold."""
+    """Waits for the device, and returns the tensors' bytes."""
     return [tensor.cpu().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 def fill(pool: Any) -> list[Tensor]:
-    """Fills the pool with noise; returns it as on the host: uint8 [slot, bytes] for each buffer."""
+    """Fills the pool with noise, and returns the noise: uint8 [slot, bytes] for each buffer."""
     torch.manual_seed(0)
     noise = [torch.randint(0, 256, row.shape, dtype=torch.uint8) for row in rows(pool)]
     for row, values in zip(rows(pool), noise, strict=True):
@@ -106,14 +106,14 @@ def fill(pool: Any) -> list[Tensor]:
 
 
 def poison(pool: Any) -> list[Tensor]:
-    """Overwrites all that the pool holds; returns it as on the host."""
+    """Overwrites all of the pool, and returns the bytes on the host."""
     for row in rows(pool):
         row.fill_(POISON)
     return [torch.full(row.shape, POISON, dtype=torch.uint8) for row in rows(pool)]
 
 
 def some_slots(seed: int, count: int = 40) -> Tensor:
-    """Slots in any order, none of the padding page: int64 [count]."""
+    """Returns slots in random order, without the padding page: int64 [count]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(SIZE, generator=generator)[:count] + PAGE
 
@@ -125,7 +125,7 @@ def some_slots(seed: int, count: int = 40) -> Tensor:
 def test_an_offload_and_its_restore_elsewhere_are_exact(
     make: Make, kind: str, dtype: torch.dtype, strict_free: bool
 ) -> None:
-    """Bytes come back to other slots over poison, and no other slot is touched."""
+    """The bytes come back to other slots, which were overwritten; no other slot changes."""
     simnpu.set_policy(strict_free=strict_free)
     pool = make(kind)
     noise = fill(pool)
@@ -140,7 +140,7 @@ def test_an_offload_and_its_restore_elsewhere_are_exact(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_offload_that_does_not_wait_is_not_exact(make: Make, pools: Any, kind: str) -> None:
-    """Without its last synchronise the chunks hold no data yet; after one they do."""
+    """Without its last synchronise the chunks don't hold the data until a later one."""
     simnpu.set_schedule("lazy")
     pool = make(kind)
     noise, source = fill(pool), some_slots(1)
@@ -158,7 +158,7 @@ def test_an_offload_that_does_not_wait_is_not_exact(make: Make, pools: Any, kind
 def test_host_chunks_rewritten_before_a_synchronise_are_reported(
     make: Make, pools: Any, kind: str
 ) -> None:
-    """A restore that doesn't wait, whose chunks are then used for something else."""
+    """A restore doesn't wait, and its chunks are then reused."""
     simnpu.set_schedule("lazy")
     pool = make(kind)
     fill(pool)
@@ -173,7 +173,7 @@ def test_host_chunks_rewritten_before_a_synchronise_are_reported(
 
 
 def test_host_chunks_dropped_before_a_synchronise_are_reported(make: Make, pools: Any) -> None:
-    """An offload that doesn't wait, whose chunks are freed while the copies into them pend."""
+    """An offload doesn't wait, and its chunks are freed before the copies into them have run."""
     simnpu.set_schedule("lazy")
     simnpu.set_policy(strict_free=True)
     pool = make("mha paged")
@@ -185,7 +185,7 @@ def test_host_chunks_dropped_before_a_synchronise_are_reported(make: Make, pools
 
 
 def chunks(saved: Any) -> list[Tensor]:
-    """All host tensors of an offload, which is [layer][chunk][buffer]."""
+    """Lists the host tensors of an offload, which is [layer][chunk][buffer]."""
     return [tensor for layer in saved for chunk in layer for tensor in chunk]
 
 
@@ -203,7 +203,7 @@ def chunks(saved: Any) -> list[Tensor]:
 def test_set_kv_buffer_of_mha_writes_its_slots_alone(
     make: Make, kind: str, variable: str | None, dtype: torch.dtype
 ) -> None:
-    """Keys and values of different widths, into one layer, by each of the three operators."""
+    """The three operators write keys and values of different widths into one layer."""
     pool = make(kind, variable, v_head_dim=8)
     expected, slots = poison(pool), some_slots(3, 11)
     keys, values = torch.randn(11, 2, 16).bfloat16(), torch.randn(11, 2, 8).bfloat16()
@@ -217,7 +217,7 @@ def test_set_kv_buffer_of_mha_writes_its_slots_alone(
 @pytest.mark.parametrize("dtype", INDICES, ids=str)
 @pytest.mark.usefixtures("schedule")
 def test_the_setters_of_mla_write_their_slots_alone(make: Make, dtype: torch.dtype) -> None:
-    """Latents, rope and index keys; the index keys of layer 2 are the second of that buffer."""
+    """The setters write latents, rope and index keys; layer 2 is second in the index buffer."""
     pool = make("mla indexed")
     expected, slots = poison(pool), some_slots(5, 9)
     latent, rope = torch.randn(9, 1, 64).bfloat16(), torch.randn(9, 1, 16).bfloat16()
@@ -249,7 +249,7 @@ def test_the_nz_writer_of_mla_writes_tiles(make: Make) -> None:
 
 @pytest.mark.usefixtures("schedule")
 def test_the_setters_of_packed_fp8_write_their_slots_alone(make: Make) -> None:
-    """A row of latents in fp8, rope in bfloat16 and the latents' scale; index keys with scales."""
+    """A row has fp8 latents, bfloat16 rope and the latents' scale; index keys have scales."""
     pool = make("mla fp8")
     expected, slots = poison(pool), some_slots(7, 9)
     latent, rope = torch.randn(9, 1, 128).bfloat16(), torch.randn(9, 1, 16).bfloat16()
@@ -269,7 +269,7 @@ def test_the_setters_of_packed_fp8_write_their_slots_alone(make: Make) -> None:
 
 
 def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:
-    """The error names the file, its checksum and the folder that it may be put into."""
+    """The error names the file, its checksum, and the folder into which it may be put."""
 
     def offline(_: Path) -> None:
         raise RuntimeError("no route to host")
@@ -281,8 +281,8 @@ def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["absent", "spoilt"])
-def test_a_wheel_of_another_content_is_refused(tmp_path: Path, kept: bool) -> None:
-    """A kept file isn't trusted either; it is downloaded anew, and that is checked as well."""
+def test_a_wheel_with_another_checksum_is_refused(tmp_path: Path, kept: bool) -> None:
+    """A kept file with another checksum is downloaded again, and the download is checked, too."""
     if kept:
         (tmp_path / WHEEL).write_bytes(b"spoilt")
 

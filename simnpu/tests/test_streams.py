@@ -1,4 +1,4 @@
-"""Streams, events, and torch's two device modules."""
+"""Streams, events, and torch's two modules of a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from conftest import NPU, Plan
 
 
 def test_the_device_is_torch_s_accelerator() -> None:
-    """Code that knows only torch.accelerator finds it."""
+    """Code that uses only torch.accelerator finds the device."""
     assert torch.device("npu") == torch.accelerator.current_accelerator()
     assert torch.accelerator.is_available()
     assert 2 == torch.accelerator.device_count()
@@ -24,20 +24,20 @@ def test_the_device_is_torch_s_accelerator() -> None:
     NPU.synchronize(1)
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
-    """The message says how many there are."""
+def test_a_device_that_does_not_exist_is_refused() -> None:
+    """The message says how many devices exist."""
     with pytest.raises(RuntimeError, match="device 5 isn't there: there are 2"):
         torch.zeros(1, device="npu:5")
 
 
 def test_the_device_supports_every_dtype() -> None:
-    """So says its capability."""
+    """The device's capability lists every dtype."""
     capability = torch.accelerator.get_device_capability()
     assert {torch.bfloat16, torch.float8_e4m3fn} <= set(capability["supported_dtypes"])
 
 
 def test_the_device_s_module_has_what_device_code_calls() -> None:
-    """Under the names that torch.cuda and torch_npu have."""
+    """The functions have the names that torch.cuda and torch_npu use."""
     assert (True, True, True) == (NPU.is_available(), NPU.is_initialized(), NPU.is_bf16_supported())
     assert [torch.float16, torch.bfloat16] == NPU.get_amp_supported_dtype()
     assert "simnpu npu:1" == NPU.get_device_name(1)
@@ -85,8 +85,8 @@ def test_streams_are_distinct_and_current_within_their_block() -> None:
     assert second == torch.accelerator.current_stream()
 
 
-def test_an_event_is_done_when_what_came_before_it_is(schedule: Plan) -> None:
-    """And then the result is there."""
+def test_an_event_is_done_when_the_work_before_it_is(schedule: Plan) -> None:
+    """The result of the earlier work is complete then."""
     result = (torch.ones(4, device="npu") * 3).to("cpu", non_blocking=True)
     event = NPU.Event()
     event.record()
@@ -96,7 +96,7 @@ def test_an_event_is_done_when_what_came_before_it_is(schedule: Plan) -> None:
 
 
 def test_events_keep_time(schedule: Plan) -> None:
-    """A later event is later."""
+    """A later event has a later time."""
     first, last = NPU.Event(enable_timing=True), NPU.Event(enable_timing=True)
     first.record()
     torch.ones(1000, device="npu").sum()
@@ -106,7 +106,7 @@ def test_events_keep_time(schedule: Plan) -> None:
 
 
 def test_time_between_events_that_are_not_done_is_refused() -> None:
-    """As on a real device."""
+    """A real device refuses this, too."""
     first, last = (torch.Event("npu", enable_timing=True) for _ in range(2))
     first.record()
     last.record()
@@ -115,7 +115,7 @@ def test_time_between_events_that_are_not_done_is_refused() -> None:
     NPU.synchronize()
 
 
-def test_an_event_recorded_anew_leaves_earlier_waits_alone() -> None:
+def test_recording_an_event_again_does_not_change_earlier_waits() -> None:
     """A wait is for the recording that was the latest when it was called."""
     slow, other = torch.Stream(device="npu"), torch.Stream(device="npu")
     event = torch.Event("npu")
@@ -133,7 +133,7 @@ def test_an_event_recorded_anew_leaves_earlier_waits_alone() -> None:
 
 
 def test_a_loop_that_polls_ends(schedule: Plan) -> None:
-    """Each question makes one step of progress; the first answer about pending work is no."""
+    """Each query runs one operation; the first answer about pending work is no."""
     result = (torch.ones(8, device="npu") + 1).to("cpu", non_blocking=True)
     event = NPU.Event()
     event.record()
@@ -149,7 +149,7 @@ def test_a_loop_that_polls_ends(schedule: Plan) -> None:
 
 
 def test_nothing_runs_before_somebody_waits() -> None:
-    """In the schedule lazy; step() runs one operation."""
+    """In the schedule lazy only step() and waits run operations."""
     torch.ones(4, device="npu").add_(1)
     before = simnpu.pending()
     assert before >= 2
@@ -160,7 +160,7 @@ def test_nothing_runs_before_somebody_waits() -> None:
 
 
 def test_waiting_for_one_stream_leaves_the_others() -> None:
-    """Only what it depends on runs."""
+    """Only the operations that the stream depends on run."""
     stream = torch.Stream(device="npu")
     waited, left = torch.zeros(1, device="npu"), torch.zeros(1, device="npu")
     NPU.synchronize()
@@ -172,8 +172,8 @@ def test_waiting_for_one_stream_leaves_the_others() -> None:
     NPU.synchronize()
 
 
-def test_devices_are_waited_for_apart() -> None:
-    """synchronize(d) runs the streams of d."""
+def test_devices_are_waited_for_separately() -> None:
+    """synchronize(d) runs only the streams of d."""
     first, second = torch.zeros(1, device="npu:0"), torch.zeros(1, device="npu:1")
     NPU.synchronize(0)
     NPU.synchronize(1)
@@ -185,7 +185,7 @@ def test_devices_are_waited_for_apart() -> None:
 
 
 def test_a_copy_between_devices_is_ordered_with_both(schedule: Plan) -> None:
-    """After what either stream had to do, and before what either gets to do."""
+    """The copy runs after earlier work of both streams and before their later work."""
     for _ in range(5):
         source = torch.arange(64.0, device="npu:0") * 2
         target = torch.zeros(64, device="npu:1") - 1
@@ -197,7 +197,7 @@ def test_a_copy_between_devices_is_ordered_with_both(schedule: Plan) -> None:
 
 
 def test_tensors_of_two_devices_do_not_mix() -> None:
-    """Nor does the host join in, but for numbers and the indices of a gather."""
+    """Host tensors don't mix either, except for numbers and the indices of a gather."""
     here, there = torch.ones(2, device="npu:0"), torch.ones(2, device="npu:1")
     with pytest.raises(RuntimeError, match=r"same device.* npu:0 and npu:1"):
         here + there
@@ -209,13 +209,13 @@ def test_tensors_of_two_devices_do_not_mix() -> None:
 
 
 def test_the_schedule_must_be_known() -> None:
-    """The message lists them."""
+    """The message lists the known schedules."""
     with pytest.raises(ValueError, match="known are lazy, eager, random, thread"):
         simnpu.set_schedule("quick")  # type: ignore[arg-type]
 
 
 def test_a_seed_makes_random_repeatable() -> None:
-    """The same operations are pending after the same calls."""
+    """With equal seeds the same operations are pending after the same calls."""
 
     def run(seed: int) -> list[int]:
         simnpu.set_schedule("random", seed=seed)
@@ -231,7 +231,7 @@ def test_a_seed_makes_random_repeatable() -> None:
 
 
 def test_random_numbers_do_not_depend_on_the_schedule(schedule: Plan) -> None:
-    """They are those of the calls' order, not of the runs'."""
+    """Random numbers follow the order of the calls, not the order in which operations run."""
 
     def draw() -> torch.Tensor:
         torch.manual_seed(5)
@@ -246,7 +246,7 @@ def test_random_numbers_do_not_depend_on_the_schedule(schedule: Plan) -> None:
 
 
 def test_statistics_count() -> None:
-    """What was queued, and what had to wait for data."""
+    """The counters show queued operations, and those that had to wait for data."""
     before = simnpu.stats()
     mask = torch.ones(4, device="npu") > 0
     torch.nonzero(mask)

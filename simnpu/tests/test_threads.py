@@ -15,7 +15,7 @@ from conftest import NPU, Plan
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Runs it in so many threads, and raises what went wrong in any; a minute is the limit."""
+    """Runs `work` in `count` threads for at most a minute, and raises their errors."""
     errors: list[BaseException] = []
 
     def guarded(number: int) -> None:
@@ -34,8 +34,8 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-def test_threads_have_streams_of_their_own(schedule: Plan) -> None:
-    """Four of them copy down and up, and each sees its own numbers."""
+def test_each_thread_has_its_own_streams(schedule: Plan) -> None:
+    """Four threads copy to the host and back, and each sees its own numbers."""
 
     def work(number: int) -> None:
         stream = torch.Stream(device="npu")
@@ -51,8 +51,8 @@ def test_threads_have_streams_of_their_own(schedule: Plan) -> None:
     NPU.synchronize()
 
 
-def test_the_current_device_is_a_thread_s_own() -> None:
-    """As on CUDA."""
+def test_each_thread_has_its_own_current_device() -> None:
+    """CUDA does the same."""
     NPU.set_device(1)
     seen: list[int] = []
     in_threads(1, lambda _: seen.append(NPU.current_device()))
@@ -60,8 +60,8 @@ def test_the_current_device_is_a_thread_s_own() -> None:
     assert 1 == NPU.current_device()
 
 
-def test_freeing_and_collecting_under_way_does_not_deadlock() -> None:
-    """The worker drops what Python owned while Python's threads make more of it."""
+def test_freeing_and_garbage_collection_do_not_deadlock() -> None:
+    """The worker drops objects of Python while Python's threads make more of them."""
     simnpu.set_schedule("thread", delay_us=0)
     stop = threading.Event()
 
@@ -95,7 +95,7 @@ def test_freeing_and_collecting_under_way_does_not_deadlock() -> None:
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    """The script in a process of its own; four minutes are the limit."""
+    """Runs a script in a new process for at most four minutes."""
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=240
     )
@@ -125,7 +125,7 @@ print(doubled.tolist(), torch.npu._is_in_bad_fork())
 
 
 def test_a_forked_child_has_no_device() -> None:
-    """It would write into its parent's memory. The parent goes on."""
+    """A child would write into its parent's memory, so it can't use the device; the parent can."""
     done = run(FORK)
     refused = "simnpu: this process was forked from one that uses simnpu, "[:59]
     expected = [*[refused] * 5, "True", "[2.0, 2.0, 2.0, 2.0] False"]
@@ -145,7 +145,7 @@ for (batch,) in loader:
 
 
 def test_data_loaders_may_fork() -> None:
-    """Their workers use no device."""
+    """The workers of a data loader use no device."""
     assert ["True 6.0", "True 22.0"] == run(LOADER).stdout.splitlines()
 
 
@@ -160,14 +160,14 @@ target = source.to("npu", non_blocking=True)
 
 
 def test_a_process_may_end_with_work_pending() -> None:
-    """Nothing runs after Python is gone, and nothing hangs or crashes."""
+    """Nothing runs after Python has ended, and nothing hangs or crashes."""
     for name in ("lazy", "thread"):
         done = run(EXIT.format(schedule=name, rest=""))
         assert (0, "", "") == (done.returncode, done.stdout, done.stderr)
 
 
-def test_what_was_found_and_never_raised_is_printed_at_the_end() -> None:
-    """Else a script that forgets its last synchronise would hide it."""
+def test_violations_that_were_never_raised_are_printed_at_the_end() -> None:
+    """A script that forgets its last synchronise would otherwise hide them."""
     done = run(EXIT.format(schedule="lazy", rest="source.zero_(); simnpu.step(1000)"))
     assert 0 == done.returncode
     assert "the host source was modified before the copy ran" in done.stderr

@@ -1,4 +1,4 @@
-"""The shim of torch_npu: each operator against plain Python, and what each turns away."""
+"""The shim of torch_npu: each operator equals plain Python, and refuses invalid arguments."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SCATTERED = [
     *(torch.int8, torch.uint8, torch.int16, I32, I64),
 ]
 INDICES = [I32, I64]
-SLOTS = [13, 0, -1, 31, 6, -7]  # of 4 blocks of 8; a negative one is left out
+SLOTS = [13, 0, -1, 31, 6, -7]  # of 4 blocks of 8; negative slots are left out
 BLOCKS, BLOCK, HEADS = 4, 8, 2
 
 
 @pytest.fixture
 def torch_npu() -> ModuleType:
-    """The shim."""
+    """The shim's module."""
     return simnpu.torch_npu.install()
 
 
 def noise(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Any bits, but 0 and 1 for bool: [*shape] on the host."""
+    """Makes random bits on the host, but 0 and 1 for bool: [*shape]."""
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
     octets = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
@@ -40,7 +40,7 @@ def noise(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def content(tensor: Tensor) -> bytes:
-    """Waits for the device; what the tensor holds."""
+    """Waits for the device, and returns the tensor's bytes."""
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -50,7 +50,7 @@ def content(tensor: Tensor) -> bytes:
 def test_scatter_nd_update_writes_rows(
     torch_npu: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
-    """With one index a row, it writes whole rows, and leaves the rows between alone."""
+    """With one index in each row it writes whole rows, and all other rows stay."""
     host, updates, rows = noise(dtype, 9, 3, 4), noise(dtype, 4, 3, 4), [8, 0, 5, 3]
     device = host.to("npu")
     indices = torch.tensor(rows, dtype=index_dtype).view(-1, 1)
@@ -67,7 +67,7 @@ def test_scatter_nd_update_writes_rows(
 def test_scatter_nd_update_writes_below_several_indices(
     torch_npu: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
-    """A batch of any shape, and two indices each; the tensor has gaps between its rows."""
+    """The batch has any shape and two indices for each update; the tensor has gaps between rows."""
     host, updates = noise(dtype, 5, 4, 6), noise(dtype, 3, 2, 6)
     places = [[[4, 3], [0, 0]], [[2, 1], [2, 2]], [[1, 3], [3, 1]]]
     backing = noise(dtype, 5, 4, 9)
@@ -84,7 +84,7 @@ def test_scatter_nd_update_writes_below_several_indices(
 
 
 @pytest.mark.parametrize(("count", "width"), [(2, 0), (0, 4)], ids=["no width", "no rows"])
-def test_scatter_nd_update_takes_nothing_to_write(
+def test_scatter_nd_update_accepts_empty_updates(
     torch_npu: ModuleType, count: int, width: int
 ) -> None:
     """A buffer may have no width, such as the values of a pool that packs them with the keys."""
@@ -100,7 +100,7 @@ def test_scatter_nd_update_takes_nothing_to_write(
 @pytest.mark.parametrize("dtype", [torch.float16, HALF, torch.int8], ids=str)
 @pytest.mark.usefixtures("schedule")
 def test_reshape_and_cache_writes_slots(torch_npu: ModuleType, dtype: torch.dtype) -> None:
-    """Keys and values of different widths go to the slots that aren't negative, alone."""
+    """Keys and values of different widths are written only to slots that aren't negative."""
     caches = [noise(dtype, BLOCKS, BLOCK, HEADS, width) for width in (16, 4)]
     tokens = [noise(dtype, len(SLOTS), HEADS, width) for width in (16, 4)]
     devices = [cache.to("npu") for cache in caches]
@@ -116,7 +116,7 @@ def test_reshape_and_cache_writes_slots(torch_npu: ModuleType, dtype: torch.dtyp
 def test_reshape_and_cache_with_one_tensor_writes_slots(
     torch_npu: ModuleType, slots: list[int]
 ) -> None:
-    """The form for a cache of keys and values in one; a step of padding alone changes nothing."""
+    """The cache holds keys and values in one tensor; a step with only padding changes nothing."""
     cache, token = noise(HALF, BLOCKS, BLOCK, 1, 20), noise(HALF, len(slots), 1, 20)
     device, places = cache.to("npu"), torch.tensor(slots, dtype=torch.int32, device="npu")
     torch_npu._npu_reshape_and_cache_siso(token.to("npu"), device, places)
@@ -131,7 +131,7 @@ def test_reshape_and_cache_with_one_tensor_writes_slots(
 def test_scatter_pa_kv_cache_writes_slots(
     torch_npu: ModuleType, mode: str | None, dtype: torch.dtype, index_dtype: torch.dtype
 ) -> None:
-    """In both layouts; in NZ a token's 32-byte pieces lie block_size apart."""
+    """It writes both layouts; in NZ a token's pieces of 32 bytes lie block_size apart."""
     last, widths = 32 // dtype.itemsize, (64, 32)
     if mode == "PA_NZ":
         caches = [noise(dtype, BLOCKS, HEADS * width // last, BLOCK, last) for width in widths]
@@ -150,14 +150,14 @@ def test_scatter_pa_kv_cache_writes_slots(
 
 
 def write_slots(cache: Tensor, tokens: Tensor, slots: list[int]) -> None:
-    """The reference: cache [block, block_size, head, head_dim]."""
+    """Writes as the operator must: cache [block, block_size, head, head_dim]."""
     for slot, token in zip(slots, tokens, strict=True):
         if slot >= 0:
             cache[slot // BLOCK, slot % BLOCK] = token
 
 
 def write_tiles(cache: Tensor, tokens: Tensor, slots: list[int]) -> None:
-    """The reference: cache [block, tile, block_size, last]."""
+    """Writes as the operator must: cache [block, tile, block_size, last]."""
     for slot, token in zip(slots, tokens, strict=True):
         if slot >= 0:
             for tile in range(cache.shape[1]):
@@ -190,7 +190,7 @@ def test_dynamic_quant_scales_each_row(torch_npu: ModuleType, dtype: torch.dtype
 def test_an_index_out_of_bounds_shows_at_a_synchronisation(
     torch_npu: ModuleType, depth: int, index: int
 ) -> None:
-    """A negative one, too: the device doesn't count from the end."""
+    """A negative index is out of bounds, too: the device doesn't count from the end."""
     device = torch.zeros(4, 4, 3, device="npu")
     indices = torch.tensor([[0] * (depth - 1) + [index]], device="npu")
     updates = torch.ones(1, *device.shape[depth:], device="npu")
@@ -200,8 +200,8 @@ def test_an_index_out_of_bounds_shows_at_a_synchronisation(
 
 
 @pytest.mark.usefixtures("schedule")
-def test_a_slot_out_of_the_cache_shows_at_a_synchronisation(torch_npu: ModuleType) -> None:
-    """The first slot past the last block."""
+def test_a_slot_beyond_the_cache_shows_at_a_synchronisation(torch_npu: ModuleType) -> None:
+    """The slot is the first one after the last block."""
     token, cache = torch.ones(1, 1, 4, dtype=HALF), torch.zeros(2, 8, 1, 4, dtype=HALF)
     slots = torch.tensor([16], dtype=torch.int32, device="npu")
     with pytest.raises(RuntimeError, match="out of bounds"):  # noqa: PT012, eager raises at the call
@@ -213,18 +213,18 @@ Call = tuple[str, dict[str, Any]]  # an operator and its arguments
 
 
 def on_npu(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Zeros on the device."""
+    """Makes zeros on the device."""
     return torch.zeros(shape, dtype=dtype, device="npu")
 
 
 def nd(**changes: Tensor) -> Call:
-    """A good call of npu_scatter_nd_update_, but for the changes; the others likewise."""
+    """Makes a valid call of npu_scatter_nd_update_ with changes, as the functions below do."""
     good = {"self": on_npu(HALF, 9, 3), "indices": on_npu(I32, 2, 1), "updates": on_npu(HALF, 2, 3)}
     return "npu_scatter_nd_update_", {**good, **changes}
 
 
 def paged(op: str, **changes: Any) -> Call:
-    """A call of `op`, which writes keys and values."""
+    """Makes a call of `op`, which writes keys and values."""
     tiled = op == "npu_scatter_pa_kv_cache" and "cache_mode" not in changes
     shape = (BLOCKS, HEADS, BLOCK, 16) if tiled else (BLOCKS, BLOCK, HEADS, 16)
     slots = "slot_mapping" if op == "npu_scatter_pa_kv_cache" else "slot_indices"
@@ -234,17 +234,17 @@ def paged(op: str, **changes: Any) -> Call:
 
 
 def cached(**changes: Any) -> Call:
-    """A call of _npu_reshape_and_cache."""
+    """Makes a call of _npu_reshape_and_cache."""
     return paged("_npu_reshape_and_cache", **changes)
 
 
 def pa(**changes: Any) -> Call:
-    """A call of npu_scatter_pa_kv_cache."""
+    """Makes a call of npu_scatter_pa_kv_cache."""
     return paged("npu_scatter_pa_kv_cache", **changes)
 
 
 def quant(**changes: Any) -> Call:
-    """A call of npu_dynamic_quant."""
+    """Makes a call of npu_dynamic_quant."""
     return "npu_dynamic_quant", {"input": on_npu(HALF, 2, 16), **changes}
 
 
@@ -291,7 +291,7 @@ REFUSED: list[tuple[Callable[[], Call], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_an_argument_that_does_not_fit_is_refused_at_the_call(
+def test_an_invalid_argument_is_refused_at_the_call(
     torch_npu: ModuleType, call: Callable[[], Call], message: str
 ) -> None:
     """The error names the operator, the argument and both values."""
@@ -302,24 +302,24 @@ def test_an_argument_that_does_not_fit_is_refused_at_the_call(
 
 
 def nd_below() -> Call:
-    """A call of npu_scatter_nd_update_ with two indices for each element."""
+    """Makes a call of npu_scatter_nd_update_ with two indices for each element."""
     return nd(indices=on_npu(I64, 2, 2), updates=on_npu(HALF, 2))
 
 
 def siso() -> Call:
-    """A call of _npu_reshape_and_cache_siso."""
+    """Makes a call of _npu_reshape_and_cache_siso."""
     op, arguments = paged("_npu_reshape_and_cache_siso")
     return op, {label: arguments[label] for label in ("key", "key_cache", "slot_indices")}
 
 
 def pa_norm() -> Call:
-    """A call of npu_scatter_pa_kv_cache for caches that are not NZ."""
+    """Makes a call of npu_scatter_pa_kv_cache for caches that are not NZ."""
     return pa(cache_mode="Norm")
 
 
 @pytest.mark.parametrize("call", [nd, nd_below, cached, siso, pa, pa_norm, quant])
 def test_an_operator_does_not_wait(torch_npu: ModuleType, call: Callable[[], Call]) -> None:
-    """What pended before still pends after the call, and so does what it does itself."""
+    """Earlier operations still pend after the call, and so do its own."""
     simnpu.set_schedule("lazy")
     op, arguments = call()
     torch.accelerator.synchronize()
@@ -336,7 +336,7 @@ def test_an_operator_does_not_wait(torch_npu: ModuleType, call: Callable[[], Cal
 def test_an_operator_is_registered_with_torch(
     torch_npu: ModuleType, call: Callable[[], Call]
 ) -> None:
-    """torch.ops.npu and torch.ops.atb take the same keywords and do the same."""
+    """torch.ops.npu and torch.ops.atb have the same keywords and do the same."""
     op, ours = call()
     for label in ours.keys() & {"key", "value", "updates", "input"}:
         ours[label].fill_(1)
@@ -348,20 +348,20 @@ def test_an_operator_is_registered_with_torch(
 
 
 def everything(arguments: dict[str, Any], results: object = None) -> list[bytes]:
-    """What the tensors hold."""
+    """Returns the tensors' bytes."""
     tensors = [*arguments.values(), *(results if isinstance(results, tuple) else [results])]
     return [content(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-def test_what_the_shim_lacks_is_named_with_what_it_has(torch_npu: ModuleType) -> None:
-    """Code that asks for an operator of another kind learns that this is a shim."""
+def test_an_operator_that_the_shim_lacks_is_named(torch_npu: ModuleType) -> None:
+    """The error says that this is a shim, and which operators it has."""
     with pytest.raises(AttributeError, match=r"no 'npu_prefetch'; it has .*npu_scatter_nd"):
         _ = torch_npu.npu_prefetch
     assert not hasattr(torch_npu, "npu_prefetch")
 
 
-def test_install_gives_the_module_that_import_finds(torch_npu: ModuleType) -> None:
-    """It is the same at each call, and leads to torch.npu."""
+def test_install_returns_the_module_that_import_finds(torch_npu: ModuleType) -> None:
+    """Each call returns the same module, which leads to torch.npu."""
     assert torch_npu is simnpu.torch_npu.install()
     assert torch_npu is sys.modules["torch_npu"]
     assert torch_npu.npu is torch.get_device_module("npu")
@@ -369,17 +369,17 @@ def test_install_gives_the_module_that_import_finds(torch_npu: ModuleType) -> No
 
 @pytest.fixture
 def absent(torch_npu: ModuleType) -> Iterator[None]:
-    """The shim isn't there during the test."""
+    """Removes the shim from sys.modules during the test."""
     del sys.modules["torch_npu"]
     yield
     sys.modules["torch_npu"] = torch_npu
 
 
 @pytest.mark.usefixtures("absent")
-def test_install_keeps_out_of_a_real_torch_npu_s_way(
+def test_install_does_not_replace_a_real_torch_npu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it has been imported already or not."""
+    """A real torch_npu may be imported already, or only be installed."""
     (tmp_path / "torch_npu.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RuntimeError, match="a real torch_npu is installed"):
@@ -392,7 +392,7 @@ def test_install_keeps_out_of_a_real_torch_npu_s_way(
 
 @pytest.mark.usefixtures("absent")
 def test_install_needs_a_device_called_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that imports torch_npu says "npu", so another name would not do."""
+    """Code that imports torch_npu uses the name "npu", so another name is refused."""
     monkeypatch.setattr(simnpu.torch_npu, "_backend", lambda: "tpu")
     with pytest.raises(RuntimeError, match=r"here it is 'tpu'; call simnpu\.install\(\"npu\"\)"):
         simnpu.torch_npu.install()

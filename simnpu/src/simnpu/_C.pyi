@@ -1,4 +1,4 @@
-"""The compiled core. `simnpu` itself is the public side of all this."""
+"""The compiled core. Its public interface is `simnpu`."""
 
 from collections.abc import Sequence
 from typing import TypedDict

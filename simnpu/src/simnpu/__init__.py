@@ -1,11 +1,11 @@
-"""A simulated accelerator for PyTorch: asynchronous, and worse than any real one.
+"""A simulated accelerator for PyTorch, whose work is always as late as it may be.
 
     import simnpu
     npu = simnpu.install("npu", devices=2)
 
 gives torch a device `npu` whose memory the host can't touch, with streams, events and pinned
-memory. Nothing has happened on it until somebody waits for it. Mistakes in the use of
-asynchronous copies come out as RuntimeError at the next synchronisation.
+memory. Its work runs only when somebody waits for it. Mistakes in the use of asynchronous copies
+raise RuntimeError at the next synchronisation.
 """
 
 from simnpu.control import (

@@ -1,4 +1,4 @@
-"""Installing the device, and the controls of the simulation."""
+"""Installs the device, and controls the simulation."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class _Installed:
 class Stats:
     """Counters since install().
 
-    `queued_kernels` ran when their schedule said so; `blocking_kernels` had results whose shape
-    depends on data, so they waited for their stream (`blocking_names` has them by operator).
+    `queued_kernels` ran when the schedule let them run. `blocking_kernels` had results whose shape
+    depends on data, so they waited for their stream; `blocking_names` counts them by operator.
     """
 
     enqueued: int
@@ -70,16 +70,16 @@ def install(
     refuse: str | None = "ascend",
     pinned_limit_bytes: int | None = None,
 ) -> ModuleType:
-    """Gives torch a simulated accelerator `name` with so many devices; returns `torch.<name>`.
+    """Gives torch a simulated accelerator `name` with `devices` devices; returns `torch.<name>`.
 
     `memory_bytes` is the size of each device's memory, which is taken from the host as it is
-    used. `refuse` names the deny list of what the real device refuses, None gives it up. With
-    `pinned_limit_bytes`, pinning more host memory than that raises RuntimeError, as where the
-    locked-memory limit is reached.
+    used. `refuse` names the list of calls that the real device refuses; None refuses nothing.
+    `pinned_limit_bytes` limits pinned host memory: pinning more raises RuntimeError, as it does
+    where the limit on locked memory is reached.
 
-    For the process's life: a second call with the same arguments does nothing but set schedule
-    and limit. Raises RuntimeError for a second call with other arguments, and if this process
-    has a real device in the place that torch keeps for one such backend.
+    The device stays installed until the process ends. A second call with the same arguments only
+    sets the schedule and the limit. Raises RuntimeError for a second call with other arguments,
+    and if this process has a real device of this kind, since torch has room for only one.
     """
     global _installed
     wanted = _Installed(name, devices, memory_bytes, refuse)
@@ -138,7 +138,7 @@ def _check_place() -> None:
 
 
 def _is_loaded_from_file(module: str) -> bool:
-    """The shim of this package has no file, a real backend has."""
+    """Tells the real backend, which has a file, from this package's shim, which has none."""
     return getattr(sys.modules.get(module), "__file__", None) is not None
 
 
@@ -148,11 +148,11 @@ def _directory_of(package: ModuleType) -> str:
 
 
 def set_schedule(schedule: Schedule, *, seed: int = 0, delay_us: int = 500) -> None:
-    """Sets when operations run, after running all that is pending.
+    """Runs all pending operations, then sets when operations run.
 
     lazy: when somebody waits for them. eager: at once. random: some at each call, drawn from
-    `seed`. thread: one after each `delay_us` microseconds, on a thread. Order within a stream is
-    kept by all. What is found while the pending operations run stays for the next
+    `seed`. thread: one after each `delay_us` microseconds, on a thread. Every schedule keeps the
+    order within a stream. Violations that the pending operations show are raised at the next
     synchronisation. Raises ValueError for another name.
     """
     _C.set_schedule(schedule, seed, delay_us)
@@ -164,41 +164,42 @@ def set_policy(
     strict_free: bool = False,
     pinned_limit_bytes: int | None = None,
 ) -> None:
-    """Sets all policies; those not given get their defaults.
+    """Sets all policies; a policy that isn't given gets its default.
 
-    pageable_async: non_blocking copies of memory that isn't pinned are asynchronous too (the
-    worst case; otherwise they block, or take a copy at the call). strict_free: freeing pinned
-    memory with a copy pending is a violation (otherwise it is kept until the copy has run, as
-    CUDA's allocator does). pinned_limit_bytes: no limit if None.
+    pageable_async: non_blocking copies of memory that isn't pinned are asynchronous, too, which is
+    the worst case. If False, they block, or copy the source at the call.
+    strict_free: freeing pinned memory with a pending copy is a violation. If False, the memory is
+    kept until the copy has run, as CUDA's allocator does.
+    pinned_limit_bytes: how much host memory may be pinned; None sets no limit.
     """
     _C.set_policy(pageable_async, strict_free, pinned_limit_bytes)
 
 
 def pending() -> int:
-    """How many operations are queued, on all streams of all devices."""
+    """Returns how many operations are queued, on all streams of all devices."""
     return _C.pending()
 
 
 def step(count: int = 1) -> None:
-    """Runs up to `count` pending operations, each of a random stream."""
+    """Runs up to `count` pending operations, each from a random stream."""
     _C.step(count)
 
 
 def take_violations() -> list[str]:
-    """What was found and not yet raised; it is forgotten, so that it won't be raised."""
+    """Returns the violations that were found and not raised. They won't be raised any more."""
     return _C.take_violations()
 
 
 def stats() -> Stats:
-    """Counters since install()."""
+    """Returns counters since install()."""
     return Stats(**_C.stats())
 
 
 def reset() -> None:
-    """For between tests: runs what is pending, drops violations, and sets the defaults.
+    """Runs what is pending, drops violations, and sets the defaults. Call it between tests.
 
-    These are: schedule lazy, default policy, the deny list of install(), and for this thread
-    device 0 and default streams.
+    The defaults are: schedule lazy, the default policy, the deny list of install(), and for this
+    thread device 0 and default streams.
     """
     _C.reset()
     if _installed is not None:

@@ -1,6 +1,6 @@
-"""The module `torch.<name>`: what code written for a device expects to find under its name.
+"""The module `torch.<name>`, with the functions that code expects of a device's module.
 
-It is `torch.accelerator` under older names, and the same for every name that is installed.
+It has the functions of `torch.accelerator` under older names, whatever the device is called.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ DeviceLike: TypeAlias = torch.device | int | str | None
 
 
 class Stream(torch.Stream):
-    """A new stream of `device` (default: the current one); a context manager, as torch.Stream."""
+    """Makes a new stream of `device`, by default the current device; it is a context manager."""
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **ids: int) -> Stream:
-        """With stream_id, device_index and device_type: that existing stream."""
+        """Returns an existing stream if stream_id, device_index and device_type are given."""
         if ids:
             return super().__new__(cls, priority=priority, **ids)
         return super().__new__(cls, device=_device(device), priority=priority)
@@ -33,13 +33,14 @@ class _EventType(type):
 class Event(metaclass=_EventType):
     """Makes a torch.Event of the current device.
 
-    Not a subclass: torch 2.13 refuses those in elapsed_time and record_event.
+    This is no subclass of torch.Event: torch 2.13 refuses subclasses in elapsed_time and
+    record_event.
     """
 
     def __new__(  # type: ignore[misc]
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> torch.Event:
-        """`blocking` changes nothing here; raises RuntimeError for an interprocess event."""
+        """`blocking` changes nothing here. Raises RuntimeError for an interprocess event."""
         if interprocess:
             raise RuntimeError("simnpu: events can't be shared between processes")
         return torch.Event(_device(None), enable_timing=enable_timing, blocking=blocking)
@@ -47,7 +48,7 @@ class Event(metaclass=_EventType):
 
 @final
 class device:  # noqa: N801  # torch.cuda has it under this name
-    """Context manager: `device` is the current one inside."""
+    """A context manager that makes `device` the current device."""
 
     def __init__(self, device: DeviceLike) -> None:
         self.index = _index(device)
@@ -63,7 +64,7 @@ class device:  # noqa: N801  # torch.cuda has it under this name
 
 @final
 class stream:  # noqa: N801  # torch.cuda has it under this name
-    """Context manager: `stream` is the current one inside; None changes nothing."""
+    """A context manager that makes `stream` the current stream; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -86,7 +87,7 @@ def _name() -> str:
 
 
 def _device(which: DeviceLike) -> torch.device:
-    """The device meant, with its index."""
+    """Returns the device with its index."""
     if isinstance(which, int):
         return torch.device(_name(), which)
     found = torch.device(_name()) if which is None else torch.device(which)
@@ -100,107 +101,107 @@ def _index(which: DeviceLike) -> int:
 
 
 def init() -> None:
-    """Nothing: install() has done it."""
+    """Does nothing, since install() has done it."""
 
 
 def is_available() -> bool:
-    """True: it is simulated."""
+    """Returns True: the device is simulated."""
     return True
 
 
 def is_initialized() -> bool:
-    """True: install() has done it."""
+    """Returns True: install() has initialised the device."""
     return True
 
 
 def is_bf16_supported() -> bool:
-    """True: kernels are the CPU's."""
+    """Returns True: the device runs the CPU's kernels."""
     return True
 
 
 def device_count() -> int:
-    """How many devices there are."""
+    """Returns how many devices there are."""
     return _C.device_count()
 
 
 def current_device() -> int:
-    """The index of this thread's current device."""
+    """Returns the index of this thread's current device."""
     return _C.current_device()
 
 
 def set_device(device: DeviceLike) -> None:
-    """Makes `device` this thread's current one."""
+    """Makes `device` this thread's current device."""
     _C.set_device(_index(device))
 
 
 def get_device_name(device: DeviceLike = None) -> str:
-    """What the device calls itself."""
+    """Returns the device's name."""
     return f"simnpu {_device(device)}"
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Blocks until all streams of `device` are done; raises RuntimeError for what went wrong."""
+    """Blocks until all streams of `device` are done; raises RuntimeError for violations."""
     torch.accelerator.synchronize(_device(device))
 
 
 def current_stream(device: DeviceLike = None) -> torch.Stream:
-    """This thread's current stream of `device`."""
+    """Returns this thread's current stream of `device`."""
     return torch.accelerator.current_stream(_device(device))
 
 
 def default_stream(device: DeviceLike = None) -> torch.Stream:
-    """The stream of `device` that is current until another is set."""
+    """Returns the stream of `device` that is current until another is set."""
     kind = torch.Stream(device=_device(device)).device_type
     return torch.Stream(stream_id=0, device_index=_index(device), device_type=kind)
 
 
 def set_stream(stream: torch.Stream) -> None:
-    """Makes `stream` this thread's current one on its device."""
+    """Makes `stream` this thread's current stream on its device."""
     torch.accelerator.set_stream(stream)
 
 
 def empty_cache() -> None:
-    """Synchronises, as a real allocator does to give memory back; there is no cache."""
+    """Synchronises, as a real allocator does before it gives memory back; there is no cache."""
     torch.accelerator.empty_cache()
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Free and total bytes of `device`."""
+    """Returns free and total bytes of `device`."""
     return torch.accelerator.get_memory_info(_device(device))
 
 
 def memory_allocated(device: DeviceLike = None) -> int:
-    """Bytes in use on `device`, those included whose free is still queued."""
+    """Returns the bytes in use on `device`; memory whose free is still queued counts."""
     return torch.accelerator.memory_allocated(_device(device))
 
 
 def max_memory_allocated(device: DeviceLike = None) -> int:
-    """The most bytes that were ever in use on `device`."""
+    """Returns the most bytes that were ever in use on `device`."""
     return torch.accelerator.max_memory_allocated(_device(device))
 
 
 def memory_reserved(device: DeviceLike = None) -> int:
-    """Bytes of `device` that were ever handed out."""
+    """Returns the bytes of `device` that were ever handed out."""
     return torch.accelerator.memory_reserved(_device(device))
 
 
 def max_memory_reserved(device: DeviceLike = None) -> int:
-    """The same: reserved memory isn't given back."""
+    """Returns the same as memory_reserved: reserved memory isn't given back."""
     return torch.accelerator.max_memory_reserved(_device(device))
 
 
 def memory_stats(device: DeviceLike = None) -> dict[str, Any]:
-    """The allocator's counters, under torch's names."""
+    """Returns the allocator's counters under torch's names."""
     return dict(torch.accelerator.memory_stats(_device(device)))
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Starts the peaks anew from what is in use."""
+    """Sets the peaks to what is in use now."""
     torch.accelerator.reset_peak_memory_stats(_device(device))
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the CPU's generator: the device draws from it."""
+    """Seeds the CPU's generator, from which the device draws."""
     torch.default_generator.manual_seed(seed)
 
 
@@ -210,12 +211,12 @@ def manual_seed_all(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """The seed of the CPU's generator."""
+    """Returns the seed of the CPU's generator."""
     return torch.default_generator.initial_seed()
 
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:  # noqa: ARG001
-    """The state of the CPU's generator."""
+    """Returns the state of the CPU's generator."""
     return torch.default_generator.get_state()
 
 
@@ -225,7 +226,7 @@ def set_rng_state(state: torch.Tensor, device: DeviceLike = None) -> None:  # no
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What autocast may use."""
+    """Returns the dtypes that autocast may use."""
     return [torch.float16, torch.bfloat16]
 
 
@@ -238,7 +239,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def make_module(name: str) -> ModuleType:
-    """A module `torch.<name>` with all of the above."""
+    """Makes a module `torch.<name>` with all functions of this file."""
     module = ModuleType(f"torch.{name}", __doc__)
     source = vars(sys.modules[__name__])
     wanted = [key for key in source if not key.startswith("_")] + ["_lazy_init", "_is_in_bad_fork"]

@@ -1,12 +1,12 @@
 """The deny lists: which operators and dtypes a real device refuses, as data.
 
-simnpu runs torch's CPU kernels, and those take more than an accelerator does. A list names what
-the real device turns away, so that the call fails here too, at once and with the reason.
+simnpu runs torch's CPU kernels, which accept more than an accelerator does. A list names calls
+that the real device refuses, so that they fail here, too, at the call and with the reason.
 
 A list is a TOML file of this package, such as `ascend.toml`, of tables like this one:
 
     [[refusal]]
-    op = "aten::index_select"      # all overloads; "aten::index.Tensor" means that one alone
+    op = "aten::index_select"      # all overloads; "aten::index.Tensor" means only that one
     dtypes = ["float8_e4m3fn"]     # names of torch's dtypes; ["*"] for every dtype
     reason = "aclnnIndexSelect knows no fp8"
     source = "github.com/... path/to/file, and where in it"
@@ -14,12 +14,12 @@ A list is a TOML file of this package, such as `ascend.toml`, of tables like thi
 A call is refused when any tensor among its arguments, lists of tensors included, has one of the
 dtypes. To add a line:
 
-1. Find it said that the device refuses the call, by its maker's code, documents or issues; a
-   list of supported types counts only if the device's own code checks it. That is the `source`.
-2. Name the operator that reaches the device: torch takes some apart before (`inverse` becomes
-   `linalg_inv_ex`, `index_put_` becomes `_index_put_impl_`).
+1. Find a source that says that the device refuses the call: its maker's code, documents or issues.
+   A list of supported types counts only if the device's code checks it. This is the `source`.
+2. Name the operator that reaches the device: torch takes some operators apart before (`inverse`
+   becomes `linalg_inv_ex`, `index_put_` becomes `_index_put_impl_`).
 3. Let `reason` end the sentence "aten::x refuses float64 as ...".
-4. Give `tests/test_refusals.py` a sample call of a new operator; it fails until you do.
+4. Add a sample call of a new operator to `tests/test_refusals.py`, which fails without it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _OP = re.compile(r"(\w+)::(\w+)(?:\.(\w+))?")
 @final
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One line of a deny list: `op` with a tensor of any of `dtypes` is refused.
+    """A line of a deny list: `op` with a tensor of any of `dtypes` is refused.
 
-    `op` is an operator of torch's dispatcher, with an overload or without (then all of them);
-    `dtypes` are names such as `float64`, or `*` alone; `reason` completes "... is refused as";
-    `source` says where the device's maker states it.
+    `op` is an operator of torch's dispatcher; without an overload it means all of them. `dtypes`
+    are names such as `float64`, or only `*`. `reason` completes "... is refused as". `source` says
+    where the device's maker states it.
     """
 
     op: str
@@ -59,10 +59,10 @@ class Refusal:
 
 
 def load(name: str) -> tuple[Refusal, ...]:
-    """The deny list `name`, such as `ascend`, in the order of its file.
+    """Returns the deny list `name`, such as `ascend`, in the order of its file.
 
-    Raises ValueError if there is no such list, or for a line that isn't one: a field missing,
-    unknown or empty, an operator that this torch doesn't have, or something that is no dtype.
+    Raises ValueError if there is no such list, and for an invalid line: a field is missing, unknown
+    or empty, this torch lacks the operator, or a dtype is unknown.
     """
     path = resources.files("simnpu") / f"{name}.toml"
     if not re.fullmatch(r"\w+", name) or not path.is_file():
@@ -71,7 +71,7 @@ def load(name: str) -> tuple[Refusal, ...]:
 
 
 def parse(text: str, where: str) -> tuple[Refusal, ...]:
-    """The deny list in `text`, which is TOML; `where` names it in errors. Raises as `load` does."""
+    """Parses a deny list from TOML; errors name it `where`. Raises as `load` does."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -1,11 +1,11 @@
-"""A shim of `torch_npu`: the operators by which KV pools move KV, made of ordinary torch ones.
+"""A shim of `torch_npu`: the operators by which KV pools move KV, made of ordinary torch operators.
 
 `install()` puts a module `torch_npu` into `sys.modules`, so that pool code written for Ascend runs
-unchanged on simnpu, and registers the operators as `torch.ops.npu.*` and `torch.ops.atb.*`, too.
-Each is a few operations on the device, so it is as asynchronous as they are, and a slot out of
-range shows at the next synchronisation, as it does there. Arguments are checked at the call, as
-the interface's documents have it; what they don't state isn't checked. Where the documents of two
-generations differ, the shim takes what either takes: fp8 and uint8 need an Ascend 950.
+unchanged on simnpu. It also registers the operators as `torch.ops.npu.*` and `torch.ops.atb.*`.
+Each operator is a few operations on the device, and as asynchronous as they are: a slot out of
+range shows at the next synchronisation, as on the real device. Arguments are checked at the call,
+by the rules that the interface's documents state and by no others. If the documents of two
+generations differ, the shim accepts what either accepts: fp8 and uint8 need an Ascend 950.
 
 Sources, by the short names used below: op-plugin is github.com/Ascend/op-plugin, ops-nn is
 github.com/hicann/ops-nn (a mirror of CANN's), ATB is "Ascend Transformer Boost" in CANN's API
@@ -47,7 +47,7 @@ def npu_scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Te
 
     `self` has 1 to 8 dimensions, of any strides; `indices` is int32 or int64 [*batch, depth] with
     depth <= self.dim(); `updates` is [*batch, *self.shape[depth:]] of `self`'s dtype. An index
-    must be within bounds and not negative; which of two equal ones wins is not defined.
+    must be within bounds and not negative; if two indices are equal, either update may win.
 
     Source: op-plugin docs/zh/custom_APIs/torch_npu/torch_npu-npu_scatter_nd_update_.md; dtypes
     from ops-nn index/scatter_nd_update/op_api/aclnn_scatter_nd_update.cpp (lists 910B and 950).
@@ -72,7 +72,7 @@ def npu_scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Te
     if depth == 1:
         _bits(self).index_copy_(0, rows[:, 0], bits)
         return self
-    # index_put_ would take -1 as the last row; one past the end it refuses, as the device does.
+    # index_put_ takes -1 for the last row, but the device refuses it: it becomes too large here.
     sizes = self.shape[:depth]
     axes = [torch.where(rows[:, i] < 0, sizes[i], rows[:, i]) for i in range(depth)]
     _bits(self).index_put_(tuple(axes), bits)
@@ -85,9 +85,9 @@ def _npu_reshape_and_cache(
     """Writes the keys and values of tokens into their slots of a paged cache, in place.
 
     `key` is [token, head, head_dim] and `key_cache` contiguous [block, block_size, head, head_dim];
-    `value` and `value_cache` likewise, with a head_dim of their own. All four are of one dtype:
-    float16, bfloat16 or int8. `slot_indices` is int32 [token], block * block_size + offset; a
-    token with a negative one is left out, and no other may come twice.
+    `value` and `value_cache` have the same form, but may have another head_dim. All four have the
+    same dtype: float16, bfloat16 or int8. `slot_indices` is int32 [token], block * block_size +
+    offset; a token with a negative slot is left out, and no other slot may appear twice.
 
     Source: op-plugin op_plugin/ops/atb/ReshapeAndCachAtb.cpp for the schema; ATB
     "ReshapeAndCacheOperation" (ascendtb_01_0073, ascendtb_01_0242) for shapes, dtypes and slots.
@@ -127,9 +127,9 @@ def npu_scatter_pa_kv_cache(
     `key` is [token, head, head_dim]. With `cache_mode` "Norm" or None, `key_cache` is
     [block, block_size, head, head_dim]; with "PA_NZ" it is
     [block, head * head_dim / last, block_size, last], where `last` elements make 32 bytes. `value`
-    and `value_cache` likewise. All are contiguous and of one dtype. `slot_mapping` is int32 or
-    int64 [token]; a negative one is left out. The shim has no compression: the arguments
-    `compress_lens`, `compress_seq_offsets` and `seq_lens` must be None.
+    and `value_cache` have the same form. All are contiguous and have the same dtype.
+    `slot_mapping` is int32 or int64 [token]; a token with a negative slot is left out. The shim has
+    no compression: `compress_lens`, `compress_seq_offsets` and `seq_lens` must be None.
 
     Source: op-plugin docs/zh/custom_APIs/torch_npu/torch_npu-npu_scatter_pa_kv_cache.md, negative
     slots from test/test_custom_ops/test_scatter_pa_kv_cache.py; `last` from ops-transformer
@@ -167,10 +167,10 @@ def npu_dynamic_quant(
 ) -> tuple[Tensor, Tensor]:
     """Quantizes each row of `input` by its largest element: (quantized, scale).
 
-    `input` is float16 or bfloat16 of at least 2 dimensions; the result has its shape and
-    `dst_type`, int8 (also for None) or fp8; `scale` is float32 [*input.shape[:-1]], and
-    quantized * scale gives the values back. A row of zeros stays zeros. The shim has the mode
-    "pertoken" alone, without smoothing and groups.
+    `input` is float16 or bfloat16 of at least 2 dimensions. The result has its shape and
+    `dst_type`: int8 (also for None) or fp8. `scale` is float32 [*input.shape[:-1]], and
+    quantized * scale gives the values back. A row of zeros stays zeros. The shim has only the mode
+    "pertoken", without smoothing and groups.
 
     Source: op-plugin docs/zh/custom_APIs/torch_npu/torch_npu-npu_dynamic_quant.md (which doesn't
     say what becomes of a row of zeros).
@@ -197,7 +197,7 @@ def npu_dynamic_quant(
     return scaled.round().clamp(-limit, limit).to(dtype), scale
 
 
-# torch_npu's own name of each operator: its schema and what does it. The namespaces are those of
+# Each operator of torch_npu with its namespace, schema and function. The namespaces are those of
 # op-plugin: ATB's operators lie in `atb`, all others in `npu`.
 _OPERATORS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "npu_scatter_nd_update_": (
@@ -254,8 +254,8 @@ class _Shim(ModuleType):
 def install() -> ModuleType:
     """Makes `import torch_npu` find the shim, and returns it; further calls return the same.
 
-    Raises RuntimeError if a real torch_npu could be imported, or if simnpu's device isn't there
-    or goes by another name than `npu`, which is what such code calls it.
+    Raises RuntimeError if a real torch_npu could be imported, and if simnpu's device isn't
+    installed or isn't called `npu`, which is the name that such code uses.
     """
     present = sys.modules.get("torch_npu")
     if isinstance(present, _Shim):
@@ -294,8 +294,8 @@ def _register() -> None:
 def _write_slots(rows: Tensor, slots: Tensor, values: Tensor) -> None:
     """rows[slots[i]] = values[i] for every slot that isn't negative, without a synchronisation.
 
-    Which slots are negative is known on the device alone, so none can be taken out here: in its
-    place the first of the others is written once more. (Row 0, if there is no other.)
+    Only the device knows which slots are negative, so none can be left out here: in its place the
+    first slot that isn't negative is written again, or row 0 with its own content if there is none.
     """
     if values.numel() == 0:
         return
@@ -311,7 +311,7 @@ def _write_slots(rows: Tensor, slots: Tensor, values: Tensor) -> None:
 def _write_tiles(cache: Tensor, slots: Tensor, values: Tensor) -> None:
     """`_write_slots` for an NZ cache [block, tile, block_size, last]: a token lies in all tiles.
 
-    Of a negative slot all rows are negative, since its block is.
+    A negative slot has a negative block, so all of its rows are negative.
     """
     _, tiles, block_size, last = cache.shape
     slots = slots.to(torch.int64)
@@ -322,7 +322,7 @@ def _write_tiles(cache: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same size: torch indexes no fp8, and moves any bits."""
+    """Views the memory as integers of the same size, since torch can't index fp8."""
     return tensor.view(_BITS[tensor.element_size()])
 
 
@@ -336,7 +336,7 @@ def _check_paged(
     *,
     tiled: bool = False,
 ) -> None:
-    """Checks tokens, the caches they go to (under the same labels) and their slots."""
+    """Checks tokens, their caches (under the same labels) and their slots."""
     ((slot_label, slot),) = slots.items()
     named_caches = {f"{label}_cache": cache for label, cache in caches.items()}
     _check_devices(op, {**new, **named_caches, **slots})
