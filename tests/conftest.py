@@ -10,18 +10,18 @@ from hypothesis import HealthCheck, settings
 
 from kvtide.device import CPUDevice
 
-# How long an example takes says something about the machine, nothing about the code.
+# The time of an example depends on the machine, not on the code.
 settings.register_profile("kvtide", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvtide")
 
 
-# A shell starts what runs in the background with Ctrl-C ignored, and the tests press it.
+# A shell starts background processes with Ctrl-C ignored, but tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CPUDevice]:
-    """Two lanes."""
+    """A CPU device of two lanes."""
     device = CPUDevice(lanes=2)
     yield device
     device.close()

@@ -16,13 +16,13 @@ from support.values import NO_ROWS, name_of
 
 
 def make(size: int = 64, page_size: int = 4, device: str = "cpu", **changes: Any) -> Any:
-    """An allocator of 16 pages of 4 tokens over nothing."""
+    """Makes an allocator of 16 pages of 4 tokens, without a pool."""
     arguments = {"dtype": torch.bfloat16, "kvcache": None, "need_sort": False, **changes}
     return NPUPagedTokenToKVPoolAllocator(size, page_size, device=device, **arguments)
 
 
 def extend(allocator: Any, prefixes: list[int], totals: list[int], last: list[int]) -> Any:
-    """`alloc_extend` by plain integers."""
+    """Calls `alloc_extend` with plain integers."""
     count = sum(totals) - sum(prefixes)
     before, after = torch.tensor(prefixes), torch.tensor(totals)
     device = allocator.device
@@ -31,14 +31,14 @@ def extend(allocator: Any, prefixes: list[int], totals: list[int], last: list[in
 
 
 def decode(allocator: Any, totals: list[int], last: list[int]) -> Any:
-    """`alloc_decode` by plain integers."""
+    """Calls `alloc_decode` with plain integers."""
     after = torch.tensor(totals)
     lasts = torch.tensor(last, dtype=torch.int32).to(allocator.device)
     return allocator.alloc_decode(after.to(allocator.device), after, lasts)
 
 
-def test_pages_are_handed_out_whole_and_the_first_never() -> None:
-    """Slots 0 to 3 are padding, and there are `size` others."""
+def test_whole_pages_are_handed_out_but_not_the_first() -> None:
+    """Slots 0 to 3 are padding, and `size` other slots can be had."""
     allocator = make()
     assert 64 == allocator.available_size()
     slots = allocator.alloc(64)
@@ -50,8 +50,8 @@ def test_pages_are_handed_out_whole_and_the_first_never() -> None:
     assert 64 == allocator.available_size()
 
 
-def test_no_slots_are_a_valid_request() -> None:
-    """Of any call."""
+def test_zero_slots_are_a_valid_request() -> None:
+    """Every call accepts zero slots."""
     allocator = make()
     assert [] == allocator.alloc(0).tolist()
     assert [] == extend(allocator, [], [], []).tolist()
@@ -75,8 +75,8 @@ def test_a_request_fills_its_page_before_it_takes_another(where: str) -> None:
         assert 64 - 5 * 4 == allocator.available_size()
 
 
-def test_what_does_not_fit_takes_nothing() -> None:
-    """Neither of the requests, when it is the second that doesn't."""
+def test_requests_that_do_not_fit_take_nothing() -> None:
+    """If the second request doesn't fit, the first takes nothing either."""
     allocator = make(size=12)
     extend(allocator, [0], [5], [-1])
     assert extend(allocator, [0, 0], [4, 1], [-1, -1]) is None
@@ -85,7 +85,7 @@ def test_what_does_not_fit_takes_nothing() -> None:
 
 
 def test_freeing_any_slot_frees_its_page() -> None:
-    """As SGLang does it: requests own whole pages."""
+    """SGLang frees pages like this, since requests own whole pages."""
     allocator = make()
     slots = allocator.alloc(12)
     allocator.free(slots[1:6].to(torch.int32))
@@ -95,8 +95,8 @@ def test_freeing_any_slot_frees_its_page() -> None:
 
 
 @pytest.mark.parametrize("slots", [[0], [3, 4], [12], [-1], [68], [4, 8, 12]])
-def test_slots_that_nobody_holds_are_not_freed(slots: list[int]) -> None:
-    """Padding, free pages and what isn't there; nor are those beside them."""
+def test_slots_that_nobody_holds_are_refused(slots: list[int]) -> None:
+    """Padding, free pages and slots that don't exist are refused, with all slots beside them."""
     allocator = make()
     allocator.alloc(8)
     with pytest.raises(SlotError):
@@ -104,8 +104,8 @@ def test_slots_that_nobody_holds_are_not_freed(slots: list[int]) -> None:
     assert 64 - 8 == allocator.available_size()
 
 
-def test_a_page_is_freed_once() -> None:
-    """The second time it may be another request's."""
+def test_a_page_is_freed_only_once() -> None:
+    """The second time the page may be another request's."""
     allocator = make()
     slots = allocator.alloc(4)
     allocator.free(slots)
@@ -114,7 +114,7 @@ def test_a_page_is_freed_once() -> None:
 
 
 def test_sorted_pages_ascend() -> None:
-    """Whatever the order in which they were freed."""
+    """The order in which pages were freed doesn't matter."""
     allocator = make(need_sort=True)
     slots = allocator.alloc(64)
     for first in (40, 0, 20):
@@ -134,7 +134,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "text"), CONTRADICTIONS)
 def test_lengths_that_contradict_each_other_are_refused(changes: dict[str, Any], text: str) -> None:
-    """Before a page is taken."""
+    """They are refused before a page is taken."""
     allocator = make()
     lengths = {"prefix_lens": torch.tensor([0]), "seq_lens": torch.tensor([2])}
     on_host = {f"{name}_cpu": tensor for name, tensor in lengths.items()}
@@ -145,7 +145,7 @@ def test_lengths_that_contradict_each_other_are_refused(changes: dict[str, Any],
 
 
 def test_invalid_sizes_are_refused() -> None:
-    """Parts of pages, requests of no tokens, pages unlike the pool's."""
+    """Parts of pages, requests of zero tokens, and pages unlike the pool's are refused."""
     with pytest.raises(SlotError, match="whole pages"):
         make().alloc(6)
     with pytest.raises(SlotError, match="-4"):
@@ -159,7 +159,7 @@ def test_invalid_sizes_are_refused() -> None:
 
 
 def test_pages_of_one_token_are_tokens() -> None:
-    """SGLang's other allocator, by the same rules."""
+    """SGLang's other allocator follows the same rules."""
     allocator = TokenToKVPoolAllocator(5, torch.bfloat16, "cpu", None, need_sort=False)
     assert [1, 2] == allocator.alloc(2).tolist()  # type: ignore[union-attr] # there is room
     assert [3, 4] == extend(allocator, [1], [3], [1]).tolist()
@@ -169,8 +169,8 @@ def test_pages_of_one_token_are_tokens() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from((1, 2, 4)))
-def test_slots_are_never_two_requests(seed: int, page_size: int) -> None:
-    """Whatever grows and ends in whatever order; free and held pages are all pages, always."""
+def test_a_slot_never_has_two_requests(seed: int, page_size: int) -> None:
+    """Requests grow and end in any order; free and held pages together are always all pages."""
     rng, allocator = random.Random(seed), make(size=32, page_size=page_size)
     requests: list[list[int]] = []
     for _ in range(30):
@@ -199,7 +199,7 @@ def test_slots_are_never_two_requests(seed: int, page_size: int) -> None:
 
 
 class Recorder:
-    """A pool that keeps what it was called with."""
+    """A pool that records its calls."""
 
     page_size = 4
 
@@ -207,15 +207,15 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
 
     def get_cpu_copy(self, *arguments: Any, **named: Any) -> str:
-        """Keeps all of them."""
+        """Records the arguments."""
         self.calls.append((arguments, named))
         return "copy"
 
     load_cpu_copy = get_cpu_copy
 
 
-def test_copies_are_asked_for_with_every_argument() -> None:
-    """Also those that this pool may have no use for."""
+def test_copies_get_every_argument() -> None:
+    """The allocator passes on arguments that this pool may not use, too."""
     pool = Recorder()
     allocator = make(kvcache=pool)
     assert pool is allocator.get_kvcache()
@@ -228,8 +228,8 @@ def test_copies_are_asked_for_with_every_argument() -> None:
 
 
 @pytest.mark.parametrize("where", ["cpu", *SCHEDULES])
-def test_a_retracted_request_resumes_elsewhere(where: str) -> None:
-    """The whole way by the allocator alone; another request has its pages meanwhile."""
+def test_a_retracted_request_resumes_in_other_slots(where: str) -> None:
+    """The allocator's methods are enough; another request has the pages meanwhile."""
     with simulated("lazy" if where == "cpu" else where) as name:
         device = "cpu" if where == "cpu" else name
         pool = mha(device)
@@ -250,8 +250,8 @@ def test_a_retracted_request_resumes_elsewhere(where: str) -> None:
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_size_takes_no_slots(value: Any) -> None:
-    """Neither at the start nor later."""
+def test_an_invalid_size_takes_no_slots(value: Any) -> None:
+    """An invalid size is refused by the constructor and by every call."""
     allocator = make(page_size=1)
     with pytest.raises(SlotError):
         allocator.alloc(value)
@@ -271,8 +271,8 @@ def test_what_is_no_size_takes_no_slots(value: Any) -> None:
     [None, 4, 4.0, "4", [4.5], [True], [None], torch.tensor([4.0]), torch.tensor([True]), {4}],
     ids=name_of,
 )
-def test_what_are_no_slots_or_lengths_is_refused(value: Any) -> None:
-    """4.5 is no slot of page 1, and True no length: who holds what stays."""
+def test_invalid_slots_and_lengths_are_refused(value: Any) -> None:
+    """4.5 is no slot of page 1, and True is no length; the held pages stay held."""
     allocator = make()
     slots = allocator.alloc(4)
     assert [4, 5, 6, 7] == slots.tolist()

@@ -1,4 +1,4 @@
-"""What a CPU copy looks like, whose memory it is, and the lists that are taken for one."""
+"""The form of a CPU copy, its memory, and plain lists in its place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.npu_pools import (
 )
 from support.simulated import simulated
 
-# ---- what a copy looks like ------------------------------------------------------------------
+# ---- the form of a copy ----------------------------------------------------------------------
 
 NAMES = {
     "mha": ["k", "v"],
@@ -53,7 +53,7 @@ NAMES = {
 @pytest.mark.parametrize("chunk_bytes", [40, 700, 1 << 20])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_reads_as_lists_by_layer_and_chunk(kind: str, chunk_bytes: int, count: int) -> None:
-    """In the order of the slots, a chunk as many tokens as were asked for, the last one fewer."""
+    """Tokens are in the order of the slots; each chunk but the last has the set number of them."""
     device = small_device("cpu", chunk_bytes)
     pool, before = saved(kind, device, host_limit_bytes=LIMIT_BYTES + 4 * device.chunk_bytes)
     source = slots_for(kind, count, "any", range(1, 17))
@@ -74,7 +74,7 @@ def test_a_copy_reads_as_lists_by_layer_and_chunk(kind: str, chunk_bytes: int, c
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_chunk_is_a_list_of_tensors_by_token(kind: str) -> None:
-    """[token, head, dim] on the host, in the dtype that is stored; fp8 as bytes."""
+    """Tensors are [token, head, dim] on the host, in the stored dtype; fp8 is given as bytes."""
     pool, _ = saved(kind)
     copy = pool.get_cpu_copy(list(range(4, 15)))
     tensors = {(name, layer): tensor for name, layer, tensor in planes_of(pool)}
@@ -91,7 +91,7 @@ def test_a_chunk_is_a_list_of_tensors_by_token(kind: str) -> None:
 
 
 def test_only_layers_with_index_keys_have_them_in_their_lists() -> None:
-    """Layer 6 has none, and is not given another layer's."""
+    """Layer 6 has no index keys, and gets none of another layer."""
     pool, _ = saved("mla_index")
     copy = pool.get_cpu_copy([8])
     assert [3, 2, 3] == [len(copy[layer][0]) for layer in range(3)]
@@ -99,15 +99,15 @@ def test_only_layers_with_index_keys_have_them_in_their_lists() -> None:
 
 
 def test_packed_records_have_a_second_plane_without_width() -> None:
-    """Engines count the tensors, so it is there."""
+    """Engines count the tensors, so the empty tensor is in the list."""
     pool, _ = saved("packed")
     record, nothing, key, scale = pool.get_cpu_copy([8, 9])[1][0]
     shapes = [(2, 1, 148), (2, 1, 0), (2, 1, 8), (2, 1)]
     assert shapes == [tuple(tensor.shape) for tensor in (record, nothing, key, scale)]
 
 
-def test_a_copy_keeps_the_chunk_size_that_it_was_made_with() -> None:
-    """Another one set in between changes neither its lists nor what is loaded."""
+def test_a_copy_keeps_the_chunk_size_of_its_making() -> None:
+    """A later chunk size changes neither the copy's lists nor what is loaded."""
     pool, before = saved("mha")
     copy = pool.get_cpu_copy(list(range(4, 17)))
     pool.cpu_offloading_chunk_size = 3
@@ -120,23 +120,23 @@ def test_a_copy_keeps_the_chunk_size_that_it_was_made_with() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, None])
 def test_a_chunk_size_is_an_integer_from_1(size: Any) -> None:
-    """Or nothing changes."""
+    """Any other value is refused and changes nothing."""
     pool = mha("cpu")
     with pytest.raises(LayoutError, match="cpu_offloading_chunk_size"):
         pool.cpu_offloading_chunk_size = size
     assert 8192 == pool.cpu_offloading_chunk_size
 
 
-def test_layers_and_chunks_that_are_not_there_raise_index_error() -> None:
-    """Which also ends a loop over them."""
+def test_unknown_layers_and_chunks_raise_index_error() -> None:
+    """Such an error also ends a loop over them."""
     copy = saved("mha")[0].get_cpu_copy([4])
     for read in (lambda: copy[3], lambda: copy[0][1], lambda: copy[-4]):
         with pytest.raises(IndexError):
             read()
 
 
-def test_what_was_read_is_the_readers() -> None:
-    """Writing to it changes no snapshot, and it outlives the copy."""
+def test_tensors_that_were_read_are_copies() -> None:
+    """Writing to them doesn't change the snapshot, and they outlive the copy."""
     pool, before = saved("mha")
     copy = pool.get_cpu_copy([4, 5])
     mine = copy[0][0]
@@ -153,7 +153,7 @@ def test_what_was_read_is_the_readers() -> None:
 
 
 def test_host_memory_is_given_back() -> None:
-    """By `release`, which may come twice, and by dropping the copy."""
+    """`release` may be called twice; dropping the copy gives the memory back, too."""
     pool, _ = saved("mha")
     copy = pool.get_cpu_copy([4])
     assert 1 << 20 == pool.host_used_bytes
@@ -167,7 +167,7 @@ def test_host_memory_is_given_back() -> None:
 
 
 def test_a_full_host_refuses_and_takes_nothing() -> None:
-    """Then another request's copy is still whole, and there is room again after it."""
+    """Another request's copy stays whole, and its memory can be used again later."""
     device = small_device("cpu", 1024)
     pool, before = saved("mha", device, host_limit_bytes=3072)
     copy = pool.get_cpu_copy(list(range(4, 24)))
@@ -182,9 +182,8 @@ def test_a_full_host_refuses_and_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("as_lists", [False, True])
-def test_a_load_that_breaks_off_says_that_its_slots_are_lost(as_lists: bool) -> None:
-    """No other slot has changed, no host memory is kept, and the copy is whole: it can be loaded
-    again."""
+def test_a_load_that_fails_midway_says_that_its_slots_are_lost(as_lists: bool) -> None:
+    """No other slot changes, no host memory is kept, and the copy can be loaded again."""
     device = BreakingDevice()
     device.chunk_bytes = 700
     pool, before = saved("mha", device, host_limit_bytes=LIMIT_BYTES)
@@ -209,15 +208,15 @@ def test_a_load_that_breaks_off_says_that_its_slots_are_lost(as_lists: bool) -> 
 
 
 def lists_of(copy: CPUCopy) -> list[Any]:
-    """Plain lists of plain tensors."""
+    """Makes plain lists of plain tensors from a copy."""
     return [list(copy[layer]) for layer in range(len(copy))]
 
 
 @pytest.mark.parametrize("count", [0, 1, CHUNK, CHUNK + 3])
 @pytest.mark.parametrize("where", ["cpu", "npu"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_lists_are_taken_too(kind: str, where: str, count: int) -> None:
-    """In chunks of any length; and no host memory is kept."""
+def test_plain_lists_are_loaded_too(kind: str, where: str, count: int) -> None:
+    """Their chunks may have any length, and no host memory is kept."""
     with simulated("lazy"):
         pool, before = saved(kind, where)
         source = slots_for(kind, count, "run", range(1, 8))
@@ -234,7 +233,7 @@ def test_plain_lists_are_taken_too(kind: str, where: str, count: int) -> None:
 
 
 def without_tails(pool: NPUTokenToKVPool, image: Image, slots: list[int]) -> Image:
-    """Lists have no bytes behind the last token of a page in tiles: those arrive as zeros."""
+    """Plain lists lack the bytes after the last token of a page in tiles: these become zeros."""
     tail = [
         slot for slot in range(68) if slot // PAGE_SIZE in {held // PAGE_SIZE for held in slots}
     ]
@@ -245,7 +244,7 @@ def without_tails(pool: NPUTokenToKVPool, image: Image, slots: list[int]) -> Ima
 
 
 def spoiled(lists: list[Any], how: str) -> Any:
-    """Lists of another form."""
+    """Makes lists with an invalid form."""
     keys, values = lists[1][1]
     lists[1][1] = {
         "short": [keys[:-1], values[:-1]],
@@ -280,8 +279,8 @@ def spoiled(lists: list[Any], how: str) -> Any:
         ("elsewhere", "meta"),
     ],
 )
-def test_lists_of_another_form_are_refused(how: str, text: str) -> None:
-    """By the name of what is wrong, before a byte is written."""
+def test_lists_with_an_invalid_form_are_refused(how: str, text: str) -> None:
+    """The error names what is wrong, and no byte is written."""
     pool, _ = saved("mha")
     source = list(range(4, 17))
     refuses(pool, spoiled(lists_of(pool.get_cpu_copy(source)), how), source, LayoutError, text)
@@ -289,8 +288,8 @@ def test_lists_of_another_form_are_refused(how: str, text: str) -> None:
     assert 0 == pool.host_used_bytes
 
 
-def test_lists_of_another_number_of_layers_or_no_lists_are_refused() -> None:
-    """With both numbers."""
+def test_lists_with_other_layer_counts_are_refused() -> None:
+    """The error has both numbers of layers, or the type that isn't a list."""
     pool, _ = saved("mha")
     lists = lists_of(pool.get_cpu_copy([4]))
     refuses(pool, lists[:2], [4], LayoutError, "2 layers, the pool has 3")
@@ -301,7 +300,7 @@ def test_lists_of_another_number_of_layers_or_no_lists_are_refused() -> None:
 
 
 def test_index_keys_in_lists_are_neither_dropped_nor_made_up() -> None:
-    """A layer with index keys has three tensors, and one without has two."""
+    """A layer with index keys has three tensors, and a layer without has two."""
     pool, _ = saved("mla_index")
     lists = lists_of(pool.get_cpu_copy([4]))
     refuses(pool, [lists[0], lists[0], lists[2]], [4], LayoutError, "layer 1")

@@ -1,7 +1,7 @@
-"""Every public method of every class of kvtide.pool and kvtide.npu works, by its base's signature.
+"""Every public method of the classes in kvtide.pool and kvtide.npu works with its base's signature.
 
-The classes are found by scanning the package. A new one without a maker here, or a new method
-without a call, fails.
+The classes are found by looking through the packages. A new class without a maker here fails, and
+so does a new method without a call.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ Call = Callable[[Any], Any]
 
 
 def paged() -> NPUPagedTokenToKVPoolAllocator:
-    """Over a pool, with two pages taken."""
+    """Makes an allocator of pages over a pool; two pages are taken."""
     allocator = NPUPagedTokenToKVPoolAllocator(64, 4, torch.bfloat16, "cpu", mha("cpu"), False)
     allocator.alloc(8)
     return allocator
 
 
 def tokens() -> TokenToKVPoolAllocator:
-    """The same by tokens."""
+    """Makes an allocator of tokens over a pool; eight tokens are taken."""
     pool = mha("cpu", page_size=1)
     allocator = TokenToKVPoolAllocator(64, torch.bfloat16, "cpu", pool, False)
     allocator.alloc(8)
     return allocator
 
 
-def a_part() -> CopyPart:
-    """Of tokens in two tiles, pages of 4."""
+def part_in_tiles() -> CopyPart:
+    """Makes a part of a copy with tokens in two tiles and pages of 4."""
     return CopyPart("latent", 0, 0, (1, 32), torch.bfloat16, 2, 4)
 
 
 def taken_pages() -> PageAllocator:
-    """Page 0 is held."""
+    """Makes an allocator that holds page 0."""
     pages = PageAllocator(3)
     pages.acquire(1)
     return pages
@@ -81,25 +81,25 @@ MAKERS: dict[type, list[Callable[[], Any]]] = {
     TokenToKVPoolAllocator: [tokens],
     CPUCopy: [lambda: mha("cpu").get_cpu_copy([4])],
     LayerCopy: [lambda: mha("cpu").get_cpu_copy([4])[0]],
-    CopyPart: [a_part],
+    CopyPart: [part_in_tiles],
     PlaneBuffer: [lambda: PlaneBuffer("k", torch.zeros(1, 2, 4, 2, 3), (5,))],
 }
 ABSTRACT = {NPUTokenToKVPool}
 
 
 def has_index_keys(pool: Any) -> bool:
-    """Whether the pool can be asked for index keys."""
+    """Returns whether the pool may have index keys."""
     return isinstance(pool, NPUMLATokenToKVPool)
 
 
 def refused(call: Callable[[], Any]) -> None:
-    """Asserts that a pool says by name what it doesn't have."""
+    """Asserts that a pool names what it doesn't have."""
     with pytest.raises(LayoutError, match="has no 'index_"):
         call()
 
 
 def on_index(call: Call, needs_scales: bool = False) -> Call:
-    """A call that pools without index keys, or without their scales, refuse."""
+    """A call that pools without index keys, or without their scales, must refuse."""
 
     def ask(pool: Any) -> None:
         there = has_index_keys(pool) and (not needs_scales or pool.dsa_kv_cache_store_fp8)
@@ -112,7 +112,7 @@ def on_index(call: Call, needs_scales: bool = False) -> Call:
 
 
 def write_kv(pool: Any) -> None:
-    """Writes ones in the form that the layer's buffers have."""
+    """Writes ones in the form of the layer's buffers."""
     keys, values = pool.get_kv_buffer(5)
     widths = [buffer.shape[-2:] for buffer in (keys, values)]
     if not widths[1][-1]:
@@ -122,7 +122,7 @@ def write_kv(pool: Any) -> None:
 
 
 def load(owner: Any) -> None:
-    """A copy goes into other slots, by every argument there is."""
+    """Loads a copy into other slots, with every argument."""
     copy = owner.get_cpu_copy([4, 5])
     owner.load_cpu_copy(copy, [8, 9], mamba_indices=None, req_pool_index=3)
     owner.load_cpu_copy(copy, [8, 9], None, 3)
@@ -182,7 +182,7 @@ CALLS: dict[str, Call] = {
 
 
 def pool_classes() -> list[type]:
-    """All public classes that modules of kvtide.pool and kvtide.npu define, in any depth."""
+    """Finds all public classes that modules of kvtide.pool and kvtide.npu define."""
     found: set[type] = set()
     for package in (kvtide.pool, kvtide.npu):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -195,26 +195,26 @@ def pool_classes() -> list[type]:
 
 
 def methods_of(kind: type) -> Iterator[str]:
-    """Its public methods, those of its bases too."""
+    """Finds the public methods of a class and of its bases."""
     for name, member in inspect.getmembers(kind):
         if not name.startswith("_") and callable(member):
             yield name
 
 
 def test_the_classes_are_found() -> None:
-    """All that there are, by the makers; what is only a base is the base of one of them."""
+    """Every public class has a maker here, or is the base of a class that has one."""
     assert set(MAKERS) | ABSTRACT == set(pool_classes())
     assert all(any(issubclass(kind, base) for kind in MAKERS) for base in ABSTRACT)
 
 
-def test_every_call_is_of_a_method_that_there_is() -> None:
-    """A method that was renamed takes its call with it."""
+def test_every_call_is_of_an_existing_method() -> None:
+    """If a method is renamed, its call must be renamed, too."""
     assert set(CALLS) == {name for kind in MAKERS for name in methods_of(kind)}
 
 
 @pytest.mark.parametrize("kind", pool_classes(), ids=lambda kind: kind.__name__)
 def test_methods_have_their_bases_signatures(kind: type) -> None:
-    """Names, order, kinds and defaults of all parameters: whoever calls one calls any."""
+    """Names, order, kinds and defaults of all parameters are equal."""
     for base in kind.__mro__[1:-1]:
         for name in methods_of(base):
             expected, found = (inspect.signature(getattr(owner, name)) for owner in (base, kind))
@@ -226,7 +226,7 @@ METHODS = [(kind, name) for kind in MAKERS for name in methods_of(kind)]
 
 @pytest.mark.parametrize(("kind", "name"), METHODS)
 def test_methods_work(kind: type, name: str) -> None:
-    """On every kind of object of the class."""
+    """Each method is called on objects of every kind that the makers give."""
     for make in MAKERS[kind]:
         CALLS[name](make())
 
@@ -269,7 +269,7 @@ SGLANG_METHODS = {
 
 @pytest.mark.parametrize("kind", SGLANG_CONSTRUCTORS)
 def test_names_are_sglangs(kind: type) -> None:
-    """Of constructors and methods, as SGLang 0.5.23 has them; what is ours is named in calls."""
+    """Parameters have SGLang 0.5.23's names; parameters of kvtide are keyword-only."""
     parameters = inspect.signature(kind).parameters.values()
     shared = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert SGLANG_CONSTRUCTORS[kind].split() == shared

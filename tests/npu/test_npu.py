@@ -1,4 +1,4 @@
-"""The NPU pools: copies go there and back, on every device, and what they can't be."""
+"""The NPU pools: copies to the host and back on every device, and arguments that are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from support.simulated import SCHEDULES, lazy_accelerator, simulated
 def goes_there_and_back(
     kind: str, pool: NPUTokenToKVPool, source: list[int], target: list[int], index: Any = None
 ) -> list[Any]:
-    """The tokens that are wrong after a copy, a poisoned source and a load into other slots."""
+    """Copies, poisons the source, loads into other slots, and returns the tokens that are wrong."""
     before = image_of(pool)
     as_given = torch.tensor if index is None else index
     copy = pool.get_cpu_copy(as_given(source))
@@ -51,7 +51,7 @@ def goes_there_and_back(
 @pytest.mark.parametrize("style", ["run", "reversed", "scattered", "pages"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_come_back_into_other_slots(kind: str, style: str) -> None:
-    """Every byte of them, and no other byte changes; the last page is a partial one."""
+    """Every byte of the tokens comes back and no other byte changes; the last page is partial."""
     pool, _ = saved(kind)
     source, target = (slots_for(kind, 13, style, part) for part in (range(1, 8), range(8, 17)))
     assert [] == goes_there_and_back(kind, pool, source, target)
@@ -59,9 +59,8 @@ def test_tokens_come_back_into_other_slots(kind: str, style: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_come_back_on_a_device_that_is_late(kind: str, schedule: str) -> None:
-    """What was asked for before the copy has happened in it, and what is asked for after has
-    not."""
+def test_tokens_come_back_on_a_device_that_works_late(kind: str, schedule: str) -> None:
+    """The copy waits for earlier work on the device and runs before later work."""
     with simulated(schedule) as name:
         pool, _ = saved(kind, name)
         source, target = (slots_for(kind, 13, "any", part) for part in (range(1, 8), range(8, 17)))
@@ -73,7 +72,7 @@ def test_tokens_come_back_on_a_device_that_is_late(kind: str, schedule: str) -> 
 @pytest.mark.parametrize("chunk_bytes", [40, 700, 1 << 20])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_count_comes_back(kind: str, chunk_bytes: int, count: int) -> None:
-    """However little the device moves at once: pieces of a token, or all of them."""
+    """The device may move pieces of a token at once, or all tokens."""
     device = small_device("cpu", chunk_bytes)
     pool, _ = saved(kind, device, host_limit_bytes=LIMIT_BYTES + 4 * device.chunk_bytes)
     source, target = (slots_for(kind, count, "any", part) for part in (range(1, 7), range(9, 16)))
@@ -94,7 +93,7 @@ INDEX_FORMS = {
 @pytest.mark.parametrize("form", INDEX_FORMS)
 @pytest.mark.parametrize("kind", ["mha", "mla_nz_index"])
 def test_slots_may_be_given_in_any_form(kind: str, form: str) -> None:
-    """As tensors of 32 or 64 bits, on the host or on the device, and as plain integers."""
+    """Slots may be tensors of 32 or 64 bits on the host or the device, or plain integers."""
     with simulated("lazy") as name:
         pool, _ = saved(kind, name)
         source, target = (slots_for(kind, 11, "any", part) for part in (range(1, 8), range(8, 17)))
@@ -104,7 +103,7 @@ def test_slots_may_be_given_in_any_form(kind: str, form: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_copy_waits_for_writers_on_every_stream(schedule: str) -> None:
-    """As SGLang's does, which waits for the device: its forward pass has a stream of its own."""
+    """The forward pass has its own stream, and SGLang's copy waits for the whole device."""
     with simulated(schedule) as name:
         pool = mha(lazy_accelerator(name))
         torch.accelerator.synchronize()
@@ -112,14 +111,14 @@ def test_a_copy_waits_for_writers_on_every_stream(schedule: str) -> None:
         assert device is not None
         with torch.Stream(device=device):
             poison(pool, [4])
-        # What was asked for last, since each index that is uploaded waits for what was before.
+        # This write comes last, since each upload of an index waits for all earlier work.
         (_, values) = pool.get_cpu_copy([4])[2][0]
         assert {0xA5} == set(values.view(torch.uint8).view(-1).tolist())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_load_waits_for_readers_on_every_stream(schedule: str) -> None:
-    """Who still reads the slots on another stream reads what was there."""
+    """A reader on another stream reads the bytes from before the load."""
     with simulated(schedule) as name:
         pool, before = saved("mha", lazy_accelerator(name))
         copy = pool.get_cpu_copy([4, 5])
@@ -132,8 +131,8 @@ def test_a_load_waits_for_readers_on_every_stream(schedule: str) -> None:
         assert (before["k", 0] == read.cpu().numpy().reshape(before["k", 0].shape)).all()
 
 
-def test_two_copies_live_side_by_side() -> None:
-    """Each keeps what its slots held when it was made."""
+def test_two_copies_of_the_same_slots_are_independent() -> None:
+    """Each copy keeps the bytes from the time when it was made."""
     pool, before = saved("mla_index")
     first = pool.get_cpu_copy([4, 5, 6])
     scramble(pool, 2)
@@ -148,7 +147,7 @@ def test_two_copies_live_side_by_side() -> None:
 
 @pytest.mark.parametrize("layer_counts", [(21, 23), (1, 4)])
 def test_stages_may_be_uneven(layer_counts: tuple[int, int]) -> None:
-    """Layers are the model's outside and the stage's inside, wherever the stage begins."""
+    """Callers use the model's numbers of layers, wherever the stage begins."""
     first_layer = 0
     for count in layer_counts:
         pool = mha("cpu", layer_num=count, start_layer=first_layer, end_layer=first_layer + count)
@@ -165,7 +164,7 @@ def test_stages_may_be_uneven(layer_counts: tuple[int, int]) -> None:
 
 
 def layer_of(layer_id: int) -> Any:
-    """An attention layer of that number."""
+    """Makes an attention layer with that number."""
     return type("AnyLayer", (), {"layer_id": layer_id})()
 
 
@@ -196,35 +195,35 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("make", "changes", "text"), UNSUPPORTED)
-def test_what_is_not_supported_is_refused_at_once(make: Any, changes: Any, text: str) -> None:
-    """With its name, and before anybody relies on it."""
+def test_unsupported_arguments_are_refused_at_once(make: Any, changes: Any, text: str) -> None:
+    """The constructor's error names the argument."""
     with pytest.raises(LayoutError, match=text):
         make("cpu", **changes)
 
 
 @pytest.mark.parametrize("make", [mha, mla])
 def test_unknown_keywords_are_refused(make: Any) -> None:
-    """As Python does it."""
+    """Python itself refuses them."""
     with pytest.raises(TypeError, match="cache_heads"):
         make("cpu", cache_heads=2)
 
 
 def test_window_sizes_override_the_others() -> None:
-    """A window's pool has heads of its own."""
+    """A window's pool has other heads than the pool of full attention."""
     pool = mha("cpu", swa_head_num=1, swa_head_dim=4, swa_v_head_dim=2)
     assert ((17, 4, 1, 4), (17, 4, 1, 2)) == tuple(tensor.shape for tensor in pool.get_kv_buffer(5))
     same = mha("cpu", v_head_dim=None)
     assert same.get_key_buffer(5).shape == same.get_value_buffer(5).shape
 
 
-def test_a_stage_without_index_layers_has_none() -> None:
-    """Its neighbours may have some."""
+def test_a_stage_may_have_no_index_keys() -> None:
+    """Other stages may have some."""
     pool = mla("cpu", index_head_dim=8, indexer_layer_ids=[])
     assert [2, 2, 2] == [len(pool.get_cpu_copy([4])[layer][0]) for layer in range(3)]
 
 
-def test_a_device_may_be_given_and_stays_the_givers() -> None:
-    """Pools that share one share its threads, and none of them ends those."""
+def test_a_device_that_was_given_is_not_closed() -> None:
+    """Pools that share a device share its threads, and closing a pool doesn't end them."""
     device = CPUDevice(lanes=1)
     first, second = mha(device), mla(device)
     assert ("cpu", "cpu") == (first.device, second.device)
@@ -238,6 +237,6 @@ def test_a_device_may_be_given_and_stays_the_givers() -> None:
 
 
 def test_unknown_devices_are_refused() -> None:
-    """By name."""
+    """The error names the device."""
     with pytest.raises(UsageError, match="abacus"):
         mha("abacus")

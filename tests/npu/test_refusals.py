@@ -1,4 +1,4 @@
-"""What the NPU pools refuse to copy or to load, before a byte is written."""
+"""Copies and loads that the NPU pools refuse, before a byte is written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STRANGERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_a_copy_of_another_pool_is_refused(stranger: str) -> None:
-    """Before a byte is written."""
+    """The copy is refused before a byte is written."""
     kind, other_kind, changes = STRANGERS[stranger]
     pool, before = saved(kind)
     other = KINDS[other_kind]("cpu", **changes)
@@ -58,7 +58,7 @@ def test_a_copy_of_another_pool_is_refused(stranger: str) -> None:
 
 
 def test_fp8_kinds_are_told_apart() -> None:
-    """Both are bytes in lists, but they are other numbers."""
+    """Both are bytes in the lists, but the same bytes mean other numbers."""
     pool = mha("cpu", dtype=torch.float8_e4m3fn)
     other = mha("cpu", dtype=torch.float8_e5m2)
     with pytest.raises(SnapshotMiss, match="geometry"):
@@ -66,8 +66,8 @@ def test_fp8_kinds_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla_nz_index"])
-def test_a_copy_of_an_equal_pool_is_taken(kind: str) -> None:
-    """As when a request moves to another process's pool of the same stage."""
+def test_a_copy_of_an_equal_pool_is_loaded(kind: str) -> None:
+    """This happens when a request moves to another process's pool of the same stage."""
     pool, before = saved(kind)
     other = KINDS[kind]("cpu")
     scramble(other, 9)
@@ -78,8 +78,8 @@ def test_a_copy_of_an_equal_pool_is_taken(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind: str) -> None:
-    """Another length, invalid slots, and a copy that was released."""
+def test_a_load_that_does_not_fit_writes_nothing(kind: str) -> None:
+    """Another length, invalid slots and a released copy are refused."""
     pool, _ = saved(kind)
     copy = pool.get_cpu_copy([8, 9, 10])
     refuses(pool, copy, [12, 13], SnapshotMiss, "token count")
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind: str) -> Non
 
 @pytest.mark.parametrize("slots", [[-1], [68], [4, 4], [[4]]])
 def test_invalid_slots_are_not_copied(slots: Any) -> None:
-    """And take no host memory."""
+    """They are refused, and no host memory is taken."""
     pool, _ = saved("mha")
     with pytest.raises(SlotError):
         pool.get_cpu_copy(slots)
@@ -105,8 +105,8 @@ def test_invalid_slots_are_not_copied(slots: Any) -> None:
 
 @pytest.mark.parametrize("slot", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slot_of_the_padding_is_no_tokens(kind: str, slot: int) -> None:
-    """A table of slots has 0 where a token has none: others' dummy output would be its KV."""
+def test_padding_slots_are_refused(kind: str, slot: int) -> None:
+    """A table of slots has 0 where a token has none; slot 0 holds other requests' dummy output."""
     pool, before = saved(kind)
     copy = pool.get_cpu_copy([8, 9])
     used_bytes = pool.host_used_bytes
@@ -119,16 +119,16 @@ def test_a_slot_of_the_padding_is_no_tokens(kind: str, slot: int) -> None:
 
 
 @pytest.mark.parametrize("kind", TILED)
-def test_tiles_take_pages_from_their_first_slot(kind: str) -> None:
-    """The page is the row, so the middle of one can't move alone."""
+def test_pages_in_tiles_are_copied_from_their_first_slot(kind: str) -> None:
+    """A whole page is the row, so its middle can't move alone."""
     pool, _ = saved(kind)
     for slots in ([5, 6], [4, 6], [5, 4]):
         with pytest.raises(SlotError, match="middle of a row"):
             pool.get_cpu_copy(slots)
 
 
-def test_pages_that_are_filled_otherwise_are_refused() -> None:
-    """Tokens that shared a page can't go to two, nor those of two pages into one."""
+def test_pages_that_hold_other_tokens_are_refused() -> None:
+    """Tokens of one page can't go into two pages, nor tokens of two pages into one."""
     pool, _ = saved("mla_nz")
     copy = pool.get_cpu_copy(list(range(4, 12)))
     refuses(
@@ -145,7 +145,7 @@ def test_pages_that_are_filled_otherwise_are_refused() -> None:
 
 
 def test_pages_that_are_not_full_come_back() -> None:
-    """To pages that are filled as those were; and they read by tokens all the same."""
+    """The target's pages must hold equally many tokens; the copy's lists have single tokens."""
     pool, before = saved("mla_nz_index")
     source, target = [4, 5, 8, 9, 10], [20, 21, 16, 17, 18]
     copy = pool.get_cpu_copy(source)
@@ -157,7 +157,7 @@ def test_pages_that_are_not_full_come_back() -> None:
 
 @pytest.mark.parametrize("kind", ["mha", "mla_nz"])
 def test_damage_is_found_before_a_byte_is_read_or_written(kind: str) -> None:
-    """A flipped bit in any block."""
+    """One bit of the last block is flipped."""
     device = small_device("cpu", 200)
     pool, _ = saved(kind, device, host_limit_bytes=LIMIT_BYTES + 4 * device.chunk_bytes)
     copy = pool.get_cpu_copy(list(range(4, 20)))
@@ -171,10 +171,10 @@ def test_damage_is_found_before_a_byte_is_read_or_written(kind: str) -> None:
 # ---- what is invalid ------------------------------------------------------------------------
 
 
-def test_rows_that_a_pool_has_not_are_said_to_be_left_out_once(
+def test_rows_that_a_pool_lacks_are_logged_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang gives them to every pool, and saves the state that they name beside."""
+    """SGLang names them to every pool, and saves the state in those rows itself."""
     said: list[str] = []
     log = logging.getLogger("kvtide.npu.planes")
     monkeypatch.setattr(log, "warning", lambda text, name: said.append(text % name))
@@ -198,8 +198,8 @@ WIDTHS = {
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
 @pytest.mark.parametrize("kind", WIDTHS)
-def test_what_is_no_size_makes_no_pool(kind: str, value: Any) -> None:
-    """By kvtide's own error, whichever size it is."""
+def test_an_invalid_size_makes_no_pool(kind: str, value: Any) -> None:
+    """The error is kvtide's, whichever size is invalid."""
     for name in (*SIZES, *WIDTHS[kind]):
         with pytest.raises(LayoutError):
             KINDS[kind]("cpu", **{name: value})
@@ -210,8 +210,8 @@ def test_what_is_no_size_makes_no_pool(kind: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_layer_has_no_buffer(value: Any) -> None:
-    """5.0 isn't layer 5."""
+def test_an_invalid_layer_has_no_buffer(value: Any) -> None:
+    """For example, 5.0 isn't layer 5."""
     pool = KINDS["mla_index"]("cpu", start_layer=0, indexer_layer_ids=(0, 1))
     for name in ("key", "value", "kv", "index_k"):
         with pytest.raises(LayoutError, match="layer"):
@@ -225,8 +225,8 @@ def test_what_is_no_layer_has_no_buffer(value: Any) -> None:
     [None, 4, "4", [4, 5], torch.tensor([4.0, 5.5]), torch.tensor([True, False]), np.array([4, 5])],
     ids=name_of,
 )
-def test_what_are_no_slots_is_not_written_to(loc: Any) -> None:
-    """4.5 isn't slot 4, and a mask isn't slots 0 and 1. Whether a slot is there isn't looked at."""
+def test_invalid_slots_are_not_written_to(loc: Any) -> None:
+    """4.5 isn't slot 4, and a mask isn't slots 0 and 1. Whether a slot exists isn't checked."""
     pool, before = saved("mla_index")
     good, keys = torch.tensor([4, 5]), torch.ones(2, 1, 48, dtype=torch.bfloat16)
     with pytest.raises(SlotError, match="integers"):

@@ -1,4 +1,4 @@
-"""What engines write to the NPU pools, move within them, and register with others."""
+"""Engines write to the NPU pools, move tokens within them, and register their memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOTS = [4, 67, 9, 30, 31]
 
 
 def written(pool: NPUTokenToKVPool, count: int, seed: int = 3) -> dict[str, torch.Tensor]:
-    """Random tokens [token, …] for each plane of the middle layer, in the dtype stored."""
+    """Makes random tokens [token, …] for each plane of the middle layer, in the stored dtype."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.rand((count, *tensor.shape[2:]), generator=generator).to(tensor.dtype)
@@ -41,7 +41,7 @@ def written(pool: NPUTokenToKVPool, count: int, seed: int = 3) -> dict[str, torc
 
 
 def with_rows(image: Image, tokens: dict[str, torch.Tensor], slots: list[int]) -> Image:
-    """`image` after those tokens were written to the middle layer."""
+    """Returns `image` with those tokens in the middle layer."""
     expected = {part: rows.copy() for part, rows in image.items()}
     for name, values in tokens.items():
         if values.numel():
@@ -51,7 +51,7 @@ def with_rows(image: Image, tokens: dict[str, torch.Tensor], slots: list[int]) -
 
 
 def model_values(pool: NPUTokenToKVPool, values: torch.Tensor) -> torch.Tensor:
-    """Stored tokens as a model has them, on the pool's device."""
+    """Converts stored tokens to the model's dtype, on the pool's device."""
     typed = values.view(pool.dtype) if values.dtype == torch.uint8 else values
     return typed.to(planes_of(pool)[0][2].device)
 
@@ -60,7 +60,7 @@ def model_values(pool: NPUTokenToKVPool, values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("where", ["cpu", *SCHEDULES])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("packed")])
 def test_tokens_are_written_to_their_slots(kind: str, where: str, dtype: torch.dtype) -> None:
-    """And read by a copy; no other byte changes."""
+    """A copy reads the tokens, and no other byte changes."""
     with simulated("lazy" if where == "cpu" else where) as name:
         pool = KINDS[kind]("cpu" if where == "cpu" else name)
         scramble(pool, 1)
@@ -77,7 +77,7 @@ def test_tokens_are_written_to_their_slots(kind: str, where: str, dtype: torch.d
 @pytest.mark.parametrize("where", ["cpu", "npu"])
 @pytest.mark.parametrize("kind", ["mla_index", "mla_nz_index", "packed"])
 def test_index_keys_and_scales_are_written_to_their_slots(kind: str, where: str) -> None:
-    """Of their own layer alone: layer 7's are the second of two."""
+    """Only the named layer changes; layer 7 is the second that has index keys."""
     with simulated("lazy"):
         pool = KINDS[kind](where)
         scramble(pool, 1)
@@ -99,7 +99,7 @@ def test_index_keys_and_scales_are_written_to_their_slots(kind: str, where: str)
 
 
 def test_records_are_written_as_they_are() -> None:
-    """An engine's kernel may have packed them."""
+    """A kernel of the engine may have packed the records already."""
     pool = packed("cpu")
     records = torch.randint(0, 256, (2, 148), dtype=torch.uint8)
     expected = image_of(pool)
@@ -110,7 +110,7 @@ def test_records_are_written_as_they_are() -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_latents_are_packed_into_records(joined: bool) -> None:
-    """fp8 of the latent, the rotary key in bfloat16, a scale: together they give it back."""
+    """fp8 latent, bfloat16 rotary key and scale together give the latent back."""
     pool = packed("cpu")
     latent, rope = torch.randn(3, 128) * 5, torch.randn(3, 8)
     latent[2] = 0
@@ -125,7 +125,7 @@ def test_latents_are_packed_into_records(joined: bool) -> None:
 
 
 def test_values_of_another_dtype_are_scaled_and_converted() -> None:
-    """And the caller's own stay as they are."""
+    """The caller's tensors don't change."""
     pool = mha("cpu", dtype=torch.float8_e4m3fn)
     keys, values = torch.full((1, 2, 6), 3.0), torch.full((1, 2, 3), 8.0)
     pool.set_kv_buffer(AnyLayer(6), torch.tensor([4]), keys, values, k_scale=2.0, v_scale=4.0)
@@ -140,7 +140,7 @@ def test_values_of_another_dtype_are_scaled_and_converted() -> None:
 
 
 def test_latent_and_rope_may_come_as_one() -> None:
-    """As some attention kernels have them."""
+    """Some attention kernels give them so."""
     pool, apart = mla("cpu"), mla("cpu")
     rows = torch.randn(2, 1, 48).bfloat16()
     pool.set_kv_buffer(AnyLayer(7), torch.tensor([4, 6]), rows, None)
@@ -150,8 +150,8 @@ def test_latent_and_rope_may_come_as_one() -> None:
         pool.set_kv_buffer(AnyLayer(7), torch.tensor([4, 6]), rows[..., :47], None)
 
 
-def test_slots_may_come_in_an_object_and_the_layer_apart() -> None:
-    """As SGLang's KVWriteLoc and its override have them."""
+def test_slots_may_come_in_an_object_with_another_layer() -> None:
+    """SGLang gives a KVWriteLoc and an override of the layer."""
     pool = mha("cpu")
     expected = image_of(pool)
     tokens = written(pool, 1)
@@ -162,7 +162,7 @@ def test_slots_may_come_in_an_object_and_the_layer_apart() -> None:
 
 @pytest.mark.parametrize("layer", [4, 8, 0, -1])
 def test_layers_of_other_stages_are_refused(layer: int) -> None:
-    """By both ends of the stage; a negative one is not counted from the end."""
+    """Layers before and after the stage are refused; a negative one isn't counted from the end."""
     pool = mla("cpu", index_head_dim=8)
     tokens = written(pool, 1)
     calls: list[Any] = [
@@ -179,7 +179,7 @@ def test_layers_of_other_stages_are_refused(layer: int) -> None:
 
 
 def test_rows_of_another_width_are_refused_before_any_is_written() -> None:
-    """The keys aren't, when it is the values that are wrong."""
+    """If only the values are wrong, the keys aren't written either."""
     pool = mha("cpu")
     before, tokens = image_of(pool), written(pool, 2)
     for keys, values in ((tokens["k"], tokens["k"]), (tokens["k"][:1], tokens["v"])):
@@ -192,8 +192,8 @@ def test_rows_of_another_width_are_refused_before_any_is_written() -> None:
 
 @pytest.mark.parametrize("where", ["cpu", *SCHEDULES])
 @pytest.mark.parametrize("kind", KINDS)
-def test_moved_tokens_arrive_as_they_were(kind: str, where: str) -> None:
-    """In all layers and planes, also where source and target overlap."""
+def test_moved_tokens_keep_their_bytes(kind: str, where: str) -> None:
+    """All layers and planes move, and source and target may overlap."""
     with simulated("lazy" if where == "cpu" else where) as name:
         pool = KINDS[kind]("cpu" if where == "cpu" else name)
         scramble(pool, 1)
@@ -210,15 +210,15 @@ def test_moved_tokens_arrive_as_they_were(kind: str, where: str) -> None:
         pool.close()
 
 
-def test_moves_are_between_as_many_slots() -> None:
-    """Or nothing moves."""
+def test_a_move_needs_equally_many_slots() -> None:
+    """Otherwise it is refused."""
     with pytest.raises(SlotError, match="2 slots to move to 1"):
         mha("cpu").move_kv_cache(torch.tensor([4]), torch.tensor([5, 6]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_buffer_infos_are_those_of_the_tensors(kind: str) -> None:
-    """One a plane and layer: where it begins, how long it is, how long a page is."""
+def test_buffer_infos_describe_the_tensors(kind: str) -> None:
+    """Each plane and layer has its address, its length and the length of a page."""
     pool = KINDS[kind]("cpu")
     tensors = [(name, tensor) for name, _, tensor in planes_of(pool) if tensor.numel()]
     state = [(name, tensor) for name, tensor in tensors if name.startswith("index")]
@@ -232,16 +232,16 @@ def test_buffer_infos_are_those_of_the_tensors(kind: str) -> None:
         assert [tensor.nbytes // 17 for _, tensor in those] == page_lengths
 
 
-def test_sizes_are_those_of_the_tensors() -> None:
-    """Of MHA two numbers, of MLA one for everything, as SGLang has them."""
+def test_sizes_are_the_bytes_of_the_tensors() -> None:
+    """SGLang's MHA pool gives two numbers, and its MLA pool gives their sum."""
     pool = mha("cpu")
     assert (3 * 68 * 24, 3 * 68 * 12) == pool.get_kv_size_bytes()
     assert 3 * 68 * 96 + 2 * 68 * 16 == KINDS["mla_index"]("cpu").get_kv_size_bytes()
     assert 3 * 68 * (148 + 8 + 4) == packed("cpu").get_kv_size_bytes()
 
 
-def test_storage_is_sglangs() -> None:
-    """[layer, page, token, head, dim] in one piece, a page more than asked for, or FIA's views."""
+def test_storage_has_the_shape_of_sglangs() -> None:
+    """The shape is [layer, page, token, head, dim] with one page more, or a list of FIA's views."""
     assert (3, 17, 4, 2, 6) == torch.as_tensor(mha("cpu").k_buffer).shape
     fia = mha("cpu", use_fia=True)
     assert isinstance(fia.v_buffer, list)
@@ -259,7 +259,7 @@ def test_storage_is_sglangs() -> None:
 
 
 def test_a_write_in_nz_order_lies_in_tiles() -> None:
-    """Token 2 of page 1: its second 16 columns lie a whole tile of the page later."""
+    """The token has the first 16 columns in one tile of its page and the others in the next."""
     pool = mla("cpu", use_fia_nz=True)
     latent = torch.arange(32).bfloat16().view(1, 1, 32)
     pool.set_kv_buffer(AnyLayer(5), torch.tensor([6]), latent, torch.zeros(1, 1, 16).bfloat16())

@@ -1,1 +1,1 @@
-"""What the core's tests share: a device that can be stepped, and pools with known bytes."""
+"""Helpers of the core's tests: a device that runs late, and pools with known bytes."""

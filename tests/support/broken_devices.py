@@ -1,4 +1,4 @@
-"""Devices that are the CPU's but for one thing that is broken."""
+"""CPU devices that each have one fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class FakeDevice:
-    """A CPU device, for tests to break; what it does is the CPU's."""
+    """A CPU device that tests can break."""
 
     name = "fake"
 
@@ -49,7 +49,7 @@ class FakeDevice:
 
 
 class FlippingDevice(FakeDevice):
-    """Flips a bit of the first byte that a job moves to the host: in the copy, or after it."""
+    """Flips a bit of the first byte that a job moves to the host, in the copy or after it."""
 
     def __init__(self, *, before_it_is_sealed: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class FlippingDevice(FakeDevice):
 
 
 class BreakingDevice(FakeDevice):
-    """While `breaks_at` is a number, its restores fail at that step of their writes."""
+    """If `breaks_at` is a number, restores fail at that step of their writes."""
 
     def __init__(self, breaks_at: int | None = None) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class BreakingDevice(FakeDevice):
 
 
 class GatedDevice(FakeDevice):
-    """Its jobs stop before their last phase, of two or of one, until `gate` is set."""
+    """Its jobs stop before their last phase until `gate` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class GatedDevice(FakeDevice):
 
 
 class FullDevice(FakeDevice):
-    """Takes no jobs."""
+    """Accepts no job."""
 
     def submit(
         self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
@@ -133,7 +133,7 @@ class FullDevice(FakeDevice):
 
 
 class LateDevice(FakeDevice):
-    """Its jobs fail, and say so when they are waited for."""
+    """Its jobs fail, which shows when somebody waits for them."""
 
     def submit(
         self, phases: Phases[T], *, staging_bytes: int = 0, at_once: bool = False
@@ -145,7 +145,7 @@ class LateDevice(FakeDevice):
 
 
 class UnpinnedDevice(FakeDevice):
-    """Can't pin memory, and says so as an accelerator does."""
+    """Can't pin memory, and warns as an accelerator does."""
 
     def allocate_host(self, size_bytes: int) -> torch.Tensor:
         warnings.warn("64 bytes can't be pinned; raise ulimit -l", RuntimeWarning, stacklevel=2)
@@ -153,7 +153,7 @@ class UnpinnedDevice(FakeDevice):
 
 
 class DirtyDevice(FakeDevice):
-    """Its memory isn't zeroed."""
+    """Allocates memory that isn't zeroed."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         memory = super().allocate(size_bytes)
@@ -162,7 +162,7 @@ class DirtyDevice(FakeDevice):
 
 
 class PoorDevice(FakeDevice):
-    """Has no memory to give, at either end."""
+    """Can allocate neither device memory nor host memory."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         raise torch.OutOfMemoryError("no device memory")

@@ -1,4 +1,4 @@
-"""A library small enough to see through: its engine answers with token n at step n."""
+"""A fake of the library: its engine answers with token n at step n."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ FOUND = RowCheck(ExactRules(ROWS, ROWS), "passes of 2 to 4 rows agree", 0.25)
 
 
 class FakeEngine:
-    """Two requests at a time, a token each a step. An id says what befalls its request:
+    """Runs two requests at a time, one token in each step.
 
-    `large…` never fits, `moved…` is retracted and resumed once, `recomputed…` is recomputed.
+    An id decides the fate of its request: `large…` never fits, `moved…` is retracted and resumed
+    once, `recomputed…` is recomputed.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -98,9 +99,10 @@ class FakeEngine:
 
 
 class FakeServing:
-    """Keeps what it was asked for, and lets a test reach into each engine before it runs.
+    """Records its calls, and lets a test change each engine before it runs.
 
-    `on_engine` is called with each engine and its number; `build_error` is raised instead.
+    `on_engine` is called with each engine and its number. `build_error` is raised instead of
+    building an engine.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class FakeServing:
         self._build_error = build_error
 
     def check_device(self, name: str, *, schedule: str | None = None) -> None:
-        """See Serving; a simulated device is there whatever its name."""
+        """See Serving. A simulated device may have any name."""
         self.checked.append((name, schedule))
         if schedule is None and name != "cpu":
             raise UsageError(f"there is no device {name!r}")
@@ -161,18 +163,18 @@ class FakeServing:
 
 
 def press_ctrl_c() -> None:
-    """What a terminal does to a process when Ctrl-C is pressed."""
+    """Sends the signal that a terminal sends for Ctrl-C."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def make_stats(**values: Any) -> EngineStats:
-    """Stats with these values, and nothing else counted."""
+    """Makes stats with these values; all others are zero."""
     zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
     return EngineStats(**(zeros | values))
 
 
 def make_request(request_id: str = "a", **values: Any) -> Request:
-    """A request with a prompt of three tokens and these values."""
+    """Makes a request with a prompt of three tokens and these values."""
     request = Request(id=request_id, prompt_ids=[1, 2, 3], params=SamplingParams())
     for name, value in values.items():
         assert hasattr(request, name), name

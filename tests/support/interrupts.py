@@ -1,4 +1,4 @@
-"""Ctrl-C at every instruction: what a signal's handler raises may come before any of them."""
+"""Ctrl-C at every instruction: a signal's handler may raise before any of them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ T = TypeVar("T")
 Place = tuple[CodeType, int]
 
 ROOT = str(Path(kvtide.__file__).parent)
-# Where somebody takes, hands on or gives back; the rest of the way only computes.
+# Files that take, pass on or give back something; the other files only compute.
 OWNERS = ("tide.py", "snapshot.py", "atomic.py", "arena/", "pool/slots.py", "device/")
 
-# Python looks for signals where it calls and where it jumps back, so never between the two
-# instructions that load a result and return it; and no `try` holds the second one.
+# Python looks for signals at calls and at jumps back, so never between the instruction that loads
+# a result and the one that returns it; no `try` holds the second one.
 RETURN = dis.opmap["RETURN_VALUE"]
 
 
 def places_of(action: Callable[[], Any]) -> list[tuple[Place, int]]:
-    """Runs it, and tells at which of kvtide's instructions this thread was, and the how manyth
-    time: of each the first time and the last; where nothing is held, of each line one."""
+    """Runs the action, and lists kvtide's instructions that this thread reached, with the count.
+
+    Of each instruction it lists the first time and the last. In files that hold nothing it lists
+    one instruction of each line.
+    """
     seen: Counter[Place] = Counter()
     lines: dict[tuple[CodeType, int | None], int] = {}
 
@@ -43,8 +46,10 @@ def places_of(action: Callable[[], Any]) -> list[tuple[Place, int]]:
 
 
 def interrupted(action: Callable[[], Any], place: Place, time: int) -> bool:
-    """Runs it with a KeyboardInterrupt at one place; whether it was raised. It isn't where others
-    were faster this time and the place isn't reached, nor where Python swallows it: in `__del__`.
+    """Runs the action with a KeyboardInterrupt at one place, and returns whether it was raised.
+
+    It isn't raised if other threads were faster this time and the place isn't reached, nor if
+    Python swallows it in `__del__`.
     """
     left = time
 
@@ -84,7 +89,7 @@ def _traced(action: Callable[[], Any], each: Any, is_of_ours: Callable[[CodeType
 
 
 def name_of(place: Place) -> str:
-    """For a message."""
+    """Names a place for a message."""
     code, offset = place
     line = next((n for first, stop, n in code.co_lines() if first <= offset < stop), None)
     return f"{Path(code.co_filename).stem}.{code.co_name}:{line}+{offset}"
@@ -93,8 +98,10 @@ def name_of(place: Place) -> str:
 def every_interrupt(
     make: Callable[[], tuple[T, Callable[[], Any]]],
 ) -> Iterator[tuple[str, T, bool]]:
-    """A case to which no interrupt came, and for each place where one can come a case made anew to
-    which it came there: where, the case, and whether it was raised."""
+    """Yields a case without an interrupt, then a new case for each place where one can come.
+
+    Each has the place's name, the case, and whether the interrupt was raised.
+    """
     case, action = make()
     places = places_of(action)
     yield "nowhere", case, False

@@ -13,7 +13,7 @@ T = TypeVar("T")
 def submit(
     device: Device, *phases: Sequence[Callable[[], T]], at_once: bool = False
 ) -> Job[list[T]]:
-    """A job of these phases, whose items are work for the host alone."""
+    """Submits a job of these phases, whose items are work for the host only."""
 
     def make_phases() -> list[list[Step[T]]]:
         return [[Step(item) for item in phase] for phase in phases]

@@ -1,4 +1,4 @@
-"""LazyDevice: a device on which nothing happens until somebody waits for it."""
+"""LazyDevice: a device that does nothing until somebody waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @final
 class LazyJob(Generic[T]):
-    """Work in a LazyQueue."""
+    """A job of a LazyQueue."""
 
     def __init__(self, queue: LazyQueue, work: Callable[[], T]) -> None:
         self._queue = queue
@@ -25,7 +25,7 @@ class LazyJob(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Runs the work here and now, and keeps its outcome."""
+        """Runs the work in this thread, and keeps its outcome."""
         try:
             self._results.append(self._work())
         except BaseException as error:
@@ -34,7 +34,7 @@ class LazyJob(Generic[T]):
         self._ended = True
 
     def done(self) -> bool:
-        """Whether it has run; runs nothing itself."""
+        """Returns whether the job has run; it runs nothing."""
         return self._ended
 
     def wait(self) -> T:
@@ -74,11 +74,11 @@ class LazyQueue:
 
 @final
 class LazyDevice:
-    """The CPU as a device whose queue runs only when it is waited for: the slowest there is.
+    """The CPU as a device whose queue runs only when somebody waits for it.
 
-    The steps of a phase run in an order drawn from `seed`, since they must not depend on
-    each other, and each is given staging of its own, full of ones. `host_sizes` lists what
-    `allocate_host` was asked for.
+    The steps of a phase run in an order drawn from `seed`, since they must not depend on each
+    other. Each is given its own staging, which is full of ones. `host_sizes` lists the sizes that
+    `allocate_host` was called with.
     """
 
     name = "cpu"
@@ -94,7 +94,7 @@ class LazyDevice:
 
     @property
     def queued_count(self) -> int:
-        """Jobs that haven't run."""
+        """How many jobs haven't run."""
         return len(self._queue)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:

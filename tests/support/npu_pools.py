@@ -1,4 +1,4 @@
-"""Small pools of every NPU kind, and their bytes by tokens: no code of the pools is used to read.
+"""Small pools of every NPU kind, and their bytes by tokens. The pools' code isn't used to read.
 
 Each is a stage of three layers that begins at layer 5, with 16 pages of 4 tokens and the padding.
 """
@@ -23,7 +23,7 @@ Image = dict[tuple[str, int], Bytes]
 
 POISON = 0xA5
 CHUNK, LIMIT_BYTES = 8, 1 << 16
-# Two of an accelerator's; the usual slab of pinned memory takes long to get.
+# Two chunks of an accelerator. To pin a slab of the usual size takes long.
 FEW_CHUNKS_BYTES = 2 * AcceleratorDevice.chunk_bytes
 FIRST_LAYER, LAYER_COUNT, PAGE_SIZE, SLOT_COUNT = 5, 3, 4, 68
 INDEX_LAYERS = (5, 7)
@@ -37,26 +37,26 @@ STAGE: dict[str, Any] = {
 
 
 class AnyLayer:
-    """What a pool asks of an attention layer."""
+    """An attention layer with what a pool reads of it."""
 
     def __init__(self, layer_id: int) -> None:
         self.layer_id = layer_id
 
 
 def mha(device: Any, **changes: Any) -> NPUMHATokenToKVPool:
-    """Keys wider than values."""
+    """Makes a pool whose keys are wider than its values."""
     sizes = {"dtype": torch.bfloat16, "head_num": 2, "head_dim": 6, "v_head_dim": 3}
     return NPUMHATokenToKVPool(**{**STAGE, **sizes, "device": device, **changes})
 
 
 def mla(device: Any, **changes: Any) -> NPUMLATokenToKVPool:
-    """Latents twice as wide as rotary keys."""
+    """Makes a pool whose latents are twice as wide as the rotary keys."""
     sizes = {"dtype": torch.bfloat16, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
     return NPUMLATokenToKVPool(**{**STAGE, **sizes, "device": device, **changes})
 
 
 def packed(device: Any, **changes: Any) -> NPUMLATokenToKVPool:
-    """Records of 148 bytes: 128 of the latent, 16 of the rotary key, a scale."""
+    """Makes a pool of records of 148 bytes: 128 of latent, 16 of rotary key, and a scale."""
     sizes = {"kv_lora_rank": 128, "qk_rope_head_dim": 8, "kv_cache_dim": 148, "index_head_dim": 8}
     return mla(device, **{"dtype": torch.float8_e4m3fn, **sizes, **changes})
 
@@ -88,7 +88,7 @@ TILED = ("mla_nz", "mla_nz_index")
 
 
 def small_device(name: str, chunk_bytes: int) -> Device:
-    """A device that moves so little at once that a small copy is many chunks."""
+    """Opens a device that moves so little at once that a small copy has many chunks."""
     device: Any = CPUDevice(lanes=1) if name == "cpu" else AcceleratorDevice(name)
     device.chunk_bytes = chunk_bytes
     opened: Device = device
@@ -96,7 +96,7 @@ def small_device(name: str, chunk_bytes: int) -> Device:
 
 
 def planes_of(pool: NPUTokenToKVPool) -> list[tuple[str, int, torch.Tensor]]:
-    """(plane, the layer's number in the stage, its tensor), in the order of a copy's lists."""
+    """Lists (plane, number of the layer in the stage, tensor) in the order of a copy's lists."""
     found = [
         (name, layer, buffer[layer])
         for name, buffer in (("k", pool.k_buffer), ("v", pool.v_buffer))
@@ -113,13 +113,13 @@ def planes_of(pool: NPUTokenToKVPool) -> list[tuple[str, int, torch.Tensor]]:
 
 
 def is_tiled(pool: NPUTokenToKVPool, plane: str) -> bool:
-    """Whether a page's bytes of that plane lie in tiles of 16 columns; one tile has tokens."""
+    """Returns whether a page of the plane lies in tiles of 16 columns; a single tile has tokens."""
     widths = {"k": "kv_lora_rank", "v": "qk_rope_head_dim"}
     return getattr(pool, "use_fia_nz", False) and getattr(pool, widths.get(plane, ""), 0) > 16
 
 
 def image_of(pool: NPUTokenToKVPool) -> Image:
-    """A copy of every byte, by tokens."""
+    """Copies every byte of the pool, by tokens."""
     image: Image = {}
     for name, layer, tensor in planes_of(pool):
         if not tensor.numel():
@@ -134,7 +134,7 @@ def image_of(pool: NPUTokenToKVPool) -> Image:
 
 
 def scramble(pool: NPUTokenToKVPool, seed: int) -> None:
-    """Random bytes everywhere: NaNs of all payloads, infinities, and -0."""
+    """Writes random bytes everywhere: NaNs of all payloads, infinities, and -0."""
     rng = np.random.default_rng(seed)
     for _, _, tensor in planes_of(pool):
         if tensor.numel():
@@ -144,7 +144,7 @@ def scramble(pool: NPUTokenToKVPool, seed: int) -> None:
 
 
 def poison(pool: NPUTokenToKVPool, slots: list[int]) -> None:
-    """Overwrites whole pages of these slots, as their next holder would; without waiting."""
+    """Overwrites the whole pages of these slots, as a later request would, without waiting."""
     pages = torch.tensor(sorted({slot // PAGE_SIZE for slot in slots}), dtype=torch.int64)
     for _, _, tensor in planes_of(pool):
         if tensor.numel():
@@ -155,10 +155,10 @@ def poison(pool: NPUTokenToKVPool, slots: list[int]) -> None:
 def with_tokens(
     pool: NPUTokenToKVPool, image: Image, target: list[int], saved: Image, source: list[int]
 ) -> Image:
-    """`image` as it should be once `source` of `saved` was loaded to `target`.
+    """Returns `image` as it must be after `source` of `saved` was loaded to `target`.
 
-    Of planes in tiles the last page arrives whole: what follows the last token there is its
-    request's too.
+    In planes in tiles the last page arrives whole: its bytes after the last token belong to the
+    request, too.
     """
     expected = {part: rows.copy() for part, rows in image.items()}
     for part, rows in expected.items():
@@ -175,7 +175,7 @@ def _whole_pages(slots: list[int]) -> list[int]:
 
 
 def differences(expected: Image, actual: Image) -> list[tuple[str, int, int]]:
-    """(plane, layer, slot) of all tokens whose bytes differ."""
+    """Lists (plane, layer, slot) of all tokens whose bytes differ."""
     assert expected.keys() == actual.keys()
     return [
         (*part, int(slot))
@@ -185,7 +185,7 @@ def differences(expected: Image, actual: Image) -> list[tuple[str, int, int]]:
 
 
 def slots_for(kind: str, count: int, style: str, pages: range) -> list[int]:
-    """`count` distinct slots of these pages; in whole pages where the kind's rows are pages."""
+    """Makes `count` distinct slots of these pages; whole pages if the kind's rows are pages."""
     slots = [page * PAGE_SIZE + token for page in pages for token in range(PAGE_SIZE)]
     if style == "run":
         return slots[:count]
@@ -199,7 +199,7 @@ def slots_for(kind: str, count: int, style: str, pages: range) -> list[int]:
 
 
 def saved(kind: str, device: Any = "cpu", **changes: Any) -> tuple[NPUTokenToKVPool, Image]:
-    """A pool of that kind with random bytes, and those."""
+    """Makes a pool of that kind with random bytes, and returns it with them."""
     pool = KINDS[kind](device, **{"host_limit_bytes": FEW_CHUNKS_BYTES, **changes})
     pool.cpu_offloading_chunk_size = CHUNK
     scramble(pool, 1)
@@ -209,7 +209,7 @@ def saved(kind: str, device: Any = "cpu", **changes: Any) -> tuple[NPUTokenToKVP
 def refuses(
     pool: NPUTokenToKVPool, copy: Any, slots: Any, error: type[Exception], text: str
 ) -> None:
-    """Asserts that a load raises that and writes nothing."""
+    """Asserts that a load raises the error and writes nothing."""
     before = image_of(pool)
     with pytest.raises(error, match=text):
         pool.load_cpu_copy(copy, slots)

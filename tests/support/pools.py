@@ -1,4 +1,4 @@
-"""Pools of every kind with known bytes, and what a copy is compared with: no code of a mover."""
+"""Pools of every kind with known bytes, and the bytes that a copy must give, without a mover."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POISON = 0xA5
 
 
 def small_geometry(**changes: Any) -> Geometry:
-    """Two layers, rows of 12 and of 6 bytes, pages of 4 tokens: 36 bytes a token."""
+    """Binds two layers with rows of 12 and of 6 bytes, and pages of 4 tokens: 36 bytes a token."""
     arguments: dict[str, Any] = {
         "dtype": "bfloat16", "layer": 2, "token": 4, "head": 1, "head_dim": 6, "v_head_dim": 3
     }  # fmt: skip
@@ -33,7 +33,7 @@ def small_geometry(**changes: Any) -> Geometry:
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    """GQA of any dtype, with k and v of unequal width and rows of odd and even bytes."""
+    """Draws GQA of any dtype, with k and v of unequal width and rows of odd and even bytes."""
     width = st.sampled_from((1, 2, 3, 5, 7, 8, 12, 16, 33))
     return GQA.bind(
         dtype=draw(st.sampled_from(("uint8", "bfloat16", "float16", "float32"))),
@@ -47,14 +47,14 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 @dataclass(frozen=True)
 class PoolCase:
-    """A pool, and all memory its tensors lie in, the gaps between them included."""
+    """A pool, and all memory of its tensors with the gaps between them."""
 
     pool: Pool
     memory: tuple[Bytes, ...]
 
 
 def make_pool(kind: str, geometry: Geometry, device: Device, page_count: int) -> PoolCase:
-    """A zeroed pool: created, or adopted in one of the forms that engines use."""
+    """Makes a zeroed pool: created, or adopted in one of the forms that engines use."""
     if kind == "created":
         pool = Pool.create(geometry, device, page_count=page_count)
         return PoolCase(pool, tuple(buffer.numpy() for buffer in pool.buffers))
@@ -78,7 +78,7 @@ def make_pool(kind: str, geometry: Geometry, device: Device, page_count: int) ->
 def _slices(
     shape: tuple[int, ...], dtype: torch.dtype, count: int
 ) -> tuple[Bytes, list[torch.Tensor]]:
-    """Tensors inside one piece of memory, at odd addresses, with gaps between them."""
+    """Makes tensors inside one piece of memory, at odd addresses, with gaps between them."""
     size_bytes = prod(shape) * dtype.itemsize
     memory = bytearray(3 + count * (size_bytes + 5))
     tensors = [
@@ -91,7 +91,7 @@ def _slices(
 
 
 def rows_of(pool: Pool, name: str, layer: int) -> Bytes:
-    """The bytes of one layer of a plane, uint8 [slot, row byte]; writes go to the pool."""
+    """Returns the bytes of one layer of a plane, uint8 [slot, row byte]; writes go to the pool."""
     rows: Bytes = _bytes_of(pool, name, layer).numpy()
     return rows
 
@@ -102,38 +102,38 @@ def _bytes_of(pool: Pool, name: str, layer: int) -> torch.Tensor:
 
 
 def parts_of(pool: Pool) -> list[tuple[str, int]]:
-    """The pool's planes and layers in the order in which a chunk has them."""
+    """Lists the pool's planes and layers in the order in which a chunk has them."""
     return [(p.name, layer) for p in pool.geometry.planes for layer in range(p.layer_count)]
 
 
 def image_of(pool: Pool) -> Image:
-    """A copy of every byte of the pool's slots, on any device."""
+    """Copies every byte of the pool's slots, on any device."""
     return {part: _bytes_of(pool, *part).cpu().numpy().copy() for part in parts_of(pool)}
 
 
 def scramble(pool: Pool, seed: int) -> None:
-    """Random bytes in all slots, on any device: those of `fill` on a created pool of the CPU."""
+    """Writes random bytes into all slots on any device; a created CPU pool gets those of `fill`."""
     rng = np.random.default_rng(seed)
     for buffer in pool.buffers:
         buffer.copy_(torch.from_numpy(rng.integers(0, 256, buffer.numel(), np.uint8)))
 
 
 def fill(case: PoolCase, seed: int) -> None:
-    """Random bytes everywhere, gaps too: among them NaNs of all payloads, infinities, and -0."""
+    """Writes random bytes everywhere, also into gaps: NaNs of all payloads, infinities, and -0."""
     rng = np.random.default_rng(seed)
     for memory in case.memory:
         memory[:] = rng.integers(0, 256, memory.size, np.uint8)
 
 
 def poison(pool: Pool, slots: Any) -> None:
-    """Overwrites what `slots` own, as their next holder would; on any device, without waiting."""
+    """Overwrites the slots' bytes as a later request would, on any device, without waiting."""
     index = torch.from_numpy(np.array(slots, np.int64)).to(pool.device.torch_device)
     for part in parts_of(pool):
         _bytes_of(pool, *part).index_fill_(0, index, POISON)
 
 
 def with_rows(image: Image, slots: Any, saved: Image, saved_slots: Any) -> Image:
-    """`image` as it should be once `saved_slots` of `saved` were restored to `slots`."""
+    """Returns `image` as it must be after `saved_slots` of `saved` were restored to `slots`."""
     expected = {part: rows.copy() for part, rows in image.items()}
     for part, rows in expected.items():
         rows[np.asarray(slots, np.int64)] = saved[part][np.asarray(saved_slots, np.int64)]
@@ -141,21 +141,21 @@ def with_rows(image: Image, slots: Any, saved: Image, saved_slots: Any) -> Image
 
 
 def same_image(expected: Image, actual: Image) -> bool:
-    """Whether every byte is equal, by the kit's comparison."""
+    """Returns whether every byte is equal, by the kit's comparison."""
     return first_difference(expected, actual) is None
 
 
 def chunk_bytes(image: Image, slots: Any) -> bytes:
-    """A chunk as the format has it: for each plane, for each layer, one row a token."""
+    """Returns a chunk's bytes by the format: for each plane and layer, one row for each token."""
     return b"".join(rows[slot].tobytes() for rows in image.values() for slot in slots)
 
 
 @st.composite
 def slot_lists(draw: st.DrawFn, slot_count: int, page_size: int, count: int) -> list[int]:
-    """`count` distinct slots as engines have them, and as they don't.
+    """Draws `count` distinct slots in orders that engines use, and in others.
 
-    A shuffle is one number, not a permutation drawn: a failing example is then found as
-    small in seconds, not minutes.
+    A shuffle is drawn as one number, not as a permutation: then a failing example is made small in
+    seconds, not in minutes.
     """
     style = draw(st.sampled_from(("run", "pages", "scattered", "reversed", "stitched", "ragged")))
     rng = random.Random(draw(st.integers(0, 2**16)))
@@ -165,7 +165,7 @@ def slot_lists(draw: st.DrawFn, slot_count: int, page_size: int, count: int) -> 
     if style == "scattered":
         return rng.sample(range(slot_count), count)
     if style == "ragged":
-        # Runs of one length, each begun at a place of its own.
+        # Runs of equal length, which begin at different places.
         length, slots = rng.choice((2, 3, 4, 8)), list[int]()
         for first in _shuffled(range(0, slot_count - 2 * length + 1, 2 * length), rng):
             start = first + rng.randint(0, length)
@@ -174,7 +174,7 @@ def slot_lists(draw: st.DrawFn, slot_count: int, page_size: int, count: int) -> 
     pages = _shuffled(range(slot_count // page_size), rng)
     slots = [page * page_size + i for page in pages for i in range(page_size)]
     if style == "stitched":
-        # Pages of the pool's, but met in their middle: unaligned runs of a page's length.
+        # Pages of the pool, but shifted: unaligned runs of a page's length.
         shift = rng.randint(0, page_size - 1)
         return [(slot + shift) % slot_count for slot in slots][:count]
     return slots[:count][::-1] if style == "reversed" else slots[:count]

@@ -1,4 +1,4 @@
-"""Reads what `kvtide run` wrote."""
+"""Reads the files that `kvtide run` writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of `--out`, one object each."""
+    """Reads the lines of `--out`, one object from each."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The object of `--report`."""
+    """Reads the object of `--report`."""
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report

@@ -1,6 +1,6 @@
-"""The simulated accelerator of the tests: what has not been waited for has not happened.
+"""The tests' simulated accelerator, whose work may come as late as the first wait for it.
 
-To register it with torch is for good, and is done by the first test that asks for it.
+The first test that needs it registers it with torch, which lasts until the process ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SCHEDULES = ("lazy", "eager", "random:0", "random:1", "random:2", "thread")
 
 @contextmanager
 def simulated(schedule: str, *, pageable_async: bool = True) -> Iterator[str]:
-    """torch's device `npu`, simulated by that schedule and the strictest rules there are.
+    """Simulates torch's device `npu` with that schedule and the strictest rules.
 
-    When it ends nothing may be left undone, and no mistake unreported.
+    At the end no work may be pending, and no violation unreported.
     """
     simnpu.install("npu", devices=2)
     simnpu.reset()
@@ -39,11 +39,11 @@ def simulated(schedule: str, *, pageable_async: bool = True) -> Iterator[str]:
 
 
 def lazy_accelerator(name: str) -> AcceleratorDevice:
-    """An accelerator whose jobs begin when somebody waits for one: the latest that may be.
+    """Makes an accelerator whose jobs begin as late as possible: when somebody waits for one.
 
-    They run in the thread that waits, so what a test does in between comes first, each time.
+    They run in the thread that waits, so everything that a test does before the wait comes first.
     """
     device = AcceleratorDevice(name)
     device._queue.close()
-    device._queue = LazyQueue()  # type: ignore[assignment] # all that it needs of a queue
+    device._queue = LazyQueue()  # type: ignore[assignment] # it has all methods that the device calls
     return device

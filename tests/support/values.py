@@ -1,4 +1,4 @@
-"""What callers give for an integer by mistake, and what they may give."""
+"""Values that callers give for an integer: correct ones and mistakes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ONES: list[Any] = [
     1, np.int64(1), np.uint8(1), np.array(1), np.array(1, np.uint16), torch.tensor(1),
     torch.tensor(1, dtype=torch.uint8), torch.tensor(1, dtype=torch.int32),
 ]  # fmt: skip
-"""Each is the integer 1."""
+"""Each of these is the integer 1."""
 
 
 class Unreadable:
-    """Fails whatever is asked of it."""
+    """Raises an error for every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no {name}")
@@ -33,14 +33,14 @@ NO_INTEGERS: list[Any] = [
     torch.tensor(True), torch.empty(0), torch.tensor(1, device="meta"), Unreadable(),
     np.ma.array(1, mask=True),
 ]  # fmt: skip
-"""None of them is exactly one integer, though Python or torch would make one of many."""
+"""None of these is exactly one integer, though Python or torch would convert many of them."""
 
 NO_ROWS: list[Any] = [*NO_INTEGERS, -1, 2**63, -(2**63) - 1, 2**200, 10**5000]
-"""Nor are these an index or a count of anything."""
+"""None of these is an index or a count, either."""
 
 
 def name_of(value: object) -> str:
-    """For a test's id: the same in each process."""
+    """Names a value in a test's id, equally in each process."""
     try:
         text = repr(value).partition(" at 0x")[0]
     except Exception:  # Unreadable, or too many digits
