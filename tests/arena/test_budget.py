@@ -1,4 +1,4 @@
-"""How much host memory an arena may take, on this machine and in a container."""
+"""How much host memory an arena may take on this machine and in a container."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Control = Callable[[str, str, int, int], Path]
 
 
 def test_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody has written to yet counts as taken. Who knows better what is free says so."""
+    """Memory that nobody has written to counts as taken. A caller may pass the free bytes."""
     monkeypatch.setattr(budget, "free_memory_bytes", lambda: 1000)
     assert 100 == budget.default_host_bytes(600)
     assert 0 == budget.default_host_bytes(1001)
@@ -30,7 +30,7 @@ def test_host_memory_is_a_quarter_of_what_the_pool_leaves(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Control:
-    """Gives a group below a mount of the test's own a limit, and what it has taken."""
+    """A function that gives a group below the test's mount a limit and a usage."""
     monkeypatch.setattr(budget, "_CONTROL_GROUP", tmp_path)
     monkeypatch.setattr(budget, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(budget, "_free_system_bytes", lambda: 1 << 40)
@@ -46,18 +46,18 @@ def control(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Control:
 
 
 def write_stat(folder: Path, prefix: str = "", **lines: int) -> None:
-    """A group's memory.stat, in which v1 says first what is the group's own alone."""
+    """Writes a group's memory.stat; in v1 the group's own numbers come first."""
     alone = [f"{name} 7\n" for name in lines if prefix]
     total = [f"{prefix}{name} {value}\n" for name, value in lines.items()]
     (folder / "memory.stat").write_text("".join(alone + total))
 
 
 @pytest.mark.parametrize(("mount", "files", "prefix"), [("", V2, ""), ("memory", V1, "total_")])
-def test_files_that_were_read_are_free(
-    control: Control, mount: str, files: str, prefix: str
-) -> None:
-    """They are in what the group has taken, and make room as soon as somebody asks. Neither
-    shared memory, which has files too, nor locked pages do."""
+def test_cached_files_count_as_free(control: Control, mount: str, files: str, prefix: str) -> None:
+    """The system drops cached files as soon as somebody needs the memory.
+
+    Shared memory also belongs to files, but it isn't free, and neither are locked pages.
+    """
     folder = control(mount, files, 5000, 4500)
     write_stat(folder, prefix, anon=500, file=4000, inactive_anon=300, unevictable=200)
     assert 500 == budget.free_memory_bytes()
@@ -72,10 +72,10 @@ def test_files_that_were_read_are_free(
         ("memory", V1, "total_", "dirty", "writeback"),
     ],
 )
-def test_files_that_are_still_to_be_written_are_not(
+def test_files_that_are_not_yet_written_are_not_free(
     control: Control, mount: str, files: str, prefix: str, dirty: str, under_way: str
 ) -> None:
-    """A disk has to take them first, however many there are."""
+    """They must be written to a disk first."""
     folder = control(mount, files, 5000, 4500)
     write_stat(folder, prefix, active_file=1000, inactive_file=2000, **{dirty: 600, under_way: 50})
     assert 500 + 3000 - 650 == budget.free_memory_bytes()
@@ -84,7 +84,7 @@ def test_files_that_are_still_to_be_written_are_not(
 
 
 def test_each_group_above_has_its_own_caches(control: Control, tmp_path: Path) -> None:
-    """Files that a neighbour has read make room in the group that both are in, and there alone."""
+    """Files that another group has read are free in the group above both, and only there."""
     (tmp_path / "own").write_text("0::/unit/job\n")
     unit, job = control("unit", V2, 9000, 8000), control("unit/job", V2, 6000, 2000)
     write_stat(unit, inactive_file=2000)
@@ -99,8 +99,10 @@ def test_each_group_above_has_its_own_caches(control: Control, tmp_path: Path) -
 def test_no_group_has_more_than_its_limit_and_the_system(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two numbers aren't read at one time. The system's own word is the outer bound, and a
-    file that can't be understood frees nothing."""
+    """The two numbers aren't read at the same time, so the system's number is the upper limit.
+
+    A file that can't be understood frees nothing.
+    """
     folder = control("", V2, 5000, 4500)
     write_stat(folder, inactive_file=9000)
     assert 5000 == budget.free_memory_bytes()
@@ -111,10 +113,11 @@ def test_no_group_has_more_than_its_limit_and_the_system(
     assert 1200 == budget.free_memory_bytes()
 
 
-def test_what_is_written_to_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each page of the system's as it is written, whatever the tensor's shape; a storage that two
-    tensors share counts once. Where the system doesn't say, or says it of any page, all of it is
-    taken for untouched."""
+def test_only_written_pages_have_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page of the system gets memory when it is written, and a shared storage counts once.
+
+    If the system doesn't say it, or says it of every page, all pages count as untouched.
+    """
     fresh = torch.from_numpy(numpy.zeros(64 << 20, dtype=numpy.uint8))
     half, page = 32 << 20, 2 << 20  # pages are of 4 KiB up to 2 MiB, as the system likes
     device = CPUDevice(lanes=1)
@@ -135,7 +138,7 @@ def test_what_is_written_to_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_containers_limit_counts(control: Control) -> None:
-    """The system would kill the process for what lies beyond it. More than all of it is none."""
+    """The system kills a process beyond the limit. If more is used, nothing is free."""
     folder = control("", V2, 5000, 2000)
     assert 3000 == budget.free_memory_bytes()
     (folder / "memory.current").write_text("5001\n")
@@ -145,7 +148,7 @@ def test_a_containers_limit_counts(control: Control) -> None:
 
 
 def test_the_tightest_of_the_groups_above_counts(control: Control, tmp_path: Path) -> None:
-    """A group without files doesn't hide those above it; one beside it isn't this process's."""
+    """A group without files doesn't hide the groups above it; a group beside it doesn't count."""
     (tmp_path / "own").write_text("0::/unit/job/step\n")
     control("unit", V2, 9000, 2000)
     control("unit/other", V2, 10, 0)
@@ -156,7 +159,7 @@ def test_the_tightest_of_the_groups_above_counts(control: Control, tmp_path: Pat
 
 
 def test_control_groups_v1_count(control: Control, tmp_path: Path) -> None:
-    """By the line of their memory controller, which may have company; 2**63 is no limit."""
+    """The line of the memory controller counts, which may name others; 2**63 is no limit."""
     (tmp_path / "own").write_text("9:name=systemd:/x\n4:cpu,memory:/unit/a:b\n0::/y\n")
     control("memory", V1, 2**63 - 4096, 5000)
     control("memory/x", V1, 10, 0)
@@ -173,7 +176,7 @@ def test_control_groups_v1_count(control: Control, tmp_path: Path) -> None:
 def test_a_path_of_the_host_leaves_the_mount_itself(
     control: Control, tmp_path: Path, mount: str, files: str, text: str
 ) -> None:
-    """In a container the mount is the group, and the path may lead nowhere, or not be known."""
+    """In a container the mount is the group, and the path may be missing or unknown."""
     if text:
         (tmp_path / "own").write_text(text)
     control(mount, files, 4000, 1000)

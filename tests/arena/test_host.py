@@ -29,7 +29,7 @@ def make_arena(limit_bytes: int, block_bytes: int) -> tuple[HostArena, LazyDevic
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Any sequence of leases and releases, compared with a list of the leases."""
+    """The machine leases and releases in any order, and keeps a list of the leases."""
 
     @initialize(limit_bytes=st.integers(0, 500), block_bytes=st.sampled_from((1, 3, 16, 64)))
     def start(self, limit_bytes: int, block_bytes: int) -> None:
@@ -40,7 +40,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @property
     def used_count(self) -> int:
-        """Blocks under lease."""
+        """How many blocks are leased."""
         return sum(len(lease.blocks) for lease in self.leases)
 
     @rule(block_count=st.integers(0, 40))

@@ -25,28 +25,28 @@ PATIENCE_S = 30
 
 @pytest.fixture(params=SCHEDULES)
 def npu(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The simulated accelerator, by each schedule."""
+    """Runs the test on the simulated accelerator in each schedule."""
     with simulated(request.param) as name:
         yield name
 
 
 @pytest.fixture
 def lazy_npu() -> Iterator[str]:
-    """The simulated accelerator on which nothing happens before it is waited for."""
+    """The simulated accelerator, which does nothing before somebody waits for it."""
     with simulated("lazy") as name:
         yield name
 
 
 @pytest.fixture
 def device(npu: str) -> Iterator[AcceleratorDevice]:
-    """A device that copies in threads of its own."""
+    """A device that copies in its own threads."""
     device = AcceleratorDevice(npu)
     yield device
     device.close()
 
 
 def test_devices_open_by_name_and_index(lazy_npu: str) -> None:
-    """Without an index it is the current one."""
+    """A name without an index is the current device."""
     for name, expected in ((lazy_npu, 0), ("npu:0", 0), ("npu:1", 1)):
         device: Device = open_device(name)
         assert (name, torch.device("npu", expected)) == (device.name, device.torch_device)
@@ -62,14 +62,14 @@ def test_devices_open_by_name_and_index(lazy_npu: str) -> None:
         ("npu:x", "'npu:x' isn't here"),
     ],
 )
-def test_a_device_that_is_not_here_is_refused(lazy_npu: str, name: str, message: str) -> None:
-    """The message says what there is."""
+def test_a_device_that_does_not_exist_is_refused(lazy_npu: str, name: str, message: str) -> None:
+    """The message lists the existing devices."""
     with pytest.raises(UsageError, match=message):
         open_device(name)
 
 
-def test_memory_is_where_it_should_be(device: AcceleratorDevice) -> None:
-    """Device memory comes zeroed; host memory is pinned."""
+def test_device_memory_is_zeroed_and_host_memory_pinned(device: AcceleratorDevice) -> None:
+    """Both have the requested size and dtype uint8."""
     memory, host = device.allocate(1000), device.allocate_host(1000)
     assert (device.torch_device, torch.uint8) == (memory.device, memory.dtype)
     assert [0] * 1000 == memory.tolist()
@@ -79,7 +79,7 @@ def test_memory_is_where_it_should_be(device: AcceleratorDevice) -> None:
 def test_host_memory_that_cannot_be_pinned_is_pageable(
     lazy_npu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a warning says which limit to raise."""
+    """A warning says which limit to raise."""
     empty = torch.empty
 
     def refuse(*sizes: int, **options: object) -> torch.Tensor:
@@ -98,8 +98,8 @@ def test_host_memory_that_cannot_be_pinned_is_pageable(
 
 @pytest.mark.parametrize("index", ["int64", "int32"])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_what_is_saved_comes_back_into_other_slots(npu: str, pinned: bool, index: str) -> None:
-    """Every byte, and no other byte changes, whatever the host memory; slots on the device, too."""
+def test_saved_bytes_come_back_into_other_slots(npu: str, pinned: bool, index: str) -> None:
+    """No other byte changes, with pinned and pageable memory; slots may lie on the device."""
     device = AcceleratorDevice(npu)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
@@ -124,7 +124,7 @@ def test_what_is_saved_comes_back_into_other_slots(npu: str, pinned: bool, index
 
 
 def make_tide_on(device: Device, *, block_count: int = 8, geometry: Geometry | None = None) -> Tide:
-    """Like `make_tide`, on any device: pages of 4 tokens, a page a block."""
+    """Like `make_tide`, on any device: pages of 4 tokens, with a block for each page."""
     geometry = geometry or small_geometry()
     pool = Pool.create(geometry, device, page_count=5)
     scramble(pool, 1)
@@ -134,8 +134,8 @@ def make_tide_on(device: Device, *, block_count: int = 8, geometry: Geometry | N
 
 
 @pytest.mark.parametrize("head_dim", [6, 8, 64])
-def test_snapshots_are_those_of_a_cpu(device: AcceleratorDevice, head_dim: int) -> None:
-    """The format says nothing of the device: the same bytes, and the same checksums."""
+def test_snapshots_equal_those_of_a_cpu(device: AcceleratorDevice, head_dim: int) -> None:
+    """The form doesn't depend on the device: bytes and checksums are equal."""
     geometry = small_geometry(head_dim=head_dim)
     slots = [*range(7), 12, 11, 10, 9]
     snapshots = []
@@ -150,7 +150,7 @@ def test_snapshots_are_those_of_a_cpu(device: AcceleratorDevice, head_dim: int) 
 
 
 def test_damage_is_found_before_anything_is_written(device: AcceleratorDevice) -> None:
-    """The check is the host's, and ends before the device is asked for anything."""
+    """The host checks all spans before the device is asked to write anything."""
     tide = make_tide_on(device)
     snapshot = tide.offload(range(12))
     before = image_of(tide.pool)
@@ -162,13 +162,13 @@ def test_damage_is_found_before_anything_is_written(device: AcceleratorDevice) -
 
 
 def test_staging_is_two_chunks_however_many_there_are(lazy_npu: str) -> None:
-    """Device memory is what the pool leaves, so what a move keeps of it is bounded."""
+    """Only the memory beside the pool is left, so a move may keep only a fixed part of it."""
     device = AcceleratorDevice(lazy_npu)
     tide = make_tide_on(device, block_count=5)
     before = _used_bytes()
     for _ in range(3):
         tide.discard(tide.offload(range(20)))
-        # The device's memory goes in whole pieces of 512 bytes.
+        # The device's memory is allocated in multiples of 512 bytes.
         assert 2 * 512 == _used_bytes() - before
     device.close()
     assert before == _used_bytes()
@@ -181,7 +181,7 @@ def _used_bytes() -> int:
 
 
 def test_at_most_two_chunks_are_in_flight(lazy_npu: str) -> None:
-    """A chunk is issued when the one before the last has happened, and not before."""
+    """A chunk is issued only when the chunk two before it has arrived."""
     device = AcceleratorDevice(lazy_npu)
     memory = device.allocate(64)
     host = [device.allocate_host(64) for _ in range(6)]
@@ -190,7 +190,7 @@ def test_at_most_two_chunks_are_in_flight(lazy_npu: str) -> None:
     def step(number: int) -> Step[int]:
         def issue(staging: torch.Tensor | None) -> None:
             assert staging is not None
-            # What has not happened leaves its mark: the device's poison isn't zero.
+            # A copy that hasn't run leaves the device's poison, which isn't zero.
             missing.append([earlier for earlier in range(number) if host[earlier].any()])
             staging.copy_(memory)
             host[number].copy_(staging, non_blocking=True)
@@ -205,10 +205,10 @@ def test_at_most_two_chunks_are_in_flight(lazy_npu: str) -> None:
 
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("where", ["issue", "finish"])
-def test_an_error_of_a_step_is_raised_when_nothing_moves_any_more(
+def test_an_error_of_a_step_is_raised_after_all_copies_have_ended(
     device: AcceleratorDevice, where: str, before: int
 ) -> None:
-    """On either of the two streams; and the queue goes on."""
+    """The error may come on either stream, and the queue goes on."""
     memory, host = device.allocate(64), device.allocate_host(64)
 
     def copy(_: torch.Tensor | None) -> None:
@@ -230,7 +230,7 @@ def test_an_error_of_a_step_is_raised_when_nothing_moves_any_more(
 
 
 def test_after_an_error_no_later_phase_begins(device: AcceleratorDevice) -> None:
-    """That is what keeps a damaged snapshot from being written."""
+    """Otherwise a damaged snapshot would be written."""
     ran: list[int] = []
 
     def fail() -> int:
@@ -241,8 +241,8 @@ def test_after_an_error_no_later_phase_begins(device: AcceleratorDevice) -> None
     assert [] == ran
 
 
-def test_an_error_of_the_device_is_the_jobs(device: AcceleratorDevice) -> None:
-    """It comes when it is waited for, and ends this job alone."""
+def test_an_error_of_the_device_is_raised_by_its_job(device: AcceleratorDevice) -> None:
+    """The wait for the job raises it, and later jobs run."""
     memory, source = device.allocate(4), device.allocate(1)
 
     def write_outside(_: torch.Tensor | None) -> None:
@@ -255,7 +255,7 @@ def test_an_error_of_the_device_is_the_jobs(device: AcceleratorDevice) -> None:
 
 
 def test_jobs_of_many_threads_are_all_done(npu: str) -> None:
-    """Each thread's own writes come before its own offload."""
+    """Each thread's writes come before its offload."""
     device = AcceleratorDevice(npu)
     wrong: list[int] = []
 
@@ -282,7 +282,7 @@ def test_jobs_of_many_threads_are_all_done(npu: str) -> None:
 
 
 def test_closing_waits_for_the_queue_and_frees_the_staging(lazy_npu: str) -> None:
-    """Closing again is harmless."""
+    """A second close is harmless."""
     device = AcceleratorDevice(lazy_npu)
     tide = make_tide_on(device)
     ticket = tide.start_offload(range(20))

@@ -30,7 +30,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[CPUDevice]:
 
 
 def raising(error: BaseException) -> Callable[[], int]:
-    """An item that fails."""
+    """Makes an item that raises the error."""
 
     def item() -> int:
         raise error
@@ -39,7 +39,7 @@ def raising(error: BaseException) -> Callable[[], int]:
 
 
 def noting(value: int, ran: list[int]) -> Callable[[], int]:
-    """An item that notes that it ran."""
+    """Makes an item that records that it ran."""
 
     def item() -> int:
         ran.append(value)
@@ -49,20 +49,20 @@ def noting(value: int, ran: list[int]) -> Callable[[], int]:
 
 
 def test_devices_open_by_name() -> None:
-    """`cpu` is known, and says so."""
+    """`cpu` is a known name, and the device has it."""
     device: Device = open_device("cpu")
     assert ("cpu", torch.device("cpu")) == (device.name, device.torch_device)
     device.close()
 
 
 def test_an_unknown_device_is_refused_by_name() -> None:
-    """The message names it, and those there are."""
+    """The message has the name and the known names."""
     with pytest.raises(UsageError, match="'tpu' isn't known here; known are: cpu"):
         open_device("tpu")
 
 
 def test_device_memory_comes_zeroed(device: CPUDevice) -> None:
-    """It is uint8 [size_bytes], of zero bytes too."""
+    """Memory is uint8 [size_bytes], also for zero bytes."""
     assert [0] * 1000 == device.allocate(1000).tolist()
     assert [(0,), (0,), (7,)] == [
         tuple(tensor.shape)
@@ -72,7 +72,7 @@ def test_device_memory_comes_zeroed(device: CPUDevice) -> None:
 
 
 def test_a_block_is_a_window_of_its_slab() -> None:
-    """Its view begins at its offset, ends after the size asked for, and writes to the slab."""
+    """Its view begins at its offset, has the requested length, and writes to the slab."""
     slab = torch.arange(10, dtype=torch.uint8)
     view = Block(slab, 3).bytes_view(4)
     assert [3, 4, 5, 6] == list(view)
@@ -81,7 +81,7 @@ def test_a_block_is_a_window_of_its_slab() -> None:
 
 
 def test_results_come_in_the_order_of_the_items(device: CPUDevice) -> None:
-    """Whichever lane was faster."""
+    """The order doesn't depend on which lane is faster."""
 
     def item(number: int) -> Callable[[], int]:
         def run() -> int:
@@ -103,14 +103,14 @@ def test_results_are_those_of_all_phases_in_order(device: CPUDevice) -> None:
 
 
 def test_every_item_runs_once(device: CPUDevice) -> None:
-    """No lane takes another's item."""
+    """No lane runs an item of another lane."""
     ran: list[int] = []
     submit(device, [noting(number, ran) for number in range(500)]).wait()
     assert list(range(500)) == sorted(ran)
 
 
-def test_a_phase_begins_when_the_one_before_has_ended(device: CPUDevice) -> None:
-    """All items of the first phase are seen by each item of the second."""
+def test_a_phase_begins_when_the_phase_before_has_ended(device: CPUDevice) -> None:
+    """Each item of the second phase sees that all items of the first have ended."""
     ran: list[int] = []
 
     def slow() -> int:
@@ -122,7 +122,7 @@ def test_a_phase_begins_when_the_one_before_has_ended(device: CPUDevice) -> None
 
 
 def test_jobs_run_in_the_order_submitted(device: CPUDevice) -> None:
-    """A job waits for the earlier ones, however short it is."""
+    """A job waits for the earlier jobs, however short it is."""
     gate = threading.Event()
     ran: list[str] = []
 
@@ -141,7 +141,7 @@ def test_jobs_run_in_the_order_submitted(device: CPUDevice) -> None:
 
 
 def test_submitting_returns_before_the_work_is_done(device: CPUDevice) -> None:
-    """Otherwise this test would wait for itself."""
+    """If it waited for the work, this test would wait for itself."""
     gate = threading.Event()
     job = submit(device, [lambda: gate.wait(PATIENCE_S)])
     assert not job.done()
@@ -155,7 +155,7 @@ def test_submitting_returns_before_the_work_is_done(device: CPUDevice) -> None:
 def test_an_error_of_an_item_is_raised_at_each_wait(
     device: CPUDevice, place: int, error_type: type[BaseException]
 ) -> None:
-    """Whatever it is, wherever it happens; an IndexError too, which a deque raises as well."""
+    """Any error in any item is raised; a deque raises IndexError, too, so the test tries it."""
     items: list[Callable[[], int]] = [lambda: 1] * 8
     items[place] = raising(error_type("of the item"))
     job = submit(device, items)
@@ -167,7 +167,7 @@ def test_an_error_of_an_item_is_raised_at_each_wait(
 
 
 class PickyError(Exception):
-    """Copying fails: it is made of two things, and keeps one."""
+    """An error that can't be copied: it is made of two values and keeps one."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
@@ -175,10 +175,10 @@ class PickyError(Exception):
 
 @pytest.mark.parametrize("error", [OSError("of the item"), PickyError("of the item", "no copy")])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_an_error_says_where_it_was_though_its_frames_are_let_go(
+def test_an_error_names_its_place_though_its_frames_are_dropped(
     device: CPUDevice, error: Exception, at_once: bool
 ) -> None:
-    """In a note: what was there is the item's, and those who wait are others."""
+    """The place is in a note, since the frames belong to the item and others wait for the error."""
     job = submit(device, [raising(error)], at_once=at_once)
     for _ in range(2):
         with pytest.raises(type(error), match="of the item") as caught:
@@ -190,8 +190,8 @@ def test_an_error_says_where_it_was_though_its_frames_are_let_go(
         assert error.__traceback__ is None, "whoever keeps it holds nobody's frames"
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_move(device: CPUDevice) -> None:
-    """Real signals, while many jobs are waited for: none is lost, none runs twice."""
+def test_an_interrupt_ends_the_wait_but_not_the_job(device: CPUDevice) -> None:
+    """Real signals arrive while many jobs are waited for: no job is lost, and none runs twice."""
     ran: list[int] = []
     interrupts = 0
     is_waiting = False
@@ -221,16 +221,16 @@ def test_an_interrupt_ends_the_wait_and_not_the_move(device: CPUDevice) -> None:
     assert sorted(list(range(200)) * 5) == sorted(ran)
 
 
-def test_at_once_an_idle_device_works_in_the_calling_thread() -> None:
-    """Two changes of threads cost as much as it takes to copy a megabyte."""
+def test_a_blocking_job_of_an_idle_device_runs_in_the_calling_thread() -> None:
+    """Two changes of threads cost as much as copying a megabyte."""
     device = CPUDevice(lanes=1)
     job = submit(device, [threading.get_ident], at_once=True)
     assert (True, [threading.get_ident()]) == (job.done(), job.wait())
     device.close()
 
 
-def test_at_once_a_busy_device_works_in_turn(device: CPUDevice) -> None:
-    """A restore must not overtake the offload of the same slots, nor run beside it."""
+def test_a_blocking_job_of_a_busy_device_waits_its_turn(device: CPUDevice) -> None:
+    """A restore must neither overtake an offload of the same slots, nor run beside it."""
     gate, ran = threading.Event(), list[int]()
 
     def slow() -> int:
@@ -245,8 +245,8 @@ def test_at_once_a_busy_device_works_in_turn(device: CPUDevice) -> None:
     assert [1, 2] == ran
 
 
-def test_what_is_submitted_meanwhile_waits_for_the_job_at_once(device: CPUDevice) -> None:
-    """By another thread: jobs never run side by side."""
+def test_other_jobs_wait_for_a_blocking_job(device: CPUDevice) -> None:
+    """Another thread submits a job, which must not run at the same time."""
     started, gate, ran = threading.Event(), threading.Event(), list[int]()
 
     def slow() -> int:
@@ -266,10 +266,10 @@ def test_what_is_submitted_meanwhile_waits_for_the_job_at_once(device: CPUDevice
     assert [1, 2, 3] == ran
 
 
-# Python loses what is raised within a callback of the collector, and says so.
+# Python drops errors that are raised within a callback of the garbage collector, and warns.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_breaks_off_the_job_at_once(device: CPUDevice) -> None:
-    """Real signals at any moment: when it is raised no lane runs, and the rest is dropped."""
+def test_an_interrupt_ends_a_blocking_job(device: CPUDevice) -> None:
+    """Real signals arrive at any moment: after it no lane runs, and the rest is dropped."""
     running: set[int] = set()
     ran: list[int] = []
 
@@ -302,8 +302,8 @@ def test_an_interrupt_breaks_off_the_job_at_once(device: CPUDevice) -> None:
     assert [5] == submit(device, [lambda: 5]).wait(), "the queue goes on"
 
 
-def test_a_job_at_once_that_fails_ends_wherever_an_interrupt_comes(device: CPUDevice) -> None:
-    """Nothing waits for it: neither the thread that it was in, nor the jobs after it."""
+def test_a_failing_blocking_job_ends_wherever_an_interrupt_comes(device: CPUDevice) -> None:
+    """Neither its thread nor the jobs after it wait for it."""
 
     def make() -> tuple[None, Callable[[], object]]:
         def fail() -> None:
@@ -317,15 +317,15 @@ def test_a_job_at_once_that_fails_ends_wherever_an_interrupt_comes(device: CPUDe
         assert [2] == submit(device, [lambda: 2], at_once=True).wait(), where
 
 
-def test_a_closed_device_takes_no_job_at_once(device: CPUDevice) -> None:
-    """Its lanes are gone."""
+def test_a_closed_device_refuses_a_blocking_job(device: CPUDevice) -> None:
+    """The device has no lanes any more."""
     device.close()
     with pytest.raises(RuntimeError, match="is closed"):
         submit(device, [lambda: 5], at_once=True)
 
 
 def test_a_job_runs_or_is_cancelled() -> None:
-    """Never both: whoever is first has it."""
+    """It never does both: the first of the two calls decides."""
     ran: list[int] = []
     job = QueuedJob(noting(1, ran))
     assert job.cancel()
@@ -338,7 +338,7 @@ def test_a_job_runs_or_is_cancelled() -> None:
 
 
 def test_lanes_that_have_not_begun_are_not_waited_for() -> None:
-    """Their threads may be at another job still; there is nothing left for them to do."""
+    """Their threads may still run another job, and nothing is left for them to do."""
     lane, gate, started = Threads(1, "lane"), threading.Event(), threading.Event()
 
     def busy() -> None:
@@ -352,8 +352,8 @@ def test_lanes_that_have_not_begun_are_not_waited_for() -> None:
     lane.close()
 
 
-def test_threads_end_with_what_they_belong_to() -> None:
-    """Closed or forgotten: a server that opens devices again and again keeps no threads."""
+def test_threads_end_with_their_device() -> None:
+    """Closed and forgotten devices keep no threads, so a server may open many devices."""
     before = threading.active_count()
     closed, forgotten = CPUDevice(lanes=3), CPUDevice(lanes=3)
     assert before + 6 == threading.active_count()
@@ -363,7 +363,7 @@ def test_threads_end_with_what_they_belong_to() -> None:
 
 
 def test_a_process_ends_with_devices_open() -> None:
-    """What was submitted has happened then, on all lanes, while what is older is still there."""
+    """Submitted jobs have ended by then, on all lanes, before older exit handlers run."""
     program = (
         "import atexit, os, time; from kvtide.device import CPUDevice, Step\n"
         "atexit.register(lambda: os.write(1, b'older ends\\n'))\n"
@@ -378,8 +378,8 @@ def test_a_process_ends_with_devices_open() -> None:
     assert [b"done"] * 4 + [b"older ends"] == done.stdout.splitlines()
 
 
-def test_closing_waits_for_the_job_at_once_of_another_thread() -> None:
-    """Which would find no lanes in its next phase."""
+def test_closing_waits_for_a_blocking_job_of_another_thread() -> None:
+    """Otherwise the job would find no lanes in its next phase."""
     device, started = CPUDevice(lanes=2), threading.Event()
     ran: list[int] = []
 
@@ -398,8 +398,8 @@ def test_closing_waits_for_the_job_at_once_of_another_thread() -> None:
     caller.join()
 
 
-def test_submitting_does_not_wait_for_the_job_at_work(device: CPUDevice) -> None:
-    """A move is queued behind another one at once; what it needs may still be written."""
+def test_submitting_does_not_wait_for_the_running_job(device: CPUDevice) -> None:
+    """A job is queued at once, even if the bytes that it needs are still being written."""
     gate, started = threading.Event(), threading.Event()
 
     def hold() -> bool:
@@ -416,7 +416,7 @@ def test_submitting_does_not_wait_for_the_job_at_work(device: CPUDevice) -> None
 
 
 def test_after_an_error_no_later_phase_begins(device: CPUDevice) -> None:
-    """That is what keeps a damaged snapshot from being written."""
+    """Otherwise a damaged snapshot would be written."""
     ran: list[int] = []
     items: list[Callable[[], int]] = [lambda: 0, raising(ValueError()), lambda: 0]
     job = submit(device, items, [noting(1, ran)])
@@ -426,7 +426,7 @@ def test_after_an_error_no_later_phase_begins(device: CPUDevice) -> None:
 
 
 def test_after_an_error_the_remaining_items_are_dropped() -> None:
-    """Neither the lane that failed nor another one finds any more."""
+    """Neither the lane that failed nor another lane finds any more items."""
     ran: list[int] = []
     items = deque(enumerate([noting(0, ran), raising(ValueError()), noting(2, ran)]))
     with pytest.raises(ValueError):
@@ -436,8 +436,8 @@ def test_after_an_error_the_remaining_items_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("failing_lane", ["kvtide-queue", "kvtide-lane"])
-def test_a_failed_job_ends_when_its_last_lane_does(failing_lane: str) -> None:
-    """Whichever lane fails: when the job has ended nothing copies any more."""
+def test_a_failed_job_ends_with_its_last_lane(failing_lane: str) -> None:
+    """Any lane may fail; when the job has ended, nothing copies any more."""
     device = CPUDevice(lanes=2)
     both, failed = threading.Barrier(2), threading.Event()
     ended: list[str] = []
@@ -459,22 +459,22 @@ def test_a_failed_job_ends_when_its_last_lane_does(failing_lane: str) -> None:
 
 
 def test_as_many_items_run_side_by_side_as_there_are_lanes() -> None:
-    """Each waits for all the others, so fewer lanes would never get through."""
+    """Each item waits for all others, so with fewer lanes the job would not end."""
     device = CPUDevice(lanes=4)
     together = threading.Barrier(4)
     assert 4 == len(set(submit(device, [lambda: together.wait(PATIENCE_S)] * 4).wait()))
     device.close()
 
 
-def test_lanes_follow_torch_threads_unless_said() -> None:
-    """The person who gave torch its threads has said how many cores there are."""
+def test_the_default_number_of_lanes_is_torchs_number_of_threads() -> None:
+    """A user who sets torch's threads says how many cores may be used."""
     device = CPUDevice()
     assert torch.get_num_threads() == device.lanes
     device.close()
 
 
 def test_closing_waits_for_the_queue(device: CPUDevice) -> None:
-    """What was submitted has run when close returns; closing again is harmless."""
+    """Submitted jobs have run when close returns; a second close is harmless."""
     ran: list[int] = []
 
     def slow() -> int:
@@ -489,7 +489,7 @@ def test_closing_waits_for_the_queue(device: CPUDevice) -> None:
 
 
 def test_the_lazy_device_does_nothing_by_itself() -> None:
-    """The tests of fences depend on it: only `wait` runs jobs, and in their order."""
+    """Tests of fences depend on it: only `wait` runs jobs, in their order."""
     device: Device = LazyDevice()
     ran: list[int] = []
     first, second = (submit(device, [noting(n, ran)]) for n in (1, 2))
@@ -498,8 +498,8 @@ def test_the_lazy_device_does_nothing_by_itself() -> None:
     assert ([1, 2], True, True) == (ran, first.done(), second.done())
 
 
-def test_jobs_that_were_done_at_once_are_forgotten() -> None:
-    """A server whose calls all block doesn't grow, though its queue's thread never comes by."""
+def test_blocking_jobs_that_have_ended_are_forgotten() -> None:
+    """A server with only blocking calls doesn't grow, though the queue's thread never runs."""
     device = CPUDevice(lanes=1)
     for _ in range(3):
         assert [7] == submit(device, [lambda: 7], at_once=True).wait()

@@ -1,4 +1,4 @@
-"""The canonical form of geometries: what is in it, what is read of it, and how two differ."""
+"""The canonical form of geometries: its content, its reading, and differences of two forms."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ HEADS: dict[str, Any] = {"layer": 2, "head": 4, "head_dim": 8, "v_head_dim": 6}
 
 
 def gqa(**changes: Any) -> Geometry:
-    """Keys of 4 heads of 8, values of 4 of 6, in two layers."""
+    """Binds keys of 4 heads of 8 and values of 4 heads of 6, in two layers."""
     sizes: dict[str, Any] = {"dtype": "bfloat16", "token": 16, **HEADS, **changes}
     return GQA.bind(**sizes)
 
 
 def form_of(geometry: Geometry) -> Any:
-    """The geometry's form as somebody else reads it: a copy, from its text."""
+    """Returns the geometry's form as a reader gets it: a copy, from its text."""
     return json.loads(geometry.canonical)
 
 
@@ -90,9 +90,11 @@ GOLDEN: dict[str, tuple[Geometry, str]] = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_form_is_the_one_that_was_committed(name: str) -> None:
-    """Snapshots with these forms are on somebody's disk. Never change one: a form that must be
-    another is a new version, with files of its own, beside which these are still read."""
+def test_the_form_of_a_geometry_equals_the_committed_one(name: str) -> None:
+    """Snapshots with these forms may be on disks. Never change a committed form.
+
+    A new form needs a new version with its own files, and the old forms must still be read.
+    """
     geometry, fingerprint = GOLDEN[name]
     committed = (FORMS / f"{name}.json").read_text(encoding="ascii")
     assert committed == geometry.canonical + "\n"
@@ -100,25 +102,25 @@ def test_the_form_is_the_one_that_was_committed(name: str) -> None:
     assert geometry.canonical == Geometry.from_dict(json.loads(committed)).canonical
 
 
-def test_a_fingerprint_is_of_the_text_alone() -> None:
-    """BLAKE2b of 16 bytes, so that whoever has the text can find it in any language."""
+def test_a_fingerprint_depends_only_on_the_text() -> None:
+    """It is BLAKE2b of 16 bytes, which any language can compute from the text."""
     assert "cae66941d9efbd404e4d88758ea67670" == fingerprint_of("").hex()
     assert gqa().fingerprint == fingerprint_of(gqa().canonical)
 
 
 def test_canonical_json_is_one_text_for_each_value() -> None:
-    """Keys are sorted, there is no space, and what isn't ASCII is escaped."""
+    """Keys are sorted, there are no spaces, and characters outside of ASCII are escaped."""
     assert '{"a":[1,"\\u00fc"],"b":null}' == canonical_json({"b": None, "a": [1, "ü"]})
     with pytest.raises(ValueError, match="JSON"):
         canonical_json(float("nan"))
 
 
-# ---- what is content, and what isn't --------------------------------------------------------
+# ---- what is content, and what is not -------------------------------------------------------
 
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    """Of all declared layouts, in sizes other than the samples'."""
+    """Draws all declared layouts, in sizes other than the samples'."""
     sample: Sample = draw(st.sampled_from(SAMPLES))
     sizes = {
         axis: size + draw(st.integers(0, 3)) if isinstance(size, int) else size
@@ -130,7 +132,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 @given(geometries())
 def test_a_geometry_that_was_read_owns_the_same_bytes(geometry: Geometry) -> None:
-    """Plane by plane, whatever the layout; and it is the same geometry to whoever compares."""
+    """The planes are equal for every layout, and the geometry compares as equal."""
     read = Geometry.from_dict(form_of(geometry))
     for plane, other in zip(geometry.planes, read.planes, strict=True):
         assert (plane.name, plane.dtype, plane.unit) == (other.name, other.dtype, other.unit)
@@ -142,8 +144,8 @@ def test_a_geometry_that_was_read_owns_the_same_bytes(geometry: Geometry) -> Non
     assert [] == differences(geometry.to_dict(), read.to_dict())
 
 
-def test_the_first_layers_by_number_are_so_many_layers() -> None:
-    """They own the same bytes; others don't."""
+def test_a_count_of_layers_means_the_first_layers() -> None:
+    """A count and the numbers of the first layers mean the same bytes; other numbers don't."""
     assert gqa(layer=4).fingerprint == gqa(layer=(0, 1, 2, 3)).fingerprint
     others = [gqa(layer=layers).fingerprint for layers in (4, (1, 2, 3, 4), (0, 1, 3, 2), 5)]
     assert 4 == len(set(others))
@@ -158,10 +160,10 @@ def test_the_first_layers_by_number_are_so_many_layers() -> None:
         ({"head": 2}, False),
     ],
 )
-def test_heads_first_is_tokens_first_where_a_tokens_bytes_are_in_one_place(
+def test_heads_first_equals_tokens_first_if_a_tokens_bytes_are_together(
     changes: dict[str, Any], is_same: bool
 ) -> None:
-    """With one head, or one token a page, the axes before the token's say nothing."""
+    """With one head, or one token in a page, the order of these axes doesn't matter."""
     sizes: dict[str, Any] = {"dtype": "bfloat16", "token": 16, **HEADS, **changes}
     nhd, hnd = GQA.bind(**sizes), GQA_HND.bind(**sizes)
     assert is_same == (nhd.canonical == hnd.canonical)
@@ -171,8 +173,8 @@ def test_heads_first_is_tokens_first_where_a_tokens_bytes_are_in_one_place(
     assert ["token" if is_same else "page"] * 2 == [plane.unit for plane in hnd.planes]
 
 
-def test_what_is_one_pools_alone_is_no_content() -> None:
-    """The layout's name, the page size of token rows, a map's hole, a rule that says nothing."""
+def test_settings_of_a_pool_are_no_content() -> None:
+    """The layout's name, the page size of token rows, a map's hole and a rule without effect."""
     plain = Layout("plain", Plane("k", "layer page token 3", rows=(Mapped("window"),)))
     other = Layout(
         "other", Plane("k", "layer page token 3", rows=(EveryToken(), Mapped("window", hole=0)))
@@ -181,8 +183,8 @@ def test_what_is_one_pools_alone_is_no_content() -> None:
     assert plain.bind(**sizes, token=4).canonical == other.bind(**sizes, token=16).canonical
 
 
-def test_planes_of_rules_that_only_their_pool_tells_apart_are_refused() -> None:
-    """A reader of the form would take them for one group, whose planes take the same rows."""
+def test_rules_that_differ_only_in_settings_of_their_pool_are_refused() -> None:
+    """A reader of the form would put the planes into one group, with the same rows."""
     layout = Layout(
         "holes",
         Plane("k", "layer page token 3", rows=(Mapped("window", hole=0),)),
@@ -193,15 +195,15 @@ def test_planes_of_rules_that_only_their_pool_tells_apart_are_refused() -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_a_declaration_comes_back_whole(sample: Sample) -> None:
-    """A map's hole too, as it is a declaration's."""
+def test_a_declaration_comes_back_complete(sample: Sample) -> None:
+    """A map's hole belongs to the declaration, so it comes back, too."""
     text = canonical_json(sample.layout.to_dict())
     assert sample.layout == Layout.from_dict(json.loads(text))
 
 
 @given(st.sampled_from(SAMPLES), st.integers(0, 200))
-def test_a_declaration_that_is_cut_off_is_refused(sample: Sample, place: int) -> None:
-    """A key that is missing or not known is named."""
+def test_a_declaration_with_a_wrong_key_is_refused(sample: Sample, place: int) -> None:
+    """The error names the missing key and the unknown one."""
     form = json.loads(canonical_json(sample.layout.to_dict()))
     plane = form["planes"][place % len(form["planes"])]
     key = [*plane][place % len(plane)]
@@ -210,7 +212,7 @@ def test_a_declaration_that_is_cut_off_is_refused(sample: Sample, place: int) ->
         Layout.from_dict(form)
 
 
-# ---- what somebody else wrote ---------------------------------------------------------------
+# ---- forms that somebody else wrote ---------------------------------------------------------
 
 DEEP: Any = []
 for _ in range(100_000):
@@ -220,7 +222,7 @@ Change = Callable[[Any], Any]
 
 
 def put(*path: Any, value: Any) -> Change:
-    """Sets what is at that path of a form."""
+    """Makes a change that sets the value at a path of a form."""
 
     def change(form: Any) -> None:
         for step in path[:-1]:
@@ -297,8 +299,8 @@ HOSTILE: list[tuple[Change, str]] = [
 @pytest.mark.parametrize(
     ("change", "message"), HOSTILE, ids=lambda each: getattr(each, "__name__", "")
 )
-def test_a_form_that_says_anything_else_is_refused(change: Change, message: str) -> None:
-    """With what is wrong; nothing of it is believed, and nothing else is raised."""
+def test_an_invalid_form_is_refused(change: Change, message: str) -> None:
+    """The error says what is wrong; no other error is raised, and nothing of the form is used."""
     form = form_of(gqa())
     assert gqa().canonical == Geometry.from_dict(form).canonical
     change(form)
@@ -308,7 +310,7 @@ def test_a_form_that_says_anything_else_is_refused(change: Change, message: str)
 
 @pytest.mark.parametrize("key", ["version", "first_layer", "rank", "groups", "planes"])
 def test_a_form_that_lacks_a_key_is_refused(key: str) -> None:
-    """It is named."""
+    """The error names the key."""
     form = form_of(gqa())
     del form[key]
     with pytest.raises(LayoutError, match=key):
@@ -316,8 +318,8 @@ def test_a_form_that_lacks_a_key_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("form", [*NO_ROWS, None, "{}", [], DEEP, {}, {1: 2}], ids=name_of)
-def test_what_is_no_form_is_refused(form: Any) -> None:
-    """Of whatever type it is."""
+def test_a_value_that_is_no_form_is_refused(form: Any) -> None:
+    """The value may have any type."""
     with pytest.raises(LayoutError, match="version"):
         Geometry.from_dict(form)
     with pytest.raises(LayoutError, match=r"must be an object|missing"):
@@ -334,7 +336,7 @@ JSON = st.recursive(
 
 
 def text_of(form: Any) -> str | None:
-    """A form's canonical JSON; None for infinity, which Python reads as JSON and JSON hasn't."""
+    """Returns a form's canonical JSON, or None for infinity, which JSON doesn't have."""
     try:
         return canonical_json(form)
     except ValueError:
@@ -342,10 +344,10 @@ def text_of(form: Any) -> str | None:
 
 
 @given(st.data(), geometries(), JSON)
-def test_any_value_in_any_place_is_refused_or_taken_as_it_is(
+def test_any_value_in_any_place_is_refused_or_read_unchanged(
     data: st.DataObject, geometry: Geometry, value: Any
 ) -> None:
-    """A form is read as itself, or not at all; and the differences of two can always be said."""
+    """A form is read unchanged or refused, and the differences of two can always be named."""
     form = place = form_of(geometry)
     while isinstance(place, dict | list) and place:
         step = data.draw(
@@ -366,12 +368,12 @@ def test_any_value_in_any_place_is_refused_or_taken_as_it_is(
     assert all(len(line) < 1000 for line in lines)
 
 
-# ---- rules of others ------------------------------------------------------------------------
+# ---- rules that kvtide doesn't have ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Shifted(Rule):
-    """A rule of somebody else's, with a field that only its own pool needs."""
+    """A rule that kvtide doesn't have, with a field that only its pool needs."""
 
     form_name: ClassVar[str] = "test_canonical.shifted"
     local: ClassVar[Any] = {"width": 0}
@@ -393,7 +395,7 @@ class Shifted(Rule):
 
 
 def test_a_rule_is_known_once_it_is_defined() -> None:
-    """By its form name; what isn't content has its stand-in where it is read."""
+    """The form name finds the rule; a reader gets stand-ins for fields that aren't content."""
     layout = Layout("shifted", Plane("k", "layer page token 3", rows=(Shifted(4, width=9),)))
     geometry = layout.bind(dtype="uint8", layer=1)
     (plane,) = Geometry.from_dict(form_of(geometry)).planes
@@ -402,8 +404,8 @@ def test_a_rule_is_known_once_it_is_defined() -> None:
     assert Shifted(4, width=9) == Rule.from_dict(Shifted(4, width=9).to_dict())
 
 
-def test_a_rule_needs_a_form_name_of_its_own() -> None:
-    """Two rules of one name would be taken for each other."""
+def test_a_rule_needs_a_unique_form_name() -> None:
+    """Two rules with one name couldn't be told apart."""
     with pytest.raises(LayoutError, match="Nameless: give it a form_name"):
         type("Nameless", (Rule,), {})
     with pytest.raises(LayoutError, match="Other: its form_name 'mapped' is Mapped's already"):
@@ -411,8 +413,8 @@ def test_a_rule_needs_a_form_name_of_its_own() -> None:
     assert Mapped("window") == Rule.from_dict({"rule": "mapped", "name": "window"})
 
 
-def test_a_rule_of_more_than_strings_and_integers_has_no_form() -> None:
-    """It could be written otherwise each time."""
+def test_a_rule_with_other_fields_than_strings_and_integers_has_no_form() -> None:
+    """Other values could be written in several ways."""
     rule = Shifted(4, width=[])  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=r"width must be a string or an integer, not \[\]"):
         rule.to_dict()
@@ -452,13 +454,15 @@ WINDOWED: dict[str, Any] = {"dtype": "bfloat16", "token": 16, **HEADS}
           "plane 'index_k' only there"]),
     ],
 )  # fmt: skip
-def test_differences_are_said_in_words(ours: Geometry, theirs: Geometry, lines: list[str]) -> None:
-    """By plane and axis, both values, for whoever asks why a snapshot doesn't fit."""
+def test_differences_are_described_in_words(
+    ours: Geometry, theirs: Geometry, lines: list[str]
+) -> None:
+    """Each line has the plane, the axis and both values, for a user whose snapshot doesn't fit."""
     assert lines == differences(ours.to_dict(), theirs.to_dict())
 
 
 def test_another_version_and_another_order_are_differences_too() -> None:
-    """A form that this kvtide can't read may still be compared with one that it can."""
+    """A form of an unknown version can still be compared."""
     form = form_of(gqa())
     assert ["version 1 here, 2 there"] == differences(form, form | {"version": 2})
     turned = form | {"planes": form["planes"][::-1]}
@@ -472,8 +476,8 @@ def test_another_version_and_another_order_are_differences_too() -> None:
     assert 1 == FORM_VERSION
 
 
-def test_rows_of_requests_and_of_several_tokens_are_content() -> None:
-    """Which of them a row stands for, whatever it is called in the layout."""
+def test_the_unit_of_a_row_is_content() -> None:
+    """The form says what a row stands for, whatever the layout calls it."""
     sizes: dict[str, Any] = {
         "dtype": "bfloat16",
         "token": 8,

@@ -1,4 +1,4 @@
-"""Row rules against naive ones: one id after the other, in plain loops."""
+"""Row rules give what plain loops give, which take one id after the other."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Pairs = list[tuple[int, int]]
 
 
 def ids(values: Sequence[int]) -> Any:
-    """int64 [id]."""
+    """Makes int64 [id]."""
     return np.array(values, np.int64)
 
 
 def pairs_of(rows: Rows) -> Pairs:
-    """What a rule gave."""
+    """Lists the rows and tokens that a rule gave."""
     return list(zip(rows.ids.tolist(), rows.tokens.tolist(), strict=True))
 
 
 def apply(
     rules: Sequence[Rule], slots: Sequence[int], maps: Any = None, row_count: int = 1 << 40
 ) -> Pairs:
-    """What a chain of rules gives."""
+    """Applies a chain of rules."""
     return pairs_of(apply_rules(rules, ids(slots), maps or {}, row_count))
 
 
 def by_list(values: Sequence[int]) -> Any:
-    """A map as the rules are given it."""
+    """Makes a map in the form that rules are given."""
     return lambda wanted: ids([values[number] for number in wanted])
 
 
@@ -56,7 +56,7 @@ distinct = st.lists(st.integers(0, 60), unique=True, max_size=25)
 
 @st.composite
 def aligned_runs(draw: st.DrawFn, count: int) -> list[int]:
-    """Slots that fill rows of `count` from their first slot on; some rows not to their end."""
+    """Draws slots that fill rows of `count` from their first slot on; some rows aren't full."""
     slots: list[int] = []
     for row in draw(st.lists(st.integers(0, 9), unique=True, max_size=7)):
         slots += range(row * count, row * count + draw(st.integers(1, count)))
@@ -67,14 +67,14 @@ def aligned_runs(draw: st.DrawFn, count: int) -> list[int]:
 
 
 @given(distinct)
-def test_every_token_names_its_own_row(slots: list[int]) -> None:
-    """And stands for itself."""
+def test_every_token_has_its_own_row(slots: list[int]) -> None:
+    """The row has the slot's number and stands for the token."""
     assert [(slot, token) for token, slot in enumerate(slots)] == apply([EveryToken()], slots)
 
 
 @given(st.data(), st.integers(1, 8))
 def test_every_nth_names_each_row_once(data: st.DataObject, count: int) -> None:
-    """With the token at which it begins."""
+    """The row stands for the token at which it begins."""
     slots = data.draw(aligned_runs(count))
     expected: Pairs = []
     for token, slot in enumerate(slots):
@@ -84,10 +84,10 @@ def test_every_nth_names_each_row_once(data: st.DataObject, count: int) -> None:
 
 
 @given(st.data(), st.integers(2, 8))
-def test_row_that_is_not_begun_at_its_first_slot_is_refused(
+def test_row_that_does_not_begin_at_its_first_slot_is_refused(
     data: st.DataObject, count: int
 ) -> None:
-    """It would be whole at the source and in part at the target."""
+    """The row would be complete at the source and partial at the target."""
     slots = data.draw(aligned_runs(count))
     row, within = data.draw(st.integers(20, 30)), data.draw(st.integers(1, count - 1))
     with pytest.raises(SlotError, match=f"slot {row * count + within} at position {len(slots)}"):
@@ -95,8 +95,8 @@ def test_row_that_is_not_begun_at_its_first_slot_is_refused(
 
 
 @given(st.integers(2, 8), st.integers(0, 9))
-def test_row_with_a_gap_in_it_is_refused(count: int, row: int) -> None:
-    """Its slots follow each other."""
+def test_row_with_a_gap_is_refused(count: int, row: int) -> None:
+    """The slots of a row must follow each other."""
     slots = [row * count, row * count + count - 1]
     if count > 2:
         with pytest.raises(SlotError, match="in the middle of a row"):
@@ -107,7 +107,7 @@ def test_row_with_a_gap_in_it_is_refused(count: int, row: int) -> None:
 
 @given(distinct, st.sampled_from([-1, 0, 3]), st.randoms(use_true_random=False))
 def test_mapped_rows_leave_out_the_holes(slots: list[int], hole: int, random: Any) -> None:
-    """And those that stay keep the numbers of their tokens."""
+    """The rows that remain keep the numbers of their tokens."""
     rows = random.sample(range(hole + 1, hole + 80), 61)
     held = [row if random.random() < 0.6 else random.randint(-5, hole) for row in rows]
     expected = [(held[slot], token) for token, slot in enumerate(slots) if held[slot] > hole]
@@ -116,14 +116,14 @@ def test_mapped_rows_leave_out_the_holes(slots: list[int], hole: int, random: An
 
 @st.composite
 def slots_in_their_tokens_places(draw: st.DrawFn, turns: int) -> list[int]:
-    """As an allocator gives them to ranks that take turns: slot % turns == token % turns."""
+    """Draws slots as an allocator gives them to ranks in turn: slot % turns == token % turns."""
     rounds = draw(st.lists(st.integers(0, 12), unique=True, max_size=25))
     return [turn * turns + token % turns for token, turn in enumerate(rounds)]
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
 def test_ranks_share_all_tokens(world: int, run: int, data: st.DataObject) -> None:
-    """Each has its own, every token has one rank, and rows are within those that are counted."""
+    """Each rank has its rows, every token has one rank, and row_count covers all rows."""
     slots = data.draw(slots_in_their_tokens_places(world * run))
     shared: list[int] = []
     for rank in range(world):
@@ -141,10 +141,10 @@ def test_ranks_share_all_tokens(world: int, run: int, data: st.DataObject) -> No
 
 
 @given(st.integers(2, 5), st.integers(1, 3), st.data())
-def test_a_slot_that_another_rank_would_keep_elsewhere_is_refused(
+def test_a_slot_in_the_place_of_another_rank_is_refused(
     world: int, run: int, data: st.DataObject
 ) -> None:
-    """Its bytes would be on one rank now, and sought on another later."""
+    """Its bytes would be on one rank now, and be looked for on another later."""
     slots = data.draw(slots_in_their_tokens_places(world * run))
     astray = len(slots) + data.draw(st.integers(1, world * run - 1)) + 20 * world * run
     with pytest.raises(SlotError, match=f"token {len(slots)} has slot {astray}"):
@@ -152,8 +152,8 @@ def test_a_slot_that_another_rank_would_keep_elsewhere_is_refused(
 
 
 @given(distinct, st.integers(0, 9))
-def test_request_has_one_row_whatever_its_tokens(slots: list[int], row: int) -> None:
-    """Without any, too."""
+def test_request_has_one_row_for_any_tokens(slots: list[int], row: int) -> None:
+    """A request without tokens has the row, too."""
     assert [(row, 0)] == apply([OfRequest()], slots, {"request": lambda _: ids([row])})
 
 
@@ -161,10 +161,10 @@ def test_request_has_one_row_whatever_its_tokens(slots: list[int], row: int) -> 
 
 
 @given(distinct, st.integers(1, 4), st.data(), st.randoms(use_true_random=False))
-def test_rank_of_a_windowed_pool_is_two_rules(
+def test_rank_of_a_windowed_pool_has_two_rules(
     slots: list[int], world: int, data: st.DataObject, random: Any
 ) -> None:
-    """The map first, then the share of what it leads to."""
+    """The map comes first, then the rank's share of the map's rows."""
     rank = data.draw(st.integers(0, world - 1))
     rounds = random.sample(range(1, 80), len(slots))
     held = dict.fromkeys(range(61), 0)
@@ -182,19 +182,19 @@ def test_rank_of_a_windowed_pool_is_two_rules(
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
 def test_ratio_and_page_multiply(data: st.DataObject, ratio: int, page: int) -> None:
-    """A page of compressed rows stands for all their tokens."""
+    """A page of compressed rows holds all tokens of these rows."""
     slots = data.draw(aligned_runs(ratio * page))
     assert apply([EveryNth(ratio * page)], slots) == apply([EveryNth(ratio), EveryNth(page)], slots)
 
 
-def test_map_that_is_not_there_is_named() -> None:
-    """With those that are."""
+def test_unknown_map_is_named() -> None:
+    """The error lists the known maps, too."""
     with pytest.raises(SlotError, match=r"no map 'window'; the pool has \['other'\]"):
         apply([Mapped("window")], [1], {"other": by_list([0, 0])})
 
 
-def test_request_that_is_not_named_is_refused() -> None:
-    """Its state isn't any row's."""
+def test_missing_row_of_the_request_is_refused() -> None:
+    """A request's state has no row unless the caller names it."""
     with pytest.raises(SlotError, match="request=ROW"):
         apply([OfRequest()], [1])
     with pytest.raises(SlotError, match=r"each state; name it: request={'state': ROW}"):
@@ -203,18 +203,18 @@ def test_request_that_is_not_named_is_refused() -> None:
 
 @pytest.mark.parametrize(("row", "count"), [(5, 5), (9, 5)])
 def test_row_beyond_the_buffer_is_refused(row: int, count: int) -> None:
-    """Whatever the map says."""
+    """A map may give any number, so each is checked."""
     with pytest.raises(SlotError, match=f"token 1 names row {row}, which isn't in 0 … {count - 1}"):
         apply([Mapped("window")], [0, 1], {"window": by_list([0, row])}, row_count=count)
 
 
 def test_row_that_two_tokens_name_is_refused() -> None:
-    """One would overwrite the other."""
+    """One token would overwrite the other."""
     with pytest.raises(SlotError, match="tokens 0 and 2 both name row 4"):
         apply([Mapped("window")], [0, 1, 2], {"window": by_list([4, 3, 4])})
 
 
-# ---- what a rule says of itself -------------------------------------------------------------
+# ---- what a rule says about itself ----------------------------------------------------------
 
 KNOWN = Counts(request_count=5, mapped_rows={"window": 17})
 
@@ -236,13 +236,13 @@ KNOWN = Counts(request_count=5, mapped_rows={"window": 17})
 def test_a_rule_answers_for_itself(
     rule: Rule, row_count: int, tokens_per_row: int, unit: str, is_dense: bool
 ) -> None:
-    """Of 24 slots: how many rows, how many tokens share one, and what a row is."""
+    """For 24 slots: how many rows there are, how many tokens share one, and what a row is."""
     found = (rule.row_count(24, KNOWN), rule.tokens_per_row, rule.unit, rule.is_dense)
     assert (row_count, tokens_per_row, unit, is_dense) == found
 
 
 def test_a_rule_names_its_map_and_its_row_of_the_request() -> None:
-    """That is how a pool knows what it must be given; another prefix is another map."""
+    """A pool learns from it which maps and rows it needs; a prefix gives another map's name."""
     assert ("window", None) == (Mapped("window").map_name, Mapped("window").kind)
     assert (None, "state") == (OfRequest("state").map_name, OfRequest("state").kind)
     assert (None, None) == (EveryToken().map_name, EveryToken().kind)
@@ -252,7 +252,7 @@ def test_a_rule_names_its_map_and_its_row_of_the_request() -> None:
 
 @pytest.mark.parametrize("missing", ["apply", "row_count", "tokens_per_row"])
 def test_a_rule_that_does_not_answer_cannot_be_made(missing: str) -> None:
-    """It would pass for one that names every token."""
+    """Such a rule would be taken for one with a row for every token."""
     answers: dict[str, Any] = {
         "form_name": f"test_rules.{missing}",
         "apply": lambda self, rows, maps: rows,
@@ -271,7 +271,7 @@ def test_a_rule_that_does_not_answer_cannot_be_made(missing: str) -> None:
 
 @given(distinct, distinct)
 def test_rows_are_found_by_token(held: list[int], wanted: list[int]) -> None:
-    """All of them, or none where one is missing."""
+    """All rows are found, or none if one is missing."""
     tokens = sorted(held)
     rows = Rows(ids([100 + token for token in tokens]), ids(tokens))
     found = rows.of_tokens(ids(sorted(wanted)))
@@ -293,7 +293,7 @@ def test_rows_are_found_by_token(held: list[int], wanted: list[int]) -> None:
 def test_a_row_knows_its_first_and_its_last_token(
     rules: list[Rule], rows: list[int], tokens: list[int], lasts: list[int]
 ) -> None:
-    """Whichever rules led to it, and whichever rows were left out."""
+    """This holds whichever rules led to the row, and whichever rows were left out."""
     maps = {"window": by_list([-1, 4, -1, 2])}
     found = apply_rules(rules, ids(range(7)), maps, 5)
     assert found.lasts is not None
@@ -306,7 +306,7 @@ def test_a_row_knows_its_first_and_its_last_token(
 
 @given(st.lists(st.integers(0, 300), unique=True).map(sorted))
 def test_tokens_come_back_from_their_ranges(tokens: list[int]) -> None:
-    """A seal keeps them as few ranges, and loses none."""
+    """A seal keeps tokens as few ranges, and loses none."""
     ranges = ranges_of(ids(tokens))
     assert tokens == [token for span in ranges for token in span]
     seal = Seal("{}", "", 0, (ranges,), (), 1, ())
@@ -323,13 +323,13 @@ def test_tokens_come_back_from_their_ranges(tokens: list[int]) -> None:
     ],
 )
 def test_regular_tokens_are_one_range(tokens: list[int], expected: tuple[range, ...]) -> None:
-    """All tokens, a window, every n-th, a rank's share: one range each, however many they are."""
+    """All tokens, a window, every n-th token and a rank's share are each one range."""
     assert expected == ranges_of(ids(tokens))
 
 
 @pytest.mark.parametrize("value", [*NO_ROWS, 0], ids=name_of)
-def test_a_rule_of_what_is_no_number_is_refused(value: Any) -> None:
-    """When it is declared: rows of no slots divide by zero later, and ranks of none own nothing."""
+def test_a_rule_with_an_invalid_number_is_refused(value: Any) -> None:
+    """The declaration is refused: a row of no slots would divide by zero later."""
     with pytest.raises(LayoutError, match="EveryNth: count must be an integer from 1"):
         EveryNth(value)
     with pytest.raises(LayoutError, match="Striped: world must be an integer from 1"):
@@ -339,15 +339,15 @@ def test_a_rule_of_what_is_no_number_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [*NO_ROWS, 4], ids=name_of)
-def test_a_rank_that_is_not_there_is_refused(rank: Any) -> None:
-    """It would own nothing, silently."""
+def test_an_invalid_rank_is_refused(rank: Any) -> None:
+    """Such a rank would own nothing, without an error."""
     with pytest.raises(LayoutError, match="Striped: rank"):
         Striped(rank, 4)
 
 
 @pytest.mark.parametrize("hole", [None, 0.5, "0", True, float("nan")], ids=name_of)
-def test_a_hole_that_is_no_number_is_refused(hole: Any) -> None:
-    """What leads to a hole is left out of a snapshot."""
+def test_an_invalid_hole_is_refused(hole: Any) -> None:
+    """Tokens that lead to a hole are left out of a snapshot."""
     with pytest.raises(LayoutError, match="Mapped: hole"):
         Mapped("window", hole)
 
@@ -380,8 +380,10 @@ def test_a_hole_that_is_no_number_is_refused(hole: Any) -> None:
 def test_no_token_is_left_out_inside_a_row(
     rules: list[Rule], ids: list[int], text: str | None
 ) -> None:
-    """The tokens after it would lie in other places of the row than elsewhere, and a row moves
-    whole: what comes back would be other tokens' bytes, and nothing else could tell."""
+    """The tokens after it would be in other places of the row than in the snapshot.
+
+    A row moves whole, so a restore would give other tokens' bytes, and no later check could tell.
+    """
     window = np.array([ids[slot] if slot < len(ids) else slot for slot in range(12)])
     slots = np.arange(len(ids)) if any(rule.map_name for rule in rules) else np.array(ids)
     if text is None:
@@ -395,8 +397,10 @@ def test_no_token_is_left_out_inside_a_row(
 def test_a_token_has_one_place_in_its_row(
     held: list[bool], count: int, data: st.DataObject
 ) -> None:
-    """However a map packs what it holds: the rows are refused, or each token is as far behind the
-    row's first token as its number says."""
+    """A map may pack its rows in any way: the rows are refused, or each token has its place.
+
+    Its distance from the row's first token is then the difference of their numbers.
+    """
     starts = data.draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))
     ids, packed = [], 0
     for is_held, starts_row in zip(held, starts, strict=True):

@@ -24,7 +24,7 @@ def test_geometry_counts_the_bytes_of_all_planes_and_layers() -> None:
     ("dtype", "element_bytes"), [("uint8", 1), ("bfloat16", 2), ("float16", 2), ("float32", 4)]
 )
 def test_planes_know_their_rows(dtype: str, element_bytes: int) -> None:
-    """What stands after `page token` is the row; what stands before it repeats the plane."""
+    """The axes after `page token` are the row; the axes before them repeat the plane."""
     k, v = GQA.bind(dtype=dtype, **SIZES).planes
     assert ("k", "v") == (k.name, v.name)
     assert ((2, 64), (2, 48)) == (k.row_shape, v.row_shape)
@@ -33,7 +33,7 @@ def test_planes_know_their_rows(dtype: str, element_bytes: int) -> None:
 
 
 def test_a_plane_may_have_neither_layers_nor_row_axes() -> None:
-    """One scale a token, in one layer: a row of one element."""
+    """One scale for each token, in one layer, is a row of one element."""
     (plane,) = Layout("scales", Plane("scale", "page token")).bind(dtype="float32", token=8).planes
     assert (1, (), 4) == (plane.layer_count, plane.row_shape, plane.row_bytes)
 
@@ -52,20 +52,20 @@ def test_a_plane_may_have_neither_layers_nor_row_axes() -> None:
     ],
 )
 def test_axes_that_make_no_rows_are_refused(axes: str, what: str) -> None:
-    """A row is a token's, a page's or a request's."""
+    """A row belongs to a token, a page or a request."""
     with pytest.raises(LayoutError, match=f"plane 'k': .*{what}"):
         Layout("odd", Plane("k", axes))
 
 
 def test_an_axis_named_twice_is_refused() -> None:
-    """It could have two sizes."""
+    """The axis could have two sizes."""
     with pytest.raises(LayoutError, match=r"\['head'\] twice"):
         Layout("odd", Plane("k", "layer page token head head"))
 
 
 @pytest.mark.parametrize("names", [(), ("k", "k"), ("k", "v", "k")])
 def test_planes_need_distinct_names(names: tuple[str, ...]) -> None:
-    """A layout has at least one plane, and each can be told from the others."""
+    """A layout has at least one plane, and their names differ."""
     with pytest.raises(LayoutError, match="distinct, at least 1"):
         Layout("odd", *(Plane(name, "layer page token head") for name in names))
 
@@ -88,14 +88,14 @@ def test_sizes_must_fit_the_axes(sizes: dict[str, int], named: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"head": 2**62}, {"head": 2**40, "layer": 2**40}])
-def test_more_bytes_than_any_address_has_are_refused(changes: dict[str, int]) -> None:
-    """They would overflow later, silently."""
+def test_more_bytes_than_64_bits_can_count_are_refused(changes: dict[str, int]) -> None:
+    """Later they would overflow without an error."""
     with pytest.raises(LayoutError, match="have more than 9223372036854775807 bytes"):
         GQA.bind(dtype="float32", **{**SIZES, **changes})
 
 
-def test_an_unknown_dtype_is_refused_with_those_that_are_known() -> None:
-    """The message says what would do."""
+def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    """The message lists the valid dtypes."""
     with pytest.raises(LayoutError, match=r"'float64'.*'bfloat16'"):
         GQA.bind(dtype="float64", **SIZES)
 
@@ -115,12 +115,12 @@ def test_an_unknown_dtype_is_refused_with_those_that_are_known() -> None:
     ids=lambda changes: "-".join(changes),
 )
 def test_fingerprints_tell_geometries_apart(changes: dict[str, Any]) -> None:
-    """Each size, the dtype, the stage and the rank are in it."""
+    """Each size, the dtype, the stage and the rank count."""
     assert small_geometry().fingerprint != small_geometry(**changes).fingerprint
 
 
 def test_fingerprints_tell_layouts_apart() -> None:
-    """Planes' names, axes and order are in it; what a layout is called says nothing of bytes."""
+    """Planes' names, axes and order count; the layout's name doesn't."""
     k, v = Plane("k", "layer page token head"), Plane("v", "layer page token head")
     layouts = [
         Layout("a", k, v),
@@ -145,8 +145,8 @@ def test_the_fingerprint_is_the_same_everywhere() -> None:
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
 @pytest.mark.parametrize("name", ["token", "layer", "head", "first_layer", "rank"])
-def test_what_is_no_number_binds_nothing(name: str, value: Any) -> None:
-    """True is another fingerprint than 1, and a miss later. A list may be layers' numbers."""
+def test_an_invalid_size_binds_nothing(name: str, value: Any) -> None:
+    """True would give another fingerprint than 1. A list may give the layers' numbers."""
     if name in ("layer", "head") and isinstance(value, list | tuple):
         value = [*value, 0.5]
     sizes = {"token": 4, "layer": 2, "head": 1, "head_dim": 6, "v_head_dim": 3}
@@ -155,7 +155,7 @@ def test_what_is_no_number_binds_nothing(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("unit", ONES, ids=name_of)
-def test_numbers_of_any_maker_bind_the_same(unit: Any) -> None:
+def test_numpy_and_torch_integers_bind_the_same(unit: Any) -> None:
     """The fingerprint is the same, or a snapshot of one process would miss in another."""
     names = ("token", "layer", "head", "head_dim", "v_head_dim", "first_layer", "rank")
     expected = GQA.bind(dtype="bfloat16", **dict.fromkeys(names, 1))

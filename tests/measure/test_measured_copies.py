@@ -15,7 +15,7 @@ from kvtide.pool import Pool
 OPERATIONS = ["gather", "sealed_gather", "scatter", "engine_gather", "engine_scatter"]
 
 
-def test_ratios_are_of_bandwidth_and_seal_of_time() -> None:
+def test_copy_ratios_compare_speed_and_the_seal_ratio_time() -> None:
     """Half of memcpy's speed is 0.5; sealing that adds a fifth is 1.2."""
     seconds = {
         "gather": 0.2,
@@ -41,8 +41,8 @@ def test_ratios_are_of_bandwidth_and_seal_of_time() -> None:
     } == figures.to_json()
 
 
-def test_slots_lie_as_their_case_says() -> None:
-    """Contiguous, whole pages in any order, and single slots in any order; none twice."""
+def test_slots_are_in_the_order_of_their_case() -> None:
+    """They are contiguous, whole pages in any order, or single slots in any order; none repeats."""
     cases = make_slots(256, 1024)
     for slots in cases.values():
         assert (256, 256) == (slots.size, np.unique(slots).size)
@@ -56,8 +56,8 @@ def test_slots_lie_as_their_case_says() -> None:
 
 
 @pytest.mark.parametrize("case", ["contiguous", "pages", "random"])
-def test_every_operation_copies_what_it_should(case: str) -> None:
-    """Both scatters bring back what was gathered, wherever it lay, and touch nothing else."""
+def test_every_operation_copies_the_right_bytes(case: str) -> None:
+    """Both scatters bring the gathered bytes back, and change nothing else."""
     device = open_device("cpu")
     geometry = GQA.bind(dtype="bfloat16", layer=4, token=64, head=8, head_dim=128, v_head_dim=128)
     pool = Pool.create(geometry, device, page_count=8)

@@ -22,7 +22,7 @@ from kvtide.pool import Pool
 
 
 def test_every_declared_layout_has_a_case(capsys: pytest.CaptureFixture[str]) -> None:
-    """With ratios of its own, all above nothing."""
+    """Each layout has its ratios, which are all positive."""
     arguments = ["bench", "copy", "--layouts", "--size", "1MiB", "--rounds", "1", "--json"]
     assert 0 == main(arguments)
     entries = json.loads(capsys.readouterr().out)["layouts"]
@@ -33,13 +33,13 @@ def test_every_declared_layout_has_a_case(capsys: pytest.CaptureFixture[str]) ->
         assert 0 < entry["row_bytes"][0] <= entry["row_bytes"][1]
 
 
-def test_axes_that_nobody_listed_have_a_size() -> None:
-    """Those of layers are few, however they are called."""
+def test_unlisted_axes_have_a_size() -> None:
+    """An axis of layers has few, whatever its name."""
     assert [4, 4, 64] == [size_of_axis(name) for name in ("new_layer", "b.new_layer", "new")]
 
 
-def test_axes_are_those_of_models() -> None:
-    """By their own name, or in a joined layout by that behind the part's; all parts are there."""
+def test_axes_have_the_sizes_of_models() -> None:
+    """An axis is found by its name, in a joined layout without the part's; no part is missing."""
     (latent,) = bind_for_models(MLA).planes
     assert (size_of_axis("layer"), size_of_axis("latent_dim") * 2) == (
         latent.layer_count,
@@ -49,20 +49,20 @@ def test_axes_are_those_of_models() -> None:
     assert [2048] * 4 == [plane.row_bytes for plane in joined.planes]
 
 
-def test_axis_that_nobody_knew_before_has_a_size() -> None:
-    """A layout with one is a new file, and no edit here: few layers, rows that aren't tiny."""
+def test_a_new_axis_has_a_size() -> None:
+    """A layout with a new axis needs no edit: it gets few layers, and rows that aren't tiny."""
     layout = Layout("new", Plane("phase", "echo_layer page token voice", dtype="uint8"))
     (plane,) = bind_for_models(layout).planes
     assert (4, (64,)) == (plane.layer_count, plane.row_shape)
 
 
 def test_a_page_holds_whole_rows() -> None:
-    """Where more tokens share a row than a page has, the page is as long."""
+    """If more tokens share a row than a page has, the page gets longer."""
     assert (64, 128) == (bind_for_models(MLA).page_size, bind_for_models(COMPRESSED_128).page_size)
 
 
-def test_state_of_requests_has_layers_for_the_size() -> None:
-    """A request has but one row in each; where it has tokens, layers are those of the axes."""
+def test_state_of_requests_has_enough_layers_for_the_size() -> None:
+    """A request has only one row in each layer; layouts with tokens keep the axes' layers."""
     for size_bytes in (1 << 20, 64 << 20):
         geometry = bind_for_size(RECURRENT, size_bytes)
         moved_bytes = sum(plane.row_bytes * plane.layer_count for plane in geometry.planes)
@@ -70,8 +70,8 @@ def test_state_of_requests_has_layers_for_the_size() -> None:
     assert bind_for_models(MLA) == bind_for_size(MLA, 64 << 20)
 
 
-def test_blocks_are_those_of_an_arena_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is what users get."""
+def test_blocks_have_the_size_of_an_arena_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured blocks are the blocks that users get."""
     asked: list[str] = []
 
     def chunk_bytes_for(pool: Pool, limit_bytes: int) -> int:

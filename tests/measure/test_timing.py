@@ -8,7 +8,7 @@ from kvtide.measure.timing import Timing, time_in_turns
 
 
 class _Time:
-    """Time that passes only in the operations."""
+    """A clock that only the operations move."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class _Time:
 def test_operations_take_turns_and_only_the_second_call_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A slow machine slows all alike only if they alternate; a cold start isn't measured."""
+    """They alternate, so that a slow machine slows all alike; a cold start isn't measured."""
     clock = _Time()
     monkeypatch.setattr("kvtide.measure.timing.time", clock)
     seconds = {"a": [9.0, 1.0, 9.0, 3.0, 9.0, 2.0], "b": [9.0, 4.0, 9.0, 4.0, 9.0, 6.0]}

@@ -1,8 +1,7 @@
-"""What published models cache: figures from their papers and reviews, or plain arithmetic.
+"""The caches of published models have the sizes of their papers and reviews, or of arithmetic.
 
-The files in configs/ have the fields that matter of the config.json that each model is published
-with. "Gallery" is the LLM Architecture Gallery, which gives the KV cache of a token in bf16 for
-many models.
+The files in configs/ have the fields that matter of each model's published config.json. "Gallery"
+is the LLM Architecture Gallery, which gives the KV cache of a token in bf16 for many models.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ KIB = 1024
 
 
 def load(name: str, **changes: Any) -> dict[str, Any]:
-    """A published configuration, with some fields changed, and those that are `...` left out."""
+    """Loads a published configuration with changes; a field whose value is `...` is left out."""
     config: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_bytes())
     text = config.get("text_config", config)
     text.update(changes)
@@ -39,15 +38,15 @@ def load(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def plane_rows(name: str, **options: Any) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-    """Dtype, layers and row shape of each plane of a published model."""
+    """Returns dtype, layers and row shape of each plane of a published model."""
     planes = cache_of(load(name), **options).geometry.planes
     return {plane.name: (plane.dtype, plane.layer_count, plane.row_shape) for plane in planes}
 
 
 def test_llama_3_1() -> None:
-    """8B: 128 KiB a token (gallery); 70B: 2.5 times the layers, 320 KiB (80 * 2 * 8 * 128 * 2).
+    """8B takes 128 KiB a token (gallery); 70B takes 320 KiB (80 * 2 * 8 * 128 * 2).
 
-    405B: 516.096 KB, in table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343).
+    405B takes 516.096 KB, by table 1 of "Insights into DeepSeek-V3" (arXiv 2505.09343).
     """
     sizes = [
         cache_of(load(f"llama-3.1-{size}")).geometry.token_bytes for size in ("8b", "70b", "405b")
@@ -56,13 +55,13 @@ def test_llama_3_1() -> None:
 
 
 def test_qwen2_5_72b() -> None:
-    """327.680 KB a token: table 1 of arXiv 2505.09343. A window that is switched off is none."""
+    """A token takes 327.680 KB (table 1 of arXiv 2505.09343). Its window is switched off."""
     cache = cache_of(load("qwen2.5-72b"))
     assert (327_680, None) == (cache.geometry.token_bytes, cache.window_tokens)
 
 
 def test_qwen3() -> None:
-    """Layers and KV heads of the model cards: 8B has 36 and 8, 32B has 64 and 8, all of 128.
+    """The model cards say that 8B has 36 layers and 32B has 64, with 8 KV heads of 128.
 
     So 36 * 2 * 8 * 128 * 2 bytes are 144 KiB, and 64 layers are 256 KiB.
     """
@@ -71,12 +70,12 @@ def test_qwen3() -> None:
 
 
 def test_gpt2_xl() -> None:
-    """300 KiB a token (gallery): 48 layers with 25 heads of 64, and field names of its own."""
+    """A token takes 300 KiB (gallery): 48 layers of 25 heads of 64. Its fields have other names."""
     assert 300 * KIB == cache_of(load("gpt2-xl")).geometry.token_bytes
 
 
 def test_deepseek_v3() -> None:
-    """70.272 KB a token: table 1 of arXiv 2505.09343. 512 + 64 elements in each of 61 layers."""
+    """A token takes 70.272 KB (table 1 of arXiv 2505.09343): 512 + 64 elements in 61 layers."""
     geometry = cache_of(load("deepseek-v3")).geometry
     assert ("mla", 70_272) == (geometry.layout.name, geometry.token_bytes)
 
@@ -91,21 +90,21 @@ def test_deepseek_v3_2_has_index_keys_beside_the_latents() -> None:
 
 
 @pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
-def test_deepseek_v3_2_may_say_that_its_attention_is_indexed(kind: str) -> None:
-    """By the new name in transformers or the old one: the cache is the same."""
+def test_deepseek_v3_2_may_name_its_attention_in_layer_types(kind: str) -> None:
+    """The new name of transformers and the old one give the same cache."""
     config = load("deepseek-v3.2", layer_types=[kind] * 61)
     assert cache_of(load("deepseek-v3.2")) == cache_of(config)
 
 
 def test_deepseek_v3_2_packs_an_fp8_latent() -> None:
-    """656 bytes a token: 512 of fp8, 4 scales, 64 of bfloat16, says FlashMLA's README."""
+    """A token takes 656 bytes: 512 of fp8, 4 scales, 64 of bfloat16 (FlashMLA's README)."""
     assert ("uint8", 61, (1, 656)) == plane_rows("deepseek-v3.2", dtype="float8_e4m3fn")["kv"]
 
 
 def test_gemma_3_27b() -> None:
-    """Five layers with a window of 1,024 for each without: arXiv 2503.19786.
+    """Five layers with a window of 1,024 follow each layer without one (arXiv 2503.19786).
 
-    Of 62 layers so 10 keep all, at 2 * 16 * 128 * 2 bytes a layer.
+    So 10 of 62 layers keep all tokens, at 2 * 16 * 128 * 2 bytes a layer.
     """
     cache = cache_of(load("gemma-3-27b"))
     assert ("window_and_full", 1024) == (cache.geometry.layout.name, cache.window_tokens)
@@ -113,8 +112,8 @@ def test_gemma_3_27b() -> None:
     assert (5, 11, 17) == dict(cache.geometry.sizes)["full_layer"][:3]  # type: ignore[index]
 
 
-def test_gemma_3_4b_leaves_out_what_its_type_defaults_to() -> None:
-    """Its config.json names no heads: 4 KV heads of 256, in 34 layers of which 5 keep all."""
+def test_gemma_3_4b_leaves_out_the_defaults_of_its_type() -> None:
+    """Its config.json names no heads: it has 4 KV heads of 256; 5 of 34 layers keep all tokens."""
     cache = cache_of(load("gemma-3-4b"))
     assert (34 * 4096, 5 * 4096) == (cache.geometry.token_bytes, cache.lasting.token_bytes)
 
@@ -122,9 +121,9 @@ def test_gemma_3_4b_leaves_out_what_its_type_defaults_to() -> None:
 @pytest.mark.parametrize(("size", "layers"), [("20b", 24), ("120b", 36)])
 @pytest.mark.parametrize("changes", [{}, {"layer_types": ...}], ids=["declared", "by default"])
 def test_gpt_oss(size: str, layers: int, changes: dict[str, Any]) -> None:
-    """Every other layer has a window of 128 tokens: the model card, arXiv 2508.10925.
+    """Every other layer has a window of 128 tokens (model card, arXiv 2508.10925).
 
-    A layer's token is 2 * 8 * 64 * 2 bytes: 48 KiB in 24 layers, 72 KiB in 36, half of it lasts.
+    A layer's token takes 2 * 8 * 64 * 2 bytes: 48 KiB in 24 layers, 72 KiB in 36. Half of it stays.
     """
     cache = cache_of(load(f"gpt-oss-{size}", **changes))
     assert (layers * 2 * KIB, layers * KIB) == (
@@ -138,10 +137,10 @@ def test_gpt_oss(size: str, layers: int, changes: dict[str, Any]) -> None:
 
 
 def test_qwen3_next_80b() -> None:
-    """12 layers of attention with 2 KV heads of 256, 36 gated delta nets: the model card.
+    """12 layers of attention have 2 KV heads of 256, and 36 are gated delta nets (model card).
 
-    SGLang gives the shape of a state as (32, 128, 128) in float32. The convolution over query,
-    key and value, 2 * 16 * 128 + 32 * 128 channels, is 4 wide and so keeps 3 inputs.
+    SGLang gives a state the shape (32, 128, 128) in float32. The convolution over query, key and
+    value has 2 * 16 * 128 + 32 * 128 channels; its width is 4, so it keeps 3 inputs.
     """
     assert {
         "full.k": ("bfloat16", 12, (2, 256)),
@@ -156,8 +155,8 @@ def test_qwen3_next_80b() -> None:
     assert tuple(range(3, 48, 4)) == sizes["full_layer"]
 
 
-def test_state_has_dtypes_of_its_own() -> None:
-    """The model's for the convolution, a field for the state; the cache's for neither."""
+def test_state_has_its_own_dtypes() -> None:
+    """The convolution has the model's dtype and the state a field's; neither has the cache's."""
     config = load(
         "qwen3-next-80b-a3b", torch_dtype=..., dtype="float16", mamba_ssm_dtype="bfloat16"
     )
@@ -166,14 +165,14 @@ def test_state_has_dtypes_of_its_own() -> None:
 
 
 def test_state_is_a_matrix_of_value_by_key() -> None:
-    """As SGLang shapes it: for each value head, its head_dim, then the key's."""
+    """SGLang's shape is: for each value head, its head_dim, then the key's."""
     config = load("qwen3-next-80b-a3b", linear_value_head_dim=64)
     ssm = cache_of(config).geometry.planes[-1]
     assert (32, 64, 128) == ssm.row_shape
 
 
 def test_mistral_7b_has_a_window_in_all_layers() -> None:
-    """4,096 tokens: table 1 of arXiv 2310.06825. Beyond them a token costs nothing more."""
+    """The window has 4,096 tokens (table 1 of arXiv 2310.06825). Later tokens cost nothing more."""
     cache = cache_of(load("mistral-7b-v0.1"))
     assert ("window", 4096) == (cache.geometry.layout.name, cache.window_tokens)
     assert (128 * KIB, 0) == (cache.geometry.token_bytes, cache.lasting.token_bytes)
@@ -181,28 +180,28 @@ def test_mistral_7b_has_a_window_in_all_layers() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"sliding_window": None}, {"sliding_window": 32_768}])
-def test_window_that_nothing_leaves_is_none(changes: dict[str, Any]) -> None:
-    """Where there is no width, or one as large as the longest context."""
+def test_window_as_long_as_the_context_is_no_window(changes: dict[str, Any]) -> None:
+    """The window has no width, or one as large as the longest context."""
     cache = cache_of(load("mistral-7b-v0.1", **changes))
     assert ("gqa", None) == (cache.geometry.layout.name, cache.window_tokens)
 
 
 @pytest.mark.parametrize("used", [False, None, ...])
-def test_window_that_qwen_does_not_switch_on_is_none(used: object) -> None:
-    """Configurations give its width all the same."""
+def test_window_that_qwen_does_not_use_is_no_window(used: object) -> None:
+    """Configurations name its width all the same."""
     changes = {"use_sliding_window": used, "sliding_window": 512, "max_window_layers": 0}
     assert "gqa" == cache_of(load("qwen2.5-72b", **changes)).geometry.layout.name
 
 
-def test_late_layers_have_the_window_that_qwen_switches_on() -> None:
-    """From layer `max_window_layers` on, says the configuration of Qwen2 in transformers."""
+def test_late_layers_have_the_window_that_qwen_uses() -> None:
+    """transformers' configuration of Qwen2 gives it to layers from `max_window_layers` on."""
     changes = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 60}
     cache = cache_of(load("qwen2.5-72b", **changes))
     assert tuple(range(60, 80)) == dict(cache.geometry.sizes)["window_layer"]
 
 
-def test_ranks_divide_heads_and_repeat_those_that_are_few() -> None:
-    """Llama's 8 KV heads over 4 ranks are 2 each, over 16 ranks one that two ranks have."""
+def test_ranks_divide_heads_or_repeat_them() -> None:
+    """Each of 4 ranks has 2 of Llama's 8 KV heads; of 16 ranks each two have the same head."""
     heads = [
         cache_of(load("llama-3.1-8b"), tensor_ranks=ranks).geometry.planes[0].row_shape[0]
         for ranks in (1, 4, 8, 16)
@@ -211,26 +210,26 @@ def test_ranks_divide_heads_and_repeat_those_that_are_few() -> None:
 
 
 def test_ranks_divide_the_heads_of_a_state() -> None:
-    """32 value heads and 16 key heads over 4 ranks; the 2 KV heads are repeated."""
+    """4 ranks share 32 value heads and 16 key heads; the 2 KV heads are repeated."""
     planes = plane_rows("qwen3-next-80b-a3b", tensor_ranks=4)
     assert (1, 256) == planes["full.k"][2]
     assert (2 * 4 * 128 + 8 * 128, 3) == planes["state.conv"][2]
     assert (8, 128, 128) == planes["state.ssm"][2]
 
 
-def test_ranks_all_have_the_latents() -> None:
-    """A latent is one for all heads."""
+def test_all_ranks_have_the_latents() -> None:
+    """All heads share a latent."""
     assert 70_272 == cache_of(load("deepseek-v3"), tensor_ranks=8).geometry.token_bytes
 
 
-def test_last_stages_take_the_layers_that_are_left_over() -> None:
-    """SGLang's rule: 61 layers over 4 stages are 15, 15, 15 and 16; the fullest is meant."""
+def test_last_stages_take_the_remaining_layers() -> None:
+    """SGLang divides 61 layers into stages of 15, 15, 15 and 16; the fullest one is planned."""
     cache = cache_of(load("deepseek-v3"), stages=4)
     assert (range(45, 61), 61) == (cache.layers, cache.layer_count)
     assert 16 * 1152 == cache.geometry.token_bytes
 
 
-def test_stage_of_as_many_layers_is_the_one_that_keeps_more() -> None:
+def test_of_equally_long_stages_the_larger_cache_is_planned() -> None:
     """Three of 5 stages of Qwen3-Next have 10 layers; from 18 three attend, from 28 two."""
     cache = cache_of(load("qwen3-next-80b-a3b"), stages=5)
     assert (range(18, 28), 18) == (cache.layers, cache.geometry.first_layer)
@@ -249,13 +248,13 @@ OLMO_3_32B = {
 
 
 def test_fullest_stage_of_olmo_3_32b_is_the_last_of_three() -> None:
-    """Of its 22 layers six keep all, at 4 KiB each; the first 22 would have had five."""
+    """Six of its 22 layers keep all tokens, at 4 KiB each; of the first 22 only five would."""
     cache = cache_of(OLMO_3_32B, stages=3)
     assert (range(42, 64), 24_576) == (cache.layers, cache.lasting.token_bytes)
 
 
 def test_stage_without_a_window_has_none() -> None:
-    """Each layer of gpt-oss its own stage: the fullest one keeps all its tokens."""
+    """If each layer of gpt-oss is a stage, the fullest stage keeps all its tokens."""
     cache = cache_of(load("gpt-oss-20b"), stages=24)
     assert ("gqa", range(1, 2), None) == (
         cache.geometry.layout.name,
@@ -264,8 +263,8 @@ def test_stage_without_a_window_has_none() -> None:
     )
 
 
-def test_stage_of_one_kind_has_the_layout_of_that_kind() -> None:
-    """Each layer its own stage: the fullest one attends, and has no state."""
+def test_stage_with_one_kind_of_layers_has_its_layout() -> None:
+    """If each layer is a stage, the fullest one attends and has no state."""
     cache = cache_of(load("qwen3-next-80b-a3b"), stages=48)
     assert ("gqa", range(3, 4), 0) == (
         cache.geometry.layout.name,
@@ -290,21 +289,21 @@ def test_stage_of_one_kind_has_the_layout_of_that_kind() -> None:
 def test_only_layers_with_an_indexer_have_index_keys(
     changes: dict[str, Any], layers: int | tuple[int, ...]
 ) -> None:
-    """As GLM-5's configuration in transformers says it, by kinds, a pattern or a schedule."""
+    """GLM-5's configuration in transformers names them by kinds, a pattern or a schedule."""
     config = load("deepseek-v3.2", model_type="glm_moe_dsa", num_hidden_layers=6, **changes)
     assert layers == dict(cache_of(config).geometry.sizes)["index_layer"]
 
 
 def pages_of(first: int, stop: int, page_size: int) -> int:
-    """In how many pages the tokens from `first` to before `stop` lie."""
+    """Counts the pages that hold the tokens from `first` to before `stop`."""
     return len({token // page_size for token in range(first, stop)})
 
 
 @given(token_count=st.integers(1, 300), page_size=st.integers(1, 40), window=st.integers(1, 100))
-def test_request_keeps_the_pages_that_its_tokens_and_its_window_lie_in(
+def test_request_keeps_the_pages_of_its_tokens_and_of_its_window(
     token_count: int, page_size: int, window: int
 ) -> None:
-    """Counted token by token: all in layers that keep all, the last ones in the others."""
+    """Layers without a window keep all pages, and those with one the last; the test counts them."""
     cache = cache_of(load("gpt-oss-20b", sliding_window=window), page_size=page_size)
     kept = pages_of(0, token_count, page_size)
     in_window = pages_of(max(0, token_count - window), token_count, page_size)
@@ -312,7 +311,7 @@ def test_request_keeps_the_pages_that_its_tokens_and_its_window_lie_in(
 
 
 def test_request_has_its_state_beside_its_pages() -> None:
-    """17 tokens are two pages of 16."""
+    """17 tokens need two pages of 16."""
     cache = cache_of(load("qwen3-next-80b-a3b"))
     assert 32 * 24 * KIB + 77_266_944 == cache.bytes_of(17)
 
@@ -353,10 +352,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), REFUSED)
-def test_what_is_not_known_is_refused_by_name(
+def test_unknown_settings_are_refused_by_name(
     name: str, changes: dict[str, Any], reason: str
 ) -> None:
-    """One line that names the field, and nothing is guessed."""
+    """One line names the field, and nothing is guessed."""
     with pytest.raises(UsageError, match=reason) as caught:
         cache_of(load(name, **changes))
     assert "\n" not in str(caught.value)
@@ -366,7 +365,7 @@ def test_what_is_not_known_is_refused_by_name(
     ("stages", "reason"), [(33, "don't divide over 33"), (0, "don't divide over 0")]
 )
 def test_stages_without_a_layer_are_refused(stages: int, reason: str) -> None:
-    """Each has one at least."""
+    """Each stage needs at least one layer."""
     with pytest.raises(UsageError, match=f"32 layers {reason}"):
         cache_of(load("llama-3.1-8b"), stages=stages)
 
@@ -376,13 +375,13 @@ def test_stages_without_a_layer_are_refused(stages: int, reason: str) -> None:
     [(2, 4, False), (3, 3, True), (5, 2, True), (8, 1, False), (12, 1, True), (16, 1, False)],
 )
 def test_heads_that_do_not_divide_are_padded(ranks: int, heads: int, has_padding: bool) -> None:
-    """Llama's 8 KV heads, as SGLang divides them on a CPU: all ranks have the fullest's."""
+    """SGLang on a CPU gives all ranks as many of Llama's 8 KV heads as the fullest rank has."""
     cache = cache_of(load("llama-3.1-8b"), tensor_ranks=ranks)
     assert (heads, has_padding) == (cache.geometry.planes[0].row_shape[0], cache.has_padding)
 
 
 def test_heads_of_a_state_that_do_not_divide_are_padded() -> None:
-    """16 key heads over 3 ranks are 6, and each has its 2 value heads; so for 32 ranks, too."""
+    """Each of 3 ranks gets 6 of 16 key heads, each with its 2 value heads; so for 32 ranks."""
     for ranks, keys in ((3, 6), (32, 1)):
         cache = cache_of(load("qwen3-next-80b-a3b"), tensor_ranks=ranks)
         rows = {plane.name: plane.row_shape for plane in cache.geometry.planes}
@@ -390,8 +389,8 @@ def test_heads_of_a_state_that_do_not_divide_are_padded() -> None:
         assert ((2 * keys, 128, 128), True) == (rows["state.ssm"], cache.has_padding)
 
 
-def test_sizes_that_llava_1_5_leaves_to_its_type_are_llamas() -> None:
-    """Its text_config names neither layers nor heads: 32 layers of 32 heads of 128."""
+def test_sizes_that_llava_1_5_leaves_out_are_llamas() -> None:
+    """Its text_config names neither layers nor heads: Llama has 32 layers of 32 heads of 128."""
     text = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32_064}
     cache = cache_of({"model_type": "llava", "text_config": text})
     assert 32 * 2 * 32 * 128 * 2 == cache.geometry.token_bytes
@@ -423,7 +422,7 @@ NO_HEADS = {"qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0, "kv_l
 def test_deepseek_without_latents_has_heads(
     changes: dict[str, Any], layout: str, token_bytes: int
 ) -> None:
-    """`use_mla: false` says so, whatever rank is left in; keys and values differ in width."""
+    """`use_mla: false` decides, even if a rank is left in; keys and values differ in width."""
     geometry = cache_of({**SMALL_DEEPSEEK, **changes}).geometry
     assert (layout, token_bytes) == (geometry.layout.name, geometry.token_bytes)
 
@@ -446,15 +445,15 @@ def test_deepseek_without_latents_has_heads(
         ({"model_type": "gpt2", "num_attention_heads": 4, "hidden_size": 32}, 4, 8),
     ],
 )
-def test_heads_of_types_with_names_of_their_own(
+def test_heads_of_types_with_other_field_names(
     config: dict[str, Any], heads: int, head_dim: int
 ) -> None:
-    """One head for all queries, unless a field says otherwise; either name of a field is read."""
+    """All queries share one head unless a field says otherwise; either name of a field is read."""
     assert (heads, head_dim) == cache_of(config).geometry.planes[0].row_shape
 
 
 def test_default_sizes_are_those_of_transformers() -> None:
-    """Of its configuration classes; Kimi-K2's is DeepSeek's, Qwen-VL's are in a part of theirs."""
+    """They equal the configuration classes; Kimi-K2 has DeepSeek's, and Qwen-VL a text part's."""
     elsewhere = {"kimi_k2": "deepseek_v3", "qwen2_vl": "qwen2_vl_text"}
     elsewhere |= {"qwen2_5_vl": "qwen2_5_vl_text"}
     assert set(DEFAULT_SIZES) == set(model_types._MODEL_TYPES)
@@ -482,10 +481,10 @@ FIELDS = sorted({key for name in NAMES for key in load(name)} | {"use_mla", "is_
     name=st.sampled_from(NAMES),
     changes=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=4),
 )
-def test_whatever_a_configuration_holds_is_planned_or_refused_in_one_line(
+def test_any_configuration_is_planned_or_refused_in_one_line(
     name: str, changes: dict[str, Any]
 ) -> None:
-    """Files are hostile: nothing but a UsageError comes of any value of any field."""
+    """Files are hostile: any value in any field gives a plan or a UsageError."""
     line = ""
     try:
         cache_of({**load(name), **changes})

@@ -20,7 +20,7 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 64}
     ],
 )
 def test_plain_attention_has_nothing_special(config: dict[str, Any]) -> None:
-    """A window that no context outgrows changes nothing."""
+    """A window as long as the context changes nothing."""
     assert special_attention(config) is None
 
 
@@ -39,11 +39,11 @@ def test_plain_attention_has_nothing_special(config: dict[str, Any]) -> None:
     ],
 )
 def test_special_attention_is_named(config: dict[str, Any], reason: str) -> None:
-    """Half a sentence, to be put into the engine's refusal."""
+    """The reason is half a sentence, which becomes a part of the engine's refusal."""
     assert reason in str(special_attention(config))
 
 
-def test_an_unknown_type_is_no_plain_one() -> None:
-    """What the table doesn't know isn't guessed."""
+def test_an_unknown_type_is_refused() -> None:
+    """kvtide doesn't guess the attention of a type that its table lacks."""
     with pytest.raises(UsageError, match="'perceiver': it is unknown"):
         special_attention({"model_type": "perceiver"})

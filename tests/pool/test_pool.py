@@ -23,7 +23,7 @@ Planes = dict[str, list[torch.Tensor]]
 
 
 def engine_tensors() -> Planes:
-    """What an engine with `small_geometry()` and 3 pages of 4 slots has."""
+    """Makes an engine's tensors for `small_geometry()` and 3 pages of 4 slots."""
     return {
         "k": [torch.zeros(12, 1, 6, dtype=torch.bfloat16) for _ in range(2)],
         "v": [torch.zeros(12, 1, 3, dtype=torch.bfloat16) for _ in range(2)],
@@ -32,15 +32,15 @@ def engine_tensors() -> Planes:
 
 @pytest.mark.parametrize("kind", POOL_KINDS)
 def test_a_pool_counts_its_slots(kind: str) -> None:
-    """Pages, slots and bytes, whether it was created or adopted."""
+    """Created and adopted pools count pages, slots and bytes alike."""
     pool = make_pool(kind, small_geometry(), LazyDevice(), 3).pool
     assert (4, 3, 12) == (pool.page_size, pool.page_count, pool.slot_count)
     assert 12 * 36 == pool.size_bytes
 
 
 @pytest.mark.parametrize("kind", POOL_KINDS)
-def test_a_plane_is_its_slots(kind: str) -> None:
-    """[slot, *row_shape] of the declared dtype, in each layer; writing to it writes the pool."""
+def test_a_plane_is_a_tensor_by_slots(kind: str) -> None:
+    """Each layer is [slot, *row_shape] of the declared dtype; writing to it writes the pool."""
     case = make_pool(kind, small_geometry(), LazyDevice(), 3)
     for name, width in (("k", 6), ("v", 3)):
         for layer in range(2):
@@ -52,8 +52,8 @@ def test_a_plane_is_its_slots(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", POOL_KINDS)
-def test_rows_say_where_each_slot_lies(kind: str) -> None:
-    """Row `layer_rows[i] + slot` of the buffers holds what plane and layer hold, in their order."""
+def test_layer_rows_say_where_each_slot_is(kind: str) -> None:
+    """Row `layer_rows[i] + slot` of a buffer has the slot's bytes, in order of plane and layer."""
     case = make_pool(kind, small_geometry(), LazyDevice(), 3)
     fill(case, 1)
     pool = case.pool
@@ -68,14 +68,14 @@ def test_rows_say_where_each_slot_lies(kind: str) -> None:
 
 
 def test_a_created_pool_is_zeroed() -> None:
-    """A page that nobody wrote holds zeros, not what was there before."""
+    """A page that nobody wrote holds zeros, not old bytes."""
     pool = Pool.create(small_geometry(), LazyDevice(), page_count=2)
     assert all(not rows.any() for rows in image_of(pool).values())
 
 
 @pytest.mark.parametrize("page_count", [0, -1])
 def test_a_pool_below_one_page_is_refused(page_count: int) -> None:
-    """The message names the count."""
+    """The message has the count."""
     with pytest.raises(
         LayoutError, match=f"page_count must be an integer from 1, not {page_count}"
     ):
@@ -83,7 +83,7 @@ def test_a_pool_below_one_page_is_refused(page_count: int) -> None:
 
 
 def test_adopting_copies_nothing() -> None:
-    """The engine's tensors and the pool's planes are the same memory."""
+    """The pool's planes are the memory of the engine's tensors."""
     tensors = engine_tensors()
     pool = Pool.adopt(small_geometry(), LazyDevice(), tensors)
     tensors["v"][1][5, 0, 2] = 3
@@ -94,7 +94,7 @@ def test_adopting_copies_nothing() -> None:
 
 
 def test_an_adopted_pool_may_end_within_a_page() -> None:
-    """Engines reserve slots of their own; all can be moved, and whole pages are counted."""
+    """Engines reserve slots; all slots can be moved, but only whole pages are counted."""
     tensors = {
         name: [torch.zeros(13, *tensor.shape[1:], dtype=tensor.dtype) for tensor in layers]
         for name, layers in engine_tensors().items()
@@ -116,7 +116,7 @@ ORDERS_OF_ONE_HEAD = {
 def test_tensors_are_adopted_in_any_order_that_has_the_same_bytes(
     layout: Layout, order: str
 ) -> None:
-    """With one head a token's bytes are in one place, whichever axis a layout names first."""
+    """With one head a token's bytes are together, whichever axis a layout names first."""
     sizes: dict[str, Any] = {"layer": 2, "head": 1, "head_dim": 6, "v_head_dim": 6}
     geometry = layout.bind(dtype="bfloat16", token=4, **sizes)
     shape = ORDERS_OF_ONE_HEAD[order]
@@ -131,15 +131,15 @@ def test_tensors_are_adopted_in_any_order_that_has_the_same_bytes(
 
 @pytest.mark.parametrize("shape", [(12, 2, 6), (12, 1, 2, 6), (12, 2, 1, 6)])
 def test_tensors_of_pages_of_one_token_are_adopted_in_any_order(shape: tuple[int, ...]) -> None:
-    """Heads first or tokens first: there is one token."""
+    """With one token in a page, heads first and tokens first are the same."""
     geometry = GQA_HND.bind(dtype="float32", token=1, layer=1, head=2, head_dim=6, v_head_dim=6)
     planes = {name: [torch.randn(shape)] for name in ("k", "v")}
     pool = Pool.adopt(geometry, LazyDevice(), planes)
     assert planes["k"][0].view(12, 2, 6).equal(pool.plane("k", 0))
 
 
-def test_pages_of_several_heads_are_no_token_rows() -> None:
-    """Heads first, a token's bytes are in several places: as tokens first that isn't the layout."""
+def test_pages_with_several_heads_first_have_no_token_rows() -> None:
+    """With heads first a token's bytes are in several places, which doesn't fit tokens first."""
     planes = {name: [torch.zeros(3, 2, 4, 6)] for name in ("k", "v")}
     sizes: dict[str, Any] = {"layer": 1, "head": 2, "head_dim": 6, "v_head_dim": 6}
     pool = Pool.adopt(GQA_HND.bind(dtype="float32", token=4, **sizes), LazyDevice(), planes)
@@ -149,47 +149,47 @@ def test_pages_of_several_heads_are_no_token_rows() -> None:
 
 
 def without_v(planes: Planes) -> None:
-    """One plane too few."""
+    """Removes a plane."""
     del planes["v"]
 
 
 def with_scale(planes: Planes) -> None:
-    """One plane too many."""
+    """Adds a plane."""
     planes["scale"] = planes["k"]
 
 
 def one_layer(planes: Planes) -> None:
-    """A stage's layers, but one short."""
+    """Removes a layer."""
     planes["v"].pop()
 
 
 def wrong_dtype(planes: Planes) -> None:
-    """As many bytes, but others."""
+    """Gives a layer another dtype of equal width."""
     planes["k"][1] = planes["k"][1].to(torch.float16)
 
 
 def wrong_width(planes: Planes) -> None:
-    """The row of the other plane."""
+    """Gives a layer the other plane's rows."""
     planes["v"][0] = planes["k"][0]
 
 
 def wrong_page(planes: Planes) -> None:
-    """Pages of 6 tokens, where 4 are declared."""
+    """Makes pages of 6 tokens, where 4 are declared."""
     planes["k"][0] = planes["k"][0].view(2, 6, 1, 6)
 
 
 def heads_first(planes: Planes) -> None:
-    """A token's bytes don't lie together: every second element belongs to something else."""
+    """Spreads a token's bytes: every second element belongs to something else."""
     planes["k"][0] = torch.zeros(12, 1, 12, dtype=torch.bfloat16)[:, :, ::2]
 
 
 def fewer_slots(planes: Planes) -> None:
-    """One layer with fewer slots than the others."""
+    """Gives a layer fewer slots than the others have."""
     planes["v"][1] = planes["v"][1][:8]
 
 
 def elsewhere(planes: Planes) -> None:
-    """A tensor of another device."""
+    """Moves a tensor to another device."""
     planes["k"][0] = planes["k"][0].to("meta")
 
 
@@ -211,7 +211,7 @@ def elsewhere(planes: Planes) -> None:
 def test_tensors_that_do_not_fit_are_refused_by_name(
     spoil: Callable[[Planes], None], message: str
 ) -> None:
-    """Before anything is moved, and with what was declared."""
+    """The error has the declared value, and nothing has moved."""
     tensors = engine_tensors()
     spoil(tensors)
     with pytest.raises(LayoutError, match=message):
@@ -219,23 +219,23 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 @pytest.mark.parametrize(("name", "layer"), [("latent", 0), ("k", -1), ("k", 2)])
-def test_a_plane_that_is_not_there_is_refused(name: str, layer: int) -> None:
-    """Least of all is a negative layer the last one."""
+def test_an_unknown_plane_is_refused(name: str, layer: int) -> None:
+    """A negative layer is not counted from the end."""
     pool = Pool.create(small_geometry(), LazyDevice(), page_count=2)
     with pytest.raises(LayoutError, match="has no plane"):
         pool.plane(name, layer)
 
 
 def test_tensors_that_share_memory_are_refused() -> None:
-    """A restore of one layer would write into another."""
+    """A restore of one layer would overwrite another layer."""
     planes = engine_tensors()
     planes["v"] = [planes["v"][0]] * len(planes["v"])
     with pytest.raises(LayoutError, match="share memory"):
         Pool.adopt(small_geometry(), LazyDevice(), planes)
 
 
-def test_an_engine_may_promise_that_each_byte_has_one_owner_at_a_time(device: CPUDevice) -> None:
-    """Rows of 12 bytes by one map, and of 8 by another, in one buffer, where they don't meet."""
+def test_an_engine_may_promise_that_each_byte_has_only_one_owner(device: CPUDevice) -> None:
+    """One buffer has rows of 12 bytes by one map and rows of 8 by another, which don't overlap."""
     layout = Layout(
         "shared",
         Plane("wide", "layer page token 12", rows=(Mapped("wide"),)),
@@ -259,7 +259,7 @@ def test_an_engine_may_promise_that_each_byte_has_one_owner_at_a_time(device: CP
 
 
 def test_tensors_without_slots_are_refused() -> None:
-    """There is nothing to adopt."""
+    """A pool needs at least one slot."""
     planes = {name: [tensor[:0] for tensor in layers] for name, layers in engine_tensors().items()}
     with pytest.raises(LayoutError, match=r"plane 'k' has rows \[0\]"):
         Pool.adopt(small_geometry(), LazyDevice(), planes)
@@ -273,8 +273,8 @@ MANY_ROWS = Layout(
 )
 
 
-def test_a_row_must_be_there_in_all_planes_that_take_it() -> None:
-    """An engine's tensors of one kind of rows may have different numbers of them."""
+def test_a_row_must_exist_in_all_planes_of_its_group() -> None:
+    """An engine's tensors of the same kind of rows may have different numbers of rows."""
     rules = (OfRequest(),)
     layout = Layout(
         "two", Plane("long", "layer request 5", rules), Plane("short", "layer request 2", rules)
@@ -288,7 +288,7 @@ def test_a_row_must_be_there_in_all_planes_that_take_it() -> None:
 
 
 def test_keys_and_values_may_fill_each_others_gaps() -> None:
-    """As where an engine has them in one row, side by side; with a byte in common they can't."""
+    """An engine may have them side by side in one row; if they share a byte, they are refused."""
     geometry = GQA.bind(dtype="uint8", layer=1, head=1, head_dim=6, v_head_dim=2)
     memory = torch.zeros(4, 1, 8, dtype=torch.uint8)
     planes = {"k": [memory[..., :6]], "v": [memory[..., 6:]]}
@@ -298,7 +298,7 @@ def test_keys_and_values_may_fill_each_others_gaps() -> None:
 
 
 def test_a_request_has_a_row_of_each_kind() -> None:
-    """Planes of requests may number them differently; a map may be a function."""
+    """Planes of requests may number rows differently; a map may be a function."""
     geometry = MANY_ROWS.bind(dtype="float32", layer=1)
     planes = {"k": (9, 3), "state": (4, 5), "tail": (6, 2)}
     pool = Pool.adopt(
@@ -314,11 +314,11 @@ def test_a_request_has_a_row_of_each_kind() -> None:
         pool.rows_of(np.array([3, 1]), {"state": 2})
 
 
-# ---- what is invalid ----------------------------------------------------------------------------
+# ---- invalid arguments --------------------------------------------------------------------------
 
 
 def owning_pool() -> Pool:
-    """Nine slots, with a request's row of two kinds beside them, through a map that is a list."""
+    """Makes a pool of nine slots, with request rows of two kinds and a map that is a list."""
     planes = {"k": (9, 3), "state": (4, 5), "tail": (6, 2)}
     return Pool.adopt(
         MANY_ROWS.bind(dtype="float32", layer=1),
@@ -330,8 +330,8 @@ def owning_pool() -> Pool:
 
 
 @pytest.mark.parametrize("value", [None, *NO_ROWS], ids=name_of)
-def test_what_is_no_row_of_a_request_is_refused(value: Any) -> None:
-    """2.7 isn't row 2, True isn't row 1, and an empty list isn't nothing to save."""
+def test_an_invalid_row_of_a_request_is_refused(value: Any) -> None:
+    """2.7 isn't row 2, True isn't row 1, and an empty list doesn't mean that nothing is saved."""
     pool = owning_pool()
     with pytest.raises(SlotError, match="request: its row of 'tail' must be an integer") as raised:
         pool.rows_of(np.array([3, 1]), {"state": 2, "tail": value})
@@ -339,8 +339,8 @@ def test_what_is_no_row_of_a_request_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ONES, ids=name_of)
-def test_a_row_of_a_request_is_an_integer_of_any_maker(value: Any) -> None:
-    """SGLang has a tensor without axes for one."""
+def test_a_row_of_a_request_may_be_a_numpy_or_torch_integer(value: Any) -> None:
+    """SGLang gives a tensor without axes."""
     rows = owning_pool().rows_of(np.array([3, 1]), {"state": value, "tail": 2})
     assert [[3, 1], [1], [2]] == [group.ids.tolist() for group in rows]
 
@@ -358,14 +358,14 @@ def test_a_row_of_a_request_is_an_integer_of_any_maker(value: Any) -> None:
     ],
     ids=str,
 )
-def test_a_request_has_a_row_of_each_kind_and_of_no_other(kinds: list[Any]) -> None:
-    """A name that no plane has would be lost, and one of a map's would stand in for the map."""
+def test_a_request_names_a_row_of_each_kind_and_no_other(kinds: list[Any]) -> None:
+    """A name without a plane would be lost, and a map's name would stand in for the map."""
     with pytest.raises(SlotError, match=r"name it|give one integer for each"):
         owning_pool().rows_of(np.array([3, 1]), dict.fromkeys(kinds, 1))
 
 
-def test_a_layout_without_rows_of_requests_takes_none() -> None:
-    """Whoever names one believes that it is saved."""
+def test_a_layout_without_request_rows_refuses_them() -> None:
+    """A caller who names such a row believes that it is saved."""
     pool = Pool.create(small_geometry(), LazyDevice(), page_count=2)
     for request in (1, {"request": 1}, {"mamba": 1}, True, "1"):
         with pytest.raises(SlotError, match="this layout has no rows of requests"):
@@ -377,7 +377,7 @@ WINDOWED = Layout("windowed", Plane("k", "layer page token 3", rows=(Mapped("mov
 
 
 def windowed_tide(device: CPUDevice, held: Any) -> Tide:
-    """Ten slots that a map leads to rows."""
+    """Makes a tide of ten slots that a map leads to rows."""
     pool = Pool.create(
         WINDOWED.bind(dtype="uint8", layer=1), device, page_count=10,
         maps={"moved": held}, mapped_rows={"moved": 10},
@@ -387,7 +387,7 @@ def windowed_tide(device: CPUDevice, held: Any) -> Tide:
 
 
 def raising(error: BaseException) -> Any:
-    """A map that fails."""
+    """Makes a map that raises the error."""
 
     def fail(_: Any) -> Any:
         raise error
@@ -409,7 +409,7 @@ BAD_MAPS: list[Any] = [
 
 @pytest.mark.parametrize("held", BAD_MAPS)
 def test_a_map_without_a_row_for_each_slot_is_refused_by_name(device: CPUDevice, held: Any) -> None:
-    """Both ways, with nothing leased and no byte changed. NaN isn't "no row": 0 is here."""
+    """Offload and restore refuse it without any effect. NaN doesn't mean "no row"; 0 does here."""
     tide, whole = windowed_tide(device, held), windowed_tide(device, lambda ids: ids)
     before, snapshot = tide.pool.buffers[0].clone(), whole.offload([7, 5, 3])
     for refused in (lambda: tide.offload([7, 5, 3]), lambda: tide.start_offload([7, 5, 3]),
@@ -421,8 +421,8 @@ def test_a_map_without_a_row_for_each_slot_is_refused_by_name(device: CPUDevice,
     whole.discard(snapshot)
 
 
-def test_a_map_may_write_to_what_it_is_given(device: CPUDevice) -> None:
-    """It is the map's own copy: the planes after it get the slots as they are."""
+def test_a_map_may_write_to_its_argument(device: CPUDevice) -> None:
+    """The argument is a copy, so later planes get the slots unchanged."""
 
     def shift(ids: Any) -> Any:
         ids -= 1
@@ -438,14 +438,14 @@ def test_a_map_may_write_to_what_it_is_given(device: CPUDevice) -> None:
      torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor(3), torch.ones(3).bool()],
     ids=name_of,
 )  # fmt: skip
-def test_what_is_no_map_is_refused_when_the_pool_is_made(device: CPUDevice, held: Any) -> None:
-    """Not under load."""
+def test_an_invalid_map_is_refused_when_the_pool_is_made(device: CPUDevice, held: Any) -> None:
+    """It is refused at the start, not under load."""
     with pytest.raises(LayoutError, match=r"map 'moved' is .*must be integers"):
         windowed_tide(device, held)
 
 
-def test_a_map_and_a_request_s_row_have_names_of_their_own() -> None:
-    """One would stand in for the other."""
+def test_a_map_and_a_request_row_need_different_names() -> None:
+    """With equal names one would stand in for the other."""
     layout = Layout(
         "both", Plane("k", "layer request 3", rows=(OfRequest("moved"), Mapped("moved")))
     )
@@ -458,8 +458,8 @@ def test_a_map_and_a_request_s_row_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_count_makes_no_pool(value: Any) -> None:
-    """The error names which count."""
+def test_an_invalid_count_makes_no_pool(value: Any) -> None:
+    """The error names the count."""
     device, geometry = LazyDevice(), MANY_ROWS.bind(dtype="float32", layer=1)
     good: dict[str, Any] = {"page_count": 2, "request_count": 2, "mapped_rows": {"moved": 2}}
     for name, bad in (("page_count", value), ("request_count", value),
@@ -474,14 +474,14 @@ def test_what_is_no_count_makes_no_pool(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_layer_has_no_plane(value: Any) -> None:
-    """True isn't layer 1."""
+def test_an_invalid_layer_has_no_plane(value: Any) -> None:
+    """For example, True isn't layer 1."""
     with pytest.raises(LayoutError, match="has no plane 'k', layer"):
         Pool.create(small_geometry(), LazyDevice(), page_count=2).plane("k", value)
 
 
-def test_an_engines_padding_is_no_tokens(device: CPUDevice) -> None:
-    """An adopted pool says how many slots are; a pool of kvtide's own has none."""
+def test_an_engines_padding_slots_are_refused(device: CPUDevice) -> None:
+    """An adopted pool states its padding slots; a created pool has none."""
     pool = Pool.adopt(small_geometry(), device, engine_tensors(), padding_slots=4)
     tide = Tide(pool, HostArena(device, limit_bytes=4096, block_bytes=256))
     snapshot = tide.offload([11, 4])
@@ -496,8 +496,8 @@ def test_an_engines_padding_is_no_tokens(device: CPUDevice) -> None:
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_padding_that_is_no_count_is_refused(value: Any) -> None:
-    """As other counts are."""
+def test_an_invalid_number_of_padding_slots_is_refused(value: Any) -> None:
+    """It is checked like other counts."""
     with pytest.raises(LayoutError, match="padding_slots must be an integer"):
         Pool.adopt(small_geometry(), LazyDevice(), engine_tensors(), padding_slots=value)
 
@@ -507,7 +507,7 @@ def test_padding_that_is_no_count_is_refused(value: Any) -> None:
     [None, 3, [[1.0]], [None, None], [[1.0], [1.0]], np.zeros((12, 1, 6)), torch.tensor(1)],
     ids=name_of,
 )
-def test_what_are_no_tensors_is_not_adopted(given: Any) -> None:
+def test_invalid_tensors_are_not_adopted(given: Any) -> None:
     """The error names the plane."""
     with pytest.raises(LayoutError, match="plane 'k'"):
         Pool.adopt(small_geometry(), LazyDevice(), {**engine_tensors(), "k": given})

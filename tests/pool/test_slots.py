@@ -19,18 +19,18 @@ INTEGERS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int6
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Any sequence of calls, valid and not, beside a set of the pages that are held."""
+    """Calls the allocator in any order, validly or not, and keeps a set of the held pages."""
 
     @initialize(page_count=st.integers(0, 9))
     def start(self, page_count: int) -> None:
-        """An allocator of a few pages, or of none."""
+        """Makes an allocator of a few pages, or of none."""
         self.allocator = PageAllocator(page_count)
         self.page_count = page_count
         self.held: set[int] = set()
 
     @rule(count=st.integers(0, 11))
     def acquire(self, count: int) -> None:
-        """As many pages as asked for and free until now, or none at all."""
+        """Gives as many free pages as requested, or none at all."""
         pages = self.allocator.acquire(count)
         if count > self.page_count - len(self.held):
             assert pages is None
@@ -43,7 +43,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Some or all of the held pages, in any order."""
+        """Releases some or all of the held pages, in any order."""
         pages = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True)
                           if self.held else st.just([]))  # fmt: skip
         self.allocator.release(pages)
@@ -52,7 +52,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release_twice(self, data: st.DataObject) -> None:
-        """A page that comes twice in one release, anywhere in it: nothing is taken."""
+        """A page that comes twice in one release is refused, and nothing is released."""
         pages = sorted(self.held)
         repeated = data.draw(st.permutations([*pages, data.draw(st.sampled_from(pages))]))
         with pytest.raises(SlotError, match="comes twice"):
@@ -60,7 +60,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), outside=st.integers(-3, 12))
     def release_foreign(self, data: st.DataObject, outside: int) -> None:
-        """A page that is free, or none of the pool's, among held ones: nothing is taken."""
+        """A free or unknown page among held ones is refused, and nothing is released."""
         if outside not in self.held:
             pages = data.draw(st.permutations([*sorted(self.held), outside]))
             with pytest.raises(SlotError, match=f"page {outside} of .* isn't held"):
@@ -74,13 +74,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        """Free and held pages are together all pages."""
+        """Free and held pages together are all pages."""
         if hasattr(self, "allocator"):
             assert len(self.held) == self.allocator.held_count
             assert self.page_count - len(self.held) == self.allocator.free_count
 
     def teardown(self) -> None:
-        """What was held can be given back, and then everything be had at once."""
+        """Held pages can be released, and then all pages be acquired at once."""
         self.allocator.release(sorted(self.held))
         assert list(range(self.page_count)) == sorted(self.allocator.acquire(self.page_count) or [])
 
@@ -100,8 +100,8 @@ def test_acquiring_zero_pages_takes_none() -> None:
     assert [] == allocator.acquire(0)
 
 
-def test_the_last_page_can_be_had_and_no_more() -> None:
-    """The pool is handed out to the end, and one more is None."""
+def test_the_last_page_can_be_acquired_and_no_more() -> None:
+    """All pages can be acquired; then the result is None."""
     allocator = PageAllocator(3)
     assert [0, 1, 2] == allocator.acquire(3)
     assert allocator.acquire(1) is None
@@ -109,7 +109,7 @@ def test_the_last_page_can_be_had_and_no_more() -> None:
 
 
 def test_too_many_pages_takes_none() -> None:
-    """All or nothing: what is free stays free."""
+    """The free pages stay free."""
     allocator = PageAllocator(3)
     allocator.acquire(1)
     assert allocator.acquire(3) is None
@@ -117,7 +117,7 @@ def test_too_many_pages_takes_none() -> None:
 
 
 def test_the_caller_owns_the_list() -> None:
-    """Changing it changes nothing in the books."""
+    """Changing it doesn't change the allocator."""
     allocator = PageAllocator(4)
     pages = allocator.acquire(2)
     assert pages is not None
@@ -143,14 +143,14 @@ def test_a_generator_of_pages_is_read_once() -> None:
 
 
 def test_a_negative_page_count_is_refused() -> None:
-    """The message names it."""
+    """The message has the count."""
     with pytest.raises(SlotError, match="page_count must be an integer from 0, not -1"):
         PageAllocator(-1)
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_count_is_refused(value: Any) -> None:
-    """By the allocator's own error, and nothing is taken."""
+def test_an_invalid_count_is_refused(value: Any) -> None:
+    """The allocator's error is raised, and nothing is acquired."""
     allocator = PageAllocator(3)
     with pytest.raises(SlotError, match="can't acquire"):
         allocator.acquire(value)
@@ -160,8 +160,8 @@ def test_what_is_no_count_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_page_is_not_taken_back(value: Any) -> None:
-    """1.0 and True are found in a set that has 1: the next holder would get 1.0 for a page."""
+def test_an_invalid_page_is_not_released(value: Any) -> None:
+    """A set that has 1 also finds 1.0 and True: the next holder would get 1.0 for a page."""
     allocator = PageAllocator(3)
     allocator.acquire(3)
     for pages in ([value], [0, value]):
@@ -171,8 +171,8 @@ def test_what_is_no_page_is_not_taken_back(value: Any) -> None:
 
 
 @pytest.mark.parametrize("pages", [None, 1, 1.5, torch.tensor(1)], ids=name_of)
-def test_what_are_no_pages_is_not_taken_back(pages: Any) -> None:
-    """One page is no list of pages."""
+def test_an_invalid_list_of_pages_is_not_released(pages: Any) -> None:
+    """A single page is no list of pages."""
     allocator = PageAllocator(3)
     allocator.acquire(3)
     with pytest.raises(SlotError, match="pages"):
@@ -180,8 +180,8 @@ def test_what_are_no_pages_is_not_taken_back(pages: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ONES, ids=name_of)
-def test_pages_are_integers_of_any_maker(value: Any) -> None:
-    """What is handed out again is Python's."""
+def test_pages_may_be_numpy_or_torch_integers(value: Any) -> None:
+    """Pages that are handed out again are Python's integers."""
     allocator = PageAllocator(value)
     assert [0] == allocator.acquire(value)
     other = PageAllocator(3)
@@ -193,27 +193,27 @@ def test_pages_are_integers_of_any_maker(value: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_slots_of_any_integer_dtype_are_taken(dtype: type[np.integer[Any]]) -> None:
-    """They come out as int64."""
+def test_slots_of_any_integer_dtype_are_accepted(dtype: type[np.integer[Any]]) -> None:
+    """They become int64."""
     ids = checked_slots(np.array([5, 0, 99], dtype), 300)
     assert ([5, 0, 99], "int64") == (ids.tolist(), ids.dtype.name)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 def test_slots_may_be_tensors(dtype: torch.dtype) -> None:
-    """An engine's slots are."""
+    """Engines have tensors of slots."""
     assert [5, 0, 9] == checked_slots(torch.tensor([5, 0, 9], dtype=dtype), 10).tolist()
 
 
 @pytest.mark.parametrize("slots", [range(2, 5), (2, 3, 4), [2, 3, 4], np.arange(9)[2:5]])
 def test_slots_may_be_any_sequence(slots: Any) -> None:
-    """Ranges, tuples, lists, slices."""
+    """Ranges, tuples, lists and slices are accepted."""
     assert [2, 3, 4] == checked_slots(slots, 5).tolist()
 
 
 @pytest.mark.parametrize("slots", [[], (), range(0), np.empty(0, np.int32), torch.empty(0)])
 def test_no_slots_are_valid(slots: Any) -> None:
-    """Zero tokens, even where numpy can't tell that they were integers."""
+    """Zero tokens are valid, even if numpy can't tell that the slots were integers."""
     ids = checked_slots(slots, 0)
     assert (0, "int64") == (ids.size, ids.dtype.name)
 
@@ -231,8 +231,8 @@ def test_no_slots_are_valid(slots: Any) -> None:
         ([0, 0], r"slot 0 at position 1 is repeated"),
     ],
 )
-def test_the_first_bad_slot_is_named(slots: Any, message: str) -> None:
-    """With its position; out of range before repeated."""
+def test_the_first_invalid_slot_is_named(slots: Any, message: str) -> None:
+    """The error has its position; an unknown slot is named before a repeated one."""
     with pytest.raises(SlotError, match=message):
         checked_slots(slots, 10)
 
@@ -247,15 +247,15 @@ def test_the_first_bad_slot_is_named(slots: Any, message: str) -> None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_are_no_slots_is_refused(slots: Any) -> None:
-    """Floats, masks, matrices, single numbers, sets: each could mean something else."""
+def test_invalid_slots_are_refused(slots: Any) -> None:
+    """Floats, masks, matrices, single numbers and sets are ambiguous."""
     with pytest.raises(SlotError, match="slots must be integers"):
         checked_slots(slots, 10)
 
 
 @given(st.lists(st.integers(0, 30), unique=True, max_size=9), st.integers(0, 9))
-def test_slots_of_the_padding_are_nobodys(slots: list[int], padding: int) -> None:
-    """The first one is named; where a pool has no padding, slot 0 is one like any other."""
+def test_padding_slots_are_refused(slots: list[int], padding: int) -> None:
+    """The first one is named; in a pool without padding slot 0 is an ordinary slot."""
     bad = [slot for slot in slots if slot < padding]
     if not bad:
         assert slots == checked_slots(slots, 31, padding).tolist()
@@ -266,7 +266,7 @@ def test_slots_of_the_padding_are_nobodys(slots: list[int], padding: int) -> Non
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_checked_slots_are_a_copy(make: Any) -> None:
-    """What the caller writes into its array later can't change what moves."""
+    """A later write to the caller's array doesn't change what moves."""
     slots = make([1, 2, 3])
     ids = checked_slots(slots, 10)
     slots[:] = 7

@@ -11,9 +11,11 @@ from kvtide.transfer import chunk_bytes_for
 GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_dim=5)
 
 
-def test_chunks_are_whole_tokens_and_no_more_than_a_16th_of_a_small_arena() -> None:
-    """10 bytes a token: of whole 64, 111,360 fit into what a CPU moves at once and a 16th more,
-    and 13,056 into 128 KiB."""
+def test_chunks_are_whole_tokens_and_at_most_a_16th_of_a_small_arena() -> None:
+    """A token has 10 bytes, and tokens come in multiples of 64.
+
+    111,360 of them fit into what a CPU moves at once and a 16th more, and 13,056 into 128 KiB.
+    """
     device = CPUDevice(lanes=1)
     pool = Pool.create(GEOMETRY, device, page_count=1)
     assert 10 * 111_360 == chunk_bytes_for(pool, 1 << 30)
@@ -22,14 +24,14 @@ def test_chunks_are_whole_tokens_and_no_more_than_a_16th_of_a_small_arena() -> N
 
 
 def in_layers(layers: int, device: CPUDevice) -> Pool:
-    """A pool of 10 bytes a token and layer, in two buffers a layer."""
+    """Makes a pool of 10 bytes for each token and layer, in two buffers for each layer."""
     geometry = GQA.bind(dtype="uint8", layer=layers, token=4, head=1, head_dim=5, v_head_dim=5)
     planes = {name: list(torch.zeros(layers, 8, 1, 5).byte()) for name in ("k", "v")}
     return Pool.adopt(geometry, device, planes)
 
 
 def test_chunks_are_larger_for_a_pool_in_many_buffers() -> None:
-    """Each of them takes a call for every chunk. There is an end to it, and an arena's limit."""
+    """Each buffer needs a call for every chunk. A maximum and the arena's limit bound the size."""
     device = CPUDevice(lanes=1)
     sizes = [chunk_bytes_for(in_layers(n, device), 1 << 30) for n in (1, 10, 100)]
     assert [10 * 111_360, 100 * 55_680, 1000 * 17_792] == sizes
@@ -38,7 +40,7 @@ def test_chunks_are_larger_for_a_pool_in_many_buffers() -> None:
 
 
 def test_scales_beside_values_do_not_halve_a_chunk() -> None:
-    """Without them 64 tokens are what a CPU moves at once."""
+    """Without scales, 64 tokens are as much as a CPU moves at once."""
     device = CPUDevice(lanes=1)
     values = {"layer": 4, "token": 64, "head": 8, "head_dim": 256, "v_head_dim": 256}
     alone = GQA.bind(dtype="uint8", **values)

@@ -1,4 +1,4 @@
-"""Both copiers, against the same copies made one by one."""
+"""Both copiers give the same bytes as copies that are made one by one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KINDS = {"by numpy": HostCopier, "by torch": DeviceCopier}
 
 @pytest.fixture(params=KINDS)
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By numpy, as in host memory; by torch, as on a device."""
+    """Runs the test by numpy, as for host memory, and by torch, as for a device."""
     if request.param == "by torch":
         monkeypatch.setattr("kvtide.transfer.mover.suits_numpy", lambda _: False)
     return str(request.param)
 
 
 def in_steps(step: int, count: int, offset: int, tail: int) -> list[Block]:
-    """Blocks of one slab, so far apart: the slab's size alone would allow wider elements."""
+    """Makes blocks of one slab, `step` bytes apart; the slab's size would allow wider elements."""
     slab = torch.zeros(offset + count * step + tail, dtype=torch.uint8)
     return [Block(slab, offset + number * step) for number in range(count)]
 
@@ -39,11 +39,13 @@ def copier_of(
     blocks: list[Block],
     block_offset: int,
 ) -> Copier:
-    """As the mover makes them, for units of 16 bytes of `buffers`."""
+    """Makes a copier like the mover's, for units of 16 bytes of `buffers`."""
     device = CPUDevice(lanes=1)
     group = BufferGroup(tuple(range(len(buffers))), 16, np.zeros(1, np.int64), is_padded=False)
     plan = BufferPlan(group, 0, 16, np.array(units, np.int64), block_offset, len(units[0]))
-    pool: Any = SimpleNamespace(buffers=buffers, device=device)  # all that is read of it
+    pool: Any = SimpleNamespace(
+        buffers=buffers, device=device
+    )  # the mover reads nothing else of it
     copier = Mover(pool)._copier_of(plan, blocks, memories_of(blocks), step_of(blocks))
     assert KINDS[how] is type(copier)
     device.close()
@@ -55,18 +57,18 @@ CALLS: tuple[tuple[range, slice | None], ...] = (
     (range(2), None),
     (range(2, 3), slice(2)),
 )
-"""Of three buffers with three units each: two calls of one, and one of the other two."""
+"""Of three buffers with three units each: two calls for the first, and one for the other two."""
 
 
 def three_buffers() -> list[torch.Tensor]:
-    """Of 20 units."""
+    """Makes three buffers of 20 units."""
     return [torch.randint(1, 256, (20 * 16,), dtype=torch.uint8) for _ in range(3)]
 
 
 @pytest.mark.parametrize("step", [160, 168, 169])
 @pytest.mark.parametrize(("offset", "block_offset"), [(0, 0), (16, 8), (5, 3)])
 def test_each_chunk_has_its_own_units(how: str, step: int, offset: int, block_offset: int) -> None:
-    """At their place in its own block, whatever divides the blocks' distance; and back."""
+    """Units go to their place in their block and back, whatever divides the blocks' distance."""
     buffers = three_buffers()
     rows = [buffer.view(-1, 16).clone() for buffer in buffers]
     index = [[3, 19, 0], [7, 8, 5], [11, 2, 12]]
@@ -92,7 +94,7 @@ def test_each_chunk_has_its_own_units(how: str, step: int, offset: int, block_of
 
 
 def test_staging_is_laid_out_like_a_block(how: str) -> None:
-    """The block isn't touched."""
+    """The block isn't changed."""
     buffers = three_buffers()
     rows = [buffer.view(-1, 16).clone() for buffer in buffers]
     blocks, staging = in_steps(160, 2, 0, 0), torch.zeros(160).byte()
@@ -121,8 +123,10 @@ def test_staging_is_laid_out_like_a_block(how: str) -> None:
     ],
     ids=["rows without gaps", "rows with gaps", "a device's memory"],
 )
-def test_numpy_moves_whole_rows_of_host_memory_alone(buffer: torch.Tensor, kind: type) -> None:
-    """It would copy all of a buffer with gaps to take some of its rows."""
+def test_numpy_moves_only_rows_of_host_memory_without_gaps(
+    buffer: torch.Tensor, kind: type
+) -> None:
+    """numpy would copy a whole buffer with gaps to take some of its rows."""
     name = next(name for name in KINDS if KINDS[name] is kind)
     copier_of(name, [buffer], [[0, 1]], in_steps(160, 1, 0, 0), 0)
 
@@ -142,15 +146,17 @@ def test_numpy_moves_whole_rows_of_host_memory_alone(buffer: torch.Tensor, kind:
 def test_torch_moves_the_widest_elements_that_fit(
     monkeypatch: pytest.MonkeyPatch, buffer: torch.Tensor, width: int
 ) -> None:
-    """Bytes one by one would take a device several times as long."""
+    """A device would need several times as long for single bytes."""
     monkeypatch.setattr("kvtide.transfer.mover.suits_numpy", lambda _: False)
     copier = copier_of("by torch", [buffer], [[0, 1]], in_steps(160, 1, 0, 0), 0)
     assert isinstance(copier, DeviceCopier)
     assert width == copier._buffers[0].element_size()
 
 
-def test_torch_moves_what_fits_a_slab_inside_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks begin where the slab does, four bytes behind a multiple of eight."""
+def test_torch_moves_elements_that_fit_a_slab_inside_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slab begins four bytes after a multiple of eight, and so do its blocks."""
     monkeypatch.setattr("kvtide.transfer.mover.suits_numpy", lambda _: False)
     blocks = [Block(torch.zeros(164, dtype=torch.uint8)[4:], 0)]
     copier = copier_of("by torch", [torch.arange(64, dtype=torch.uint8)], [[2, 0]], blocks, 0)
@@ -159,7 +165,7 @@ def test_torch_moves_what_fits_a_slab_inside_other_memory(monkeypatch: pytest.Mo
 
 
 def test_views_of_buffers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests' slots make other units each time: what is kept of them has a limit."""
+    """Requests' slots make other units each time, so the number of kept views has a limit."""
     monkeypatch.setattr("kvtide.transfer.mover._MOST_VIEWS", 6)
     buffers, device = three_buffers(), CPUDevice(lanes=1)
     pool: Any = SimpleNamespace(buffers=buffers, device=device)

@@ -45,8 +45,10 @@ TOKEN_BYTES = 36  # of small_geometry()
 
 @pytest.fixture(scope="module", autouse=True, params=["by numpy", "by torch", "in parts"])
 def how(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Buffers in host memory move by numpy where they can, those of a device by torch; and what has
-    many rows is planned in parts, here of as few chunks as may be."""
+    """Runs each test by numpy, as for host memory, and by torch, as for a device.
+
+    A third time moves are planned in parts of as few chunks as possible.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in parts":
             patch.setattr("kvtide.transfer.plan._PLANNED_ROWS", 5)
@@ -56,7 +58,7 @@ def how(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def make_blocks(count: int, size_bytes: int, offset: int, slab_count: int = 1) -> list[Block]:
-    """Blocks in turn from some slabs, the first at `offset`, with a byte between and after."""
+    """Makes blocks from slabs in turn, the first at `offset`, with a byte between and after."""
     step = size_bytes + 1
     rounds = ceil(count / slab_count)
     slabs = [
@@ -68,12 +70,12 @@ def make_blocks(count: int, size_bytes: int, offset: int, slab_count: int = 1) -
 def sealed(
     mover: Mover, rows: Sequence[Ids], blocks: Sequence[Block], chunk_bytes: int
 ) -> list[Span]:
-    """Gathers these rows; the spans of all chunks."""
+    """Gathers these rows, and returns the spans of all chunks."""
     return [*chain(*mover.gather(rows, blocks, chunk_bytes=chunk_bytes).wait())]
 
 
 def spans_of(chunks: Sequence[bytes]) -> list[Span]:
-    """Those of chunks that are a span each."""
+    """Returns the spans of chunks that are a single span each."""
     return [
         Span(number, 0, len(chunk), xxhash.xxh3_64_intdigest(chunk))
         for number, chunk in enumerate(chunks)
@@ -81,7 +83,7 @@ def spans_of(chunks: Sequence[bytes]) -> list[Span]:
 
 
 def spans_at(whole: bytes, stops: Sequence[int]) -> list[Span]:
-    """Those of one chunk whose spans end there."""
+    """Returns the spans of one chunk that end at these bytes."""
     return [
         Span(0, first, stop, xxhash.xxh3_64_intdigest(whole[first:stop]))
         for first, stop in pairwise((0, *stops))
@@ -91,17 +93,17 @@ def spans_at(whole: bytes, stops: Sequence[int]) -> list[Span]:
 def filled(
     kind: str = "created", page_count: int = 5, device: LazyDevice | None = None
 ) -> PoolCase:
-    """A pool of `small_geometry()` with random bytes."""
+    """Makes a pool of `small_geometry()` with random bytes."""
     case = make_pool(kind, small_geometry(), device or LazyDevice(), page_count)
     fill(case, 3)
     return case
 
 
 @given(geometries(), st.data())
-def test_chunks_are_what_the_slots_hold(
+def test_chunks_hold_the_bytes_of_the_slots(
     device: CPUDevice, geometry: Geometry, data: st.DataObject
 ) -> None:
-    """In the format's order, for any pool and any alignment of blocks, in several slabs."""
+    """The order is the format's, for any pool and any alignment of blocks, in several slabs."""
     case = make_pool(data.draw(st.sampled_from(POOL_KINDS)), geometry, device, 4)
     fill(case, data.draw(st.integers(0, 99)))
     count = data.draw(st.integers(0, case.pool.slot_count))
@@ -132,7 +134,7 @@ def test_chunks_are_what_the_slots_hold(
 @pytest.mark.parametrize("kind", POOL_KINDS)
 @pytest.mark.parametrize("offset", [0, 1, 8, 16])
 def test_scattering_gives_the_bytes_back(kind: str, offset: int) -> None:
-    """To other slots, and changes no other byte."""
+    """The bytes come back to other slots, and no other byte changes."""
     case = filled(kind)
     before = image_of(case.pool)
     blocks = make_blocks(2, 4 * 36, offset)
@@ -143,8 +145,8 @@ def test_scattering_gives_the_bytes_back(kind: str, offset: int) -> None:
     assert same_image(with_rows(before, target, before, range(7)), image_of(case.pool))
 
 
-def test_moves_longer_than_torch_keeps_on_a_thread_are_cut() -> None:
-    """A chunk of more than a move's length arrives whole, in both directions."""
+def test_copies_longer_than_one_call_are_split() -> None:
+    """A chunk longer than a copy call arrives complete, in both directions."""
     geometry = GQA.bind(dtype="float32", layer=1, token=16, head=8, head_dim=64, v_head_dim=48)
     case = make_pool("created", geometry, LazyDevice(), 48)
     fill(case, 8)
@@ -161,7 +163,7 @@ def test_moves_longer_than_torch_keeps_on_a_thread_are_cut() -> None:
 @pytest.mark.parametrize("count", [1, 100, 249, 250, 700])
 @pytest.mark.parametrize("head_dim", [5, 300])
 def test_units_of_any_number_and_width_move(head_dim: int, count: int) -> None:
-    """Few and many, of a few bytes and of kilobytes, one by one in any order."""
+    """Units are few or many, of a few bytes or of kilobytes, and move one by one in any order."""
     geometry = GQA.bind(dtype="int64", layer=2, token=1, head=1, head_dim=head_dim, v_head_dim=1)
     case = make_pool("created", geometry, LazyDevice(), 1400)
     fill(case, 9)
@@ -177,8 +179,8 @@ def test_units_of_any_number_and_width_move(head_dim: int, count: int) -> None:
 
 @pytest.mark.parametrize("count", [100, 255, 256, 257, 1000])
 @pytest.mark.parametrize("task_bytes", [1 << 10, 1 << 20, 8 << 20])
-def test_checksums_are_of_the_whole_chunk(count: int, task_bytes: int) -> None:
-    """In spans of whole layers, of a MiB at least, however much a lane takes at once."""
+def test_checksums_cover_the_whole_chunk(count: int, task_bytes: int) -> None:
+    """Spans have whole layers and at least a MiB, however much a lane takes at once."""
     geometry = GQA.bind(dtype="uint8", layer=3, token=8, head=1, head_dim=512, v_head_dim=64)
     device = CPUDevice(lanes=2)
     device.chunk_bytes = task_bytes
@@ -187,7 +189,7 @@ def test_checksums_are_of_the_whole_chunk(count: int, task_bytes: int) -> None:
     mover, blocks = Mover(case.pool), make_blocks(1, 1024 * geometry.token_bytes, 0)
     spans = sealed(mover, [np.arange(count)], blocks, 1024 * geometry.token_bytes)
     whole = chunk_bytes(image_of(case.pool), range(count))
-    # Values are an eighth as wide as keys; with fewer tokens keys alone aren't a span.
+    # Values are an eighth as wide as keys; with fewer tokens keys alone are less than a span.
     stops = [3 * 512 * count, len(whole)] if count == 1000 else [len(whole)]
     assert spans_at(whole, stops) == spans
     device.close()
@@ -198,10 +200,10 @@ def test_checksums_are_of_the_whole_chunk(count: int, task_bytes: int) -> None:
 )
 @pytest.mark.parametrize("kind", POOL_KINDS)
 @pytest.mark.parametrize("task_bytes", [1 << 20, 3 << 20])
-def test_spans_are_the_same_however_slots_and_layers_lie(
+def test_spans_do_not_depend_on_the_pools_storage(
     kind: str, row_count: int, span_count: int, task_bytes: int
 ) -> None:
-    """And on whichever device: a seal belongs to the bytes."""
+    """They don't depend on the device either: a seal belongs to the bytes."""
     geometry = GQA.bind(dtype="uint8", layer=9, token=8, head=1, head_dim=1024, v_head_dim=1024)
     device = CPUDevice(lanes=2)
     device.chunk_bytes = task_bytes
@@ -220,7 +222,7 @@ def test_spans_are_the_same_however_slots_and_layers_lie(
 
 
 def test_a_large_row_is_shared_by_the_lanes(device: CPUDevice) -> None:
-    """Such as a request's recurrent state: a span for each of its layers."""
+    """A request's recurrent state is such a row: each of its layers is a span."""
     geometry = GQA.bind(dtype="uint8", layer=5, token=1, head=1, head_dim=1 << 20, v_head_dim=64)
     case = make_pool("created", geometry, device, 4)
     fill(case, 6)
@@ -243,7 +245,7 @@ def test_a_large_row_is_shared_by_the_lanes(device: CPUDevice) -> None:
 def test_layers_of_a_large_row_make_the_same_spans(
     device: CPUDevice, kind: str, widths: tuple[int, int], span_sizes: list[int]
 ) -> None:
-    """Where one tensor has all layers and where each has its own: sizes in KiB, 12 layers."""
+    """One tensor may have all layers, or each layer its own. Sizes are in KiB, for 12 layers."""
     k, v = (width << 10 for width in widths)
     geometry = GQA.bind(dtype="uint8", layer=12, token=1, head=1, head_dim=k, v_head_dim=v)
     case = make_pool(kind, geometry, device, 2)
@@ -257,10 +259,8 @@ def test_layers_of_a_large_row_make_the_same_spans(
 
 @pytest.mark.parametrize("source", [1, 3, 4, 8])
 @pytest.mark.parametrize("target", [1, 3, 4, 8])
-def test_devices_that_move_other_sizes_at_once_understand_each_other(
-    source: int, target: int
-) -> None:
-    """Sizes in MiB, six layers of a MiB: what one sealed the other checks and restores."""
+def test_devices_with_other_task_sizes_read_each_others_snapshots(source: int, target: int) -> None:
+    """Sizes are in MiB, for six layers of a MiB: one device seals, and the other restores."""
     geometry = K_ONLY.bind(dtype="uint8", layer=6, token=1, head=1, head_dim=1024)
     moved = np.random.default_rng(5).permutation(1200)[:1024]
     blocks, size_bytes = make_blocks(1, 6 << 20, 0), 6 << 20
@@ -288,7 +288,7 @@ def test_devices_that_move_other_sizes_at_once_understand_each_other(
 
 
 def test_staging_holds_the_largest_chunk_of_all_sections() -> None:
-    """State has other chunks than tokens have."""
+    """State has chunks of another size than tokens."""
     geometry = RECURRENT_AND_FULL.bind(
         dtype="uint8", token=4,
         full_layer=1, full_head=1, full_head_dim=1, full_v_head_dim=1,
@@ -321,7 +321,7 @@ def test_staging_holds_the_largest_chunk_of_all_sections() -> None:
 
 
 def test_large_chunks_of_a_device_go_by_its_staging() -> None:
-    """They are hashed once they have arrived."""
+    """They are hashed when they have arrived."""
     with simulated("lazy") as name:
         device = AcceleratorDevice(name)
         geometry = GQA.bind(dtype="uint8", layer=2, token=8, head=1, head_dim=512, v_head_dim=64)
@@ -337,8 +337,8 @@ def test_large_chunks_of_a_device_go_by_its_staging() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
-def test_there_is_a_block_for_each_chunk(count: int) -> None:
-    """With fewer nothing would say that less was moved; nothing moves at all."""
+def test_each_chunk_needs_a_block(count: int) -> None:
+    """With fewer blocks less would move without an error, so nothing moves."""
     case = filled()
     mover, blocks = Mover(case.pool), make_blocks(count, 4 * 36, 0)
     before, rows = image_of(case.pool), [np.arange(10)]
@@ -351,7 +351,7 @@ def test_there_is_a_block_for_each_chunk(count: int) -> None:
 
 
 def test_each_section_needs_its_blocks(device: CPUDevice) -> None:
-    """Also the last of several: there is no other one behind it to miss them."""
+    """The last section needs them, too: no later section would miss them."""
     geometry = RECURRENT_AND_FULL.bind(
         dtype="uint8", token=4,
         full_layer=2, full_head=2, full_head_dim=2, full_v_head_dim=2,
@@ -368,7 +368,7 @@ def test_each_section_needs_its_blocks(device: CPUDevice) -> None:
 
 
 def test_without_a_seal_there_are_no_spans() -> None:
-    """The bytes are there all the same."""
+    """The bytes arrive all the same."""
     case = filled()
     blocks = make_blocks(1, 4 * 36, 0)
     job = Mover(case.pool).gather([np.arange(4)], blocks, chunk_bytes=4 * TOKEN_BYTES, seal=False)
@@ -377,7 +377,7 @@ def test_without_a_seal_there_are_no_spans() -> None:
 
 
 def test_without_spans_nothing_is_checked() -> None:
-    """What a benchmark needs to time the copy alone."""
+    """A benchmark needs this to time only the copy."""
     case = filled()
     blocks = make_blocks(1, 36, 0)
     blocks[0].bytes_view(36)[:] = bytes(range(36))
@@ -386,7 +386,7 @@ def test_without_spans_nothing_is_checked() -> None:
 
 
 def test_the_first_damaged_chunk_is_named() -> None:
-    """With both checksums, its length and the remedy."""
+    """The error has both checksums, the length and the remedy."""
     case = filled()
     mover, blocks = Mover(case.pool), make_blocks(3, 4 * 36, 0)
     spans = sealed(mover, [np.arange(10)], blocks, 4 * TOKEN_BYTES)
@@ -401,7 +401,7 @@ def test_the_first_damaged_chunk_is_named() -> None:
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("damaged", range(5))
 def test_damage_anywhere_writes_nothing(lanes: int, damaged: int) -> None:
-    """Also when the chunks before it are whole, on as many lanes as there may be."""
+    """The chunks before it may be whole, and any number of lanes may run."""
     device = CPUDevice(lanes=lanes)
     case = make_pool("created", small_geometry(), device, 5)
     fill(case, 4)
@@ -417,8 +417,8 @@ def test_damage_anywhere_writes_nothing(lanes: int, damaged: int) -> None:
     device.close()
 
 
-def test_an_error_of_a_signals_handler_loses_no_slots() -> None:
-    """It ends a wait, and not the job, which goes on writing."""
+def test_an_error_of_a_signal_handler_loses_no_slots() -> None:
+    """It ends a wait, but not the job, which goes on writing."""
 
     class Job:
         def done(self) -> bool:
@@ -431,8 +431,8 @@ def test_an_error_of_a_signals_handler_loses_no_slots() -> None:
         _WritingJob(Job(), writing=[True]).wait()
 
 
-def test_views_of_buffers_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots lie differently each time; a server runs for long."""
+def test_views_of_buffers_take_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots differ each time, and a server runs for long."""
     monkeypatch.setattr("kvtide.transfer.mover._MOST_VIEWS", 6)
     case = filled()
     mover, blocks = Mover(case.pool), make_blocks(1, 16 * 36, 0)
@@ -441,8 +441,8 @@ def test_views_of_buffers_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch)
         assert 1 <= sum(map(len, mover._views.values())) <= 6
 
 
-def test_both_ways_return_before_anything_moves() -> None:
-    """The queue decides when."""
+def test_gather_and_scatter_return_before_anything_moves() -> None:
+    """The device's queue decides when the bytes move."""
     device = LazyDevice()
     case = filled(device=device)
     before = image_of(case.pool)
@@ -460,7 +460,7 @@ def test_both_ways_return_before_anything_moves() -> None:
 
 
 def test_tensors_of_inference_mode_move() -> None:
-    """As pool and as blocks; a mover that wrote outside of that mode would be refused."""
+    """Pool and blocks may be made in inference mode; torch refuses ordinary writes to them."""
     with torch.inference_mode():
         planes = {
             "k": [torch.rand(4, 1, 6).bfloat16() for _ in range(2)],
@@ -478,7 +478,7 @@ def test_tensors_of_inference_mode_move() -> None:
 
 @pytest.mark.parametrize("skip", [1, 8, 16])
 def test_a_slab_may_be_a_slice_of_something_larger(skip: int) -> None:
-    """Aligned or pinned memory often is: a block's place counts from the slab's beginning."""
+    """Aligned or pinned memory often is one: a block's offset counts from the slab's beginning."""
     case = filled()
     before = image_of(case.pool)
     whole = torch.full((skip + 2 * 4 * 36,), GUARD, dtype=torch.uint8)
@@ -492,8 +492,10 @@ def test_a_slab_may_be_a_slice_of_something_larger(skip: int) -> None:
 
 
 def test_a_plan_takes_little_memory_beside_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows there are, wherever they lie: the places of all these rows of one byte
-    would take eight times as much as moves."""
+    """This holds for any number of rows in any place.
+
+    A plan of all these rows of one byte would take eight times as much memory as moves.
+    """
     monkeypatch.setattr("kvtide.transfer.plan._PLANNED_ROWS", 1 << 15)
     geometry = K_ONLY.bind(dtype="uint8", layer=8, token=1, head=1, head_dim=1)
     device = LazyDevice()

@@ -24,20 +24,20 @@ from support.pools import Bytes, slot_lists
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of random bytes over `slot_count` slots, merged or a layer each."""
+    """Buffers of random bytes over `slot_count` slots: one for all layers, or one for each."""
 
     slot_count: int
     rows: tuple[BufferRows, ...]
     data: tuple[Bytes, ...]
 
     def blank(self) -> tuple[Bytes, ...]:
-        """Buffers of the same sizes, of nothing but poison."""
+        """Makes buffers of the same sizes, full of poison."""
         return tuple(np.full_like(data, 0xA5) for data in self.data)
 
 
 @st.composite
 def buffers(draw: st.DrawFn, slot_count: int) -> Buffers:
-    """One to three planes, each merged (layers at any distance) or with a buffer per layer."""
+    """Draws one to three planes; each is one buffer (layers at any distance) or one per layer."""
     rows: list[BufferRows] = []
     for plane in range(draw(st.integers(1, 3))):
         row_bytes = draw(st.sampled_from((1, 2, 3, 5, 8, 16)))
@@ -55,7 +55,7 @@ def buffers(draw: st.DrawFn, slot_count: int) -> Buffers:
 
 
 def section_of(rows: Sequence[BufferRows], chunk_rows: int) -> Section:
-    """All layers of these buffers, with chunks of so many rows."""
+    """Makes a section of all layers of these buffers, with chunks of `chunk_rows` rows."""
     planes = sorted({buffer.plane for buffer in rows})
     counts = [sum(len(b.layer_rows) for b in rows if b.plane == plane) for plane in planes]
     widths = [next(b.row_bytes for b in rows if b.plane == plane) for plane in planes]
@@ -65,14 +65,14 @@ def section_of(rows: Sequence[BufferRows], chunk_rows: int) -> Section:
 def plan_of(
     rows: Sequence[BufferRows], slots: Any, chunk_rows: int, call_bytes: int = 1 << 20
 ) -> list[ChunkPlan]:
-    """The plan of these slots, in tasks as small as spans allow."""
+    """Plans these slots, in tasks as small as spans allow."""
     section, ids = section_of(rows, chunk_rows), np.array(slots, np.int64)
     return plan_chunks(section, buffer_groups(section, rows), ids, 0, call_bytes, 1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to plan."""
+    """Buffers and slots to plan."""
 
     buffers: Buffers
     slots: list[int]
@@ -80,18 +80,18 @@ class Case:
     call_bytes: int
 
     def plan(self) -> list[ChunkPlan]:
-        """The plan of it."""
+        """Plans the case."""
         return plan_of(self.buffers.rows, self.slots, self.chunk_tokens, self.call_bytes)
 
     def chunks(self) -> list[list[int]]:
-        """The slots of each chunk."""
+        """Returns the slots of each chunk."""
         size = self.chunk_tokens
         return [self.slots[first : first + size] for first in range(0, len(self.slots), size)]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Buffers and slots of all styles, around the chunks' boundaries."""
+    """Draws buffers and slots of all styles, around the ends of chunks."""
     page_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
     page_count = draw(st.integers(1, 8))
     slot_count = page_size * page_count
@@ -107,7 +107,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def naive_gather(case: Case) -> list[bytes]:
-    """Each chunk, row by row."""
+    """Gathers each chunk row by row."""
     return [
         b"".join(
             data[(first + slot) * rows.row_bytes :][: rows.row_bytes].tobytes()
@@ -120,7 +120,7 @@ def naive_gather(case: Case) -> list[bytes]:
 
 
 def naive_scatter(case: Case, chunks: Sequence[bytes], target: tuple[Bytes, ...]) -> None:
-    """Each chunk back, row by row."""
+    """Scatters each chunk row by row."""
     for chunk, slots in zip(chunks, case.chunks(), strict=True):
         first_byte = 0
         for rows, data in zip(case.buffers.rows, target, strict=True):
@@ -134,8 +134,10 @@ def naive_scatter(case: Case, chunks: Sequence[bytes], target: tuple[Bytes, ...]
 def calls_of(
     plan: ChunkPlan, number: int, data: Sequence[Bytes]
 ) -> Iterator[tuple[int, Bytes, Ids]]:
-    """All copies of the chunk of that number: (the byte where it begins in the chunk, a buffer as
-    units, uint8 [unit, byte], a view; which of them it copies)."""
+    """Lists all copies of a chunk: where each begins, the buffer as units, and their numbers.
+
+    The buffer is a view, uint8 [unit, byte].
+    """
     _, buffer_plans, tasks = plan
     for which, buffers, units, stop in (call for _, calls in tasks for call in calls):
         found = buffer_plans[which]
@@ -149,12 +151,12 @@ def calls_of(
 
 
 def chunk_count(plan: ChunkPlan) -> int:
-    """How many chunks a plan is of."""
+    """Returns how many chunks a plan has."""
     return len(plan[1][0].units)
 
 
 def planned_gather(case: Case) -> list[bytes]:
-    """Each chunk by the plan; asserts that its calls and its spans tile it."""
+    """Gathers each chunk by the plan; asserts that its calls and its spans tile it."""
     token_bytes = sum(rows.row_bytes * len(rows.layer_rows) for rows in case.buffers.rows)
     sizes = [len(chunk) * token_bytes for chunk in case.chunks()]
     found: list[bytes] = []
@@ -179,13 +181,13 @@ def planned_gather(case: Case) -> list[bytes]:
 
 @given(cases())
 def test_gathering_by_the_plan_equals_gathering_row_by_row(case: Case) -> None:
-    """Plane, layer, token: the order depends on nothing but the geometry and the slots' order."""
+    """The order (plane, layer, token) depends only on the geometry and on the slots' order."""
     assert naive_gather(case) == planned_gather(case)
 
 
 @given(cases())
 def test_scattering_by_the_plan_equals_scattering_row_by_row(case: Case) -> None:
-    """And no other byte is written."""
+    """No other byte is written."""
     chunks = naive_gather(case)
     expected, actual = case.buffers.blank(), case.buffers.blank()
     naive_scatter(case, chunks, expected)
@@ -200,8 +202,8 @@ def test_scattering_by_the_plan_equals_scattering_row_by_row(case: Case) -> None
 
 
 @given(cases(), st.data())
-def test_source_and_target_may_be_grouped_differently(case: Case, data: st.DataObject) -> None:
-    """A chunk holds as many bytes in the same order, wherever its tokens lie."""
+def test_source_and_target_may_have_other_slots(case: Case, data: st.DataObject) -> None:
+    """A chunk holds as many bytes in the same order, wherever its tokens are."""
     other_slots = data.draw(st.permutations(case.slots))
     other = Case(case.buffers, other_slots, case.chunk_tokens, data.draw(st.integers(1, 200)))
     rows = {slot: Case(case.buffers, [slot], 1, 1) for slot in case.slots}
@@ -219,7 +221,7 @@ def test_source_and_target_may_be_grouped_differently(case: Case, data: st.DataO
 
 @given(cases())
 def test_calls_are_as_long_as_allowed(case: Case) -> None:
-    """Unless a single unit is longer; only the last call of a buffer may be shorter."""
+    """A call is longer only for a single unit; only a buffer's last call may be shorter."""
     for _, buffer_plans, tasks in case.plan():
         for which, _, units, _ in (call for _, calls in tasks for call in calls):
             plan = buffer_plans[which]
@@ -233,10 +235,10 @@ def test_calls_are_as_long_as_allowed(case: Case) -> None:
 @pytest.mark.parametrize(
     ("row_count", "task_count"), [(1024, 18), (512, 9), (256, 5), (128, 3), (127, 1)]
 )
-def test_a_chunk_is_shared_by_lanes_where_its_calls_are_long(
+def test_lanes_share_a_chunk_if_its_calls_are_long(
     is_merged: bool, row_count: int, task_count: int
 ) -> None:
-    """In tasks of whole spans; with short calls lanes would wait for the interpreter instead."""
+    """Tasks are whole spans; with short calls lanes would wait for the interpreter."""
     starts = np.arange(9, dtype=np.int64) * 1024 if is_merged else np.zeros(1, np.int64)
     rows = [
         BufferRows(1024, starts, plane) for plane in (0, 1) for _ in range(1 if is_merged else 9)
@@ -251,8 +253,8 @@ def test_a_chunk_is_shared_by_lanes_where_its_calls_are_long(
 
 
 @given(buffers(8))
-def test_buffers_with_equal_rows_are_planned_as_one(given: Buffers) -> None:
-    """All buffers, in their order, in as few groups as that allows."""
+def test_buffers_with_equal_rows_are_one_group(given: Buffers) -> None:
+    """All buffers are planned in order, in as few groups as that allows."""
     groups = buffer_groups(section_of(given.rows, 4), given.rows)
     assert [*range(len(given.rows))] == [number for group in groups for number in group.buffers]
     forms = [
@@ -281,14 +283,14 @@ def test_buffers_with_equal_rows_are_planned_as_one(given: Buffers) -> None:
          "swapped", "unlike skips", "odd count", "a gap at the end"],
 )  # fmt: skip
 def test_consecutive_slots_move_together(slots: Sequence[int], expected: tuple[int, int]) -> None:
-    """In the longest power of two of rows that all runs are made of, aligned or alike unaligned."""
+    """A unit is the longest power of two of rows that divides all runs, all shifted alike."""
     (plan,) = plan_of([BufferRows(2, np.zeros(1, np.int64))], slots, 192)
     assert expected == (plan[1][0].unit_bytes // 2, plan[1][0].skip_bytes // 2)
 
 
 @pytest.mark.parametrize(("layer_rows", "unit_rows"), [([0, 128], 16), ([0, 120], 8), ([1], 1)])
-def test_no_unit_straddles_two_layers(layer_rows: list[int], unit_rows: int) -> None:
-    """Where layers don't begin at a multiple of a page, units are shorter."""
+def test_no_unit_has_rows_of_two_layers(layer_rows: list[int], unit_rows: int) -> None:
+    """Units are shorter if layers don't begin at a multiple of a page."""
     (plan,) = plan_of([BufferRows(2, np.array(layer_rows, np.int64))], range(16), 16)
     assert unit_rows * 2 == plan[1][0].unit_bytes
 
@@ -299,7 +301,7 @@ def test_no_slots_have_no_plan() -> None:
 
 
 def test_a_request_of_many_rows_is_planned_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk is in one part, under its number, whichever section it is of."""
+    """Each chunk is in one part, under its number, in every section."""
     monkeypatch.setattr("kvtide.transfer.plan._PLANNED_ROWS", 20)
     rows = [BufferRows(2, np.zeros(1, np.int64), 0), BufferRows(3, np.zeros(1, np.int64), 1)]
     sections = []
@@ -312,8 +314,8 @@ def test_a_request_of_many_rows_is_planned_in_parts(monkeypatch: pytest.MonkeyPa
     assert [[(0, 5)], [(5, 5)], [(10, 1), (11, 2)], [(13, 1)]] == chunks
 
 
-def test_rows_with_gaps_that_would_have_to_be_split_are_refused() -> None:
-    """Their parts are no rows of the buffer; the message says what would do."""
+def test_rows_with_gaps_that_must_be_split_are_refused() -> None:
+    """Their parts are no rows of the buffer; the message says what helps."""
     section = Section(0, (0,), (range(1),), (6,), 2, 1)
     padded = BufferRows(12, np.zeros(1, np.int64), is_padded=True)
     with pytest.raises(LayoutError, match=r"12 bytes with gaps.*2 chunks.*larger blocks"):
@@ -323,7 +325,7 @@ def test_rows_with_gaps_that_would_have_to_be_split_are_refused() -> None:
 
 
 def test_rows_are_numbered_beyond_32_bits() -> None:
-    """A merged buffer of a long pool has more rows than an int32 can count."""
+    """One buffer for all layers of a long pool has more rows than an int32 can count."""
     buffer = BufferRows(1, np.array([0, 3 << 32], np.int64))
     (plan,) = plan_of([buffer], [(1 << 32) + 1], 1)
     assert [[(1 << 32) + 1, (4 << 32) + 1]] == plan[1][0].units.tolist()
