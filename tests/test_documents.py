@@ -1,4 +1,4 @@
-"""What the documents name is there: files, functions, commands, options and make's targets."""
+"""The files, functions, commands, options and make targets that the documents name exist."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MOST_LINES = 5
 
 
 def missing_targets(text: str, folder: Path) -> list[str]:
-    """Links of a document in `folder` to files, or to headings, that aren't there."""
+    """Lists a document's links to files or headings that don't exist."""
     targets = [target for _, target in LINK.findall(text) if not re.match(r"https?:", target)]
     return [target for target in targets if not leads_somewhere(target, text, folder)]
 
 
 def leads_somewhere(target: str, text: str, folder: Path) -> bool:
-    """Whether the file that a link of `text` names is there, and has the heading."""
+    """Returns whether the file that a link of `text` names exists and has the heading."""
     name, _, heading = target.partition("#")
     path = folder / name
     if not path.exists():
@@ -42,13 +42,13 @@ def leads_somewhere(target: str, text: str, folder: Path) -> bool:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a document's headings, as GitHub names them."""
+    """Returns the anchors of a document's headings, by GitHub's rule."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands() -> dict[str, set[str]]:
-    """Each command of kvtide's and its options; those of `bench copy` under that name."""
+    """Returns the options of each command of kvtide; a subcommand's name is like `bench copy`."""
 
     def gather(command: Any, name: str) -> dict[str, set[str]]:
         found = {name: {flag for p in command.params for flag in [*p.opts, *p.secondary_opts]}}
@@ -60,7 +60,7 @@ def commands() -> dict[str, set[str]]:
 
 
 def undefined_names(text: str, folder: Path) -> list[str]:
-    """Links of the form [`Class.method`](file.py) whose file doesn't define that name."""
+    """Lists links of the form [`Class.method`](file.py) whose file doesn't define that name."""
     found: list[str] = []
     for label, target in LINK.findall(text):
         name = re.fullmatch(r"`([\w.]+)`", label)
@@ -72,7 +72,7 @@ def undefined_names(text: str, folder: Path) -> list[str]:
 
 
 def defined_in(body: list[ast.stmt], prefix: str = "") -> set[str]:
-    """Functions, classes, methods and constants of a module, methods as `Class.method`."""
+    """Returns functions, classes, methods (as `Class.method`) and constants of a module."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -85,7 +85,7 @@ def defined_in(body: list[ast.stmt], prefix: str = "") -> set[str]:
 
 
 def unknown_in_commands(text: str) -> list[str]:
-    """What a document's code says of `kvtide` and of `make` that neither knows."""
+    """Lists commands, options and targets in a document's code that don't exist."""
     known, targets = commands(), set(re.findall(r"^([\w-]+):", makefile(), re.MULTILINE))
     code = [*re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
     code += re.findall(r"`([^`\n]+)`", text)
@@ -105,7 +105,7 @@ def unknown_in_commands(text: str) -> list[str]:
 
 
 def makefile() -> str:
-    """The text of the Makefile."""
+    """Reads the Makefile."""
     return (ROOT / "Makefile").read_text("utf-8")
 
 
@@ -118,14 +118,14 @@ def test_links_lead_to_files_and_headings(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_linked_files_define_what_the_link_names(name: str) -> None:
-    """A function, a class, a method or a constant."""
+    """The name may be a function, a class, a method or a constant."""
     path = ROOT / name
     assert [] == undefined_names(path.read_text("utf-8"), path.parent)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_options_and_targets_exist(name: str) -> None:
-    """Of `kvtide` and of `make`, in blocks and in backticks."""
+    """The check covers `kvtide` and `make`, in code blocks and in backticks."""
     assert [] == unknown_in_commands((ROOT / name).read_text("utf-8"))
 
 
@@ -138,7 +138,7 @@ def test_commands_options_and_targets_exist(name: str) -> None:
     ],
 )
 def test_broken_link_is_found(text: str, expected: list[str]) -> None:
-    """A file, and a heading."""
+    """A missing file and a missing heading are found."""
     assert expected == missing_targets(text, ROOT)
 
 
@@ -152,7 +152,7 @@ def test_broken_link_is_found(text: str, expected: list[str]) -> None:
     ],
 )
 def test_name_that_a_file_does_not_define_is_found(name: str, expected: list[str]) -> None:
-    """A method is named with its class."""
+    """A method must be named with its class."""
     assert expected == undefined_names(f"[`{name}`](src/kvtide/tide.py)", ROOT)
 
 
@@ -166,13 +166,13 @@ def test_name_that_a_file_does_not_define_is_found(name: str, expected: list[str
         ("`make test` `kvtide bench copy --json`", []),
     ],
 )
-def test_command_that_is_not_there_is_found(text: str, expected: list[str]) -> None:
-    """A verb, an option, a target."""
+def test_unknown_command_is_found(text: str, expected: list[str]) -> None:
+    """An unknown command, option and target are found."""
     assert expected == unknown_in_commands(text)
 
 
 def last_screen(picture: str) -> str:
-    """The text of a recording's last screen without spaces, as a terminal breaks lines anywhere."""
+    """Returns the text of a recording's last screen without spaces, as lines may break anywhere."""
     frames = re.findall(r'<g class="frame"[^>]*>(.*?)</g>', picture)
     lines = dict(re.findall(r'<g id="(l\d+)">(.*?)</g>', picture, re.DOTALL))
     drawn = [lines[name] for name in re.findall(r'href="#(\w+)"', frames[-1])]
@@ -181,7 +181,7 @@ def last_screen(picture: str) -> str:
 
 
 def test_picture_ends_as_a_run_ends_today() -> None:
-    """If not: docs/pictures/record.py says how to make it anew."""
+    """If this fails, docs/pictures/record.py says how to record the picture again."""
     screen = last_screen((ROOT / "docs" / "pictures" / "demo.svg").read_text("utf-8"))
     steps = int(re.findall(r"logitsof([\d,]+)steps", screen)[0].replace(",", ""))
     counts = [1] * 23 + [steps - 23]
@@ -193,16 +193,16 @@ def test_picture_ends_as_a_run_ends_today() -> None:
 
 
 def test_pictures_are_small() -> None:
-    """So that a clone stays fast."""
+    """Small pictures keep a clone fast."""
     pictures = [*(ROOT / "docs" / "pictures").glob("*.svg")]
     assert pictures
     assert [] == [path.name for path in pictures if path.stat().st_size > LARGEST_PICTURE_BYTES]
 
 
 def paths_in_tree(text: str) -> list[str]:
-    """The files and folders that the first block of a document draws as a tree, two spaces a level.
+    """Lists the files and folders that a document's first block draws as a tree, by indentation.
 
-    A line may name several; two spaces or more come before what it says of them.
+    A line may name several; two or more spaces come before the description.
     """
     block = text.split("```")[1].strip("\n")
     folders: list[str] = []
@@ -215,14 +215,14 @@ def paths_in_tree(text: str) -> list[str]:
     return paths
 
 
-def test_tree_names_what_is_there() -> None:
-    """No file that has moved."""
+def test_tree_names_existing_files() -> None:
+    """A file that was moved must be moved in the tree, too."""
     paths = paths_in_tree(ARCHITECTURE.read_text("utf-8"))
     assert [] == [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_tree_has_all_parts_of_the_package() -> None:
-    """Each module and each folder beside `kvtide/__init__.py`."""
+    """The tree has each module and each folder beside `kvtide/__init__.py`."""
     package = ROOT / "src" / "kvtide"
     parts = [*package.glob("*.py"), *(path.parent for path in package.glob("*/__init__.py"))]
     named = {path.rstrip("/") for path in paths_in_tree(ARCHITECTURE.read_text("utf-8"))}
@@ -230,7 +230,7 @@ def test_tree_has_all_parts_of_the_package() -> None:
 
 
 def test_each_decision_is_short() -> None:
-    """A heading that states it, and at most five lines of why."""
+    """A decision is a heading that states it, and at most five lines of reasons."""
     decisions = re.split(r"^### ", ARCHITECTURE.read_text("utf-8"), flags=re.MULTILINE)[1:]
     lines = {
         text.splitlines()[0]: [line for line in text.partition("\n## ")[0].splitlines()[1:] if line]
@@ -241,6 +241,6 @@ def test_each_decision_is_short() -> None:
 
 
 def test_tree_is_read_by_its_indentation() -> None:
-    """Folders hold what stands deeper below them."""
+    """Lines below a folder that are indented more are in the folder."""
     text = "```\na/\n  b/      what b is\n    c.py d.py  two\n  e.py\n```"
     assert ["a/", "a/b/", "a/b/c.py", "a/b/d.py", "a/e.py"] == paths_in_tree(text)

@@ -1,8 +1,8 @@
-"""The fences, on a device that does nothing before it is waited for; each one is also broken.
+"""The fences, on a device that does nothing before somebody waits; each fence is also removed.
 
-Every scenario runs as the code is, in all schedules, and must be exact. Then the code is broken
-in one place, and the same scenario must notice: by other bytes, by a checksum, or by a violation
-that the simulated device reports.
+Every scenario runs with the code unchanged, in all schedules, and must be exact. Then the code is
+broken in one place, and the same scenario must notice: by other bytes, by a checksum, or by a
+violation that the simulated device reports.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SOURCE, TARGET = [0, 1, 2, 3, 9, 8, 7, 6, 15], [19, 10, 11, 12, 13, 4, 5, 14, 18
 
 @pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest) -> str:
-    """Each of them."""
+    """Runs the test in each schedule."""
     name: str = request.param
     return name
 
 
 def make_tide(device: AcceleratorDevice) -> Tide:
-    """Five pages of 4 tokens, and an arena of 8 blocks of one page."""
+    """Makes a tide of five pages of 4 tokens, and an arena of 8 blocks of one page."""
     geometry = small_geometry()
     pool = Pool.create(geometry, device, page_count=5)
     scramble(pool, 1)
@@ -51,18 +51,18 @@ def make_tide(device: AcceleratorDevice) -> Tide:
 
 
 def write_later(pool: Pool, slots: list[int], value: int) -> None:
-    """What a model's step does: it is asked for, and happens some time."""
+    """Queues a write on the device, like a model's step, which runs some time later."""
     index = torch.tensor(slots).to(pool.device.torch_device)
     for name in ("k", "v"):
         for layer in range(2):
             pool.plane(name, layer).view(torch.uint8).index_fill_(0, index, value)
 
 
-# ---- the scenarios: each returns whether every byte is as it should be -----------------------
+# ---- the scenarios: each returns whether every byte is as it must be ---------------------------
 
 
 def saves_what_was_just_written(device: AcceleratorDevice) -> bool:
-    """An offload waits for whoever writes the slots."""
+    """An offload waits for earlier writes to its slots."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     write_later(tide.pool, SOURCE, 7)
@@ -75,8 +75,8 @@ def saves_what_was_just_written(device: AcceleratorDevice) -> bool:
     return same_image(expected, image_of(tide.pool))
 
 
-def saves_before_the_slots_are_anothers(device: AcceleratorDevice) -> bool:
-    """Slots being read are not handed out again before the ticket is done."""
+def saves_before_the_slots_are_reused(device: AcceleratorDevice) -> bool:
+    """Slots that are still read are not handed out again before the ticket is done."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     books = tide._books
@@ -102,7 +102,7 @@ def saves_before_the_slots_are_anothers(device: AcceleratorDevice) -> bool:
 
 
 def restores_after_earlier_readers(device: AcceleratorDevice) -> bool:
-    """What was asked for before a restore sees the slots as they were."""
+    """Reads that were queued before a restore see the old bytes."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     snapshot = tide.offload(SOURCE)
@@ -119,7 +119,7 @@ def restores_after_earlier_readers(device: AcceleratorDevice) -> bool:
 
 
 def keeps_host_memory_until_it_was_read(device: AcceleratorDevice) -> bool:
-    """Host memory is a restore's own until it has ended; then another may write there."""
+    """Nobody else may write to a restore's host memory before the restore has ended."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     snapshot = tide.offload(SOURCE)
@@ -134,7 +134,7 @@ def keeps_host_memory_until_it_was_read(device: AcceleratorDevice) -> bool:
 
 
 def keeps_host_memory_until_it_was_written(device: AcceleratorDevice) -> bool:
-    """What an offload's ticket gives has arrived, and the memory may then be freed."""
+    """The bytes of an offload have arrived when its ticket is done; then memory may be freed."""
     tide = make_tide(device)
     snapshot = tide.offload(SOURCE)
     before = image_of(tide.pool)
@@ -161,7 +161,7 @@ def takes_slots_at_the_call(device: AcceleratorDevice) -> bool:
 
 
 def keeps_snapshots_apart(device: AcceleratorDevice) -> bool:
-    """Two offloads under way share no host memory."""
+    """Two pending offloads share no host memory."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     tickets = [tide.start_offload(range(6)), tide.start_offload(range(6, 12))]
@@ -207,7 +207,7 @@ def keeps_host_memory_from_another_device(device: AcceleratorDevice) -> bool:
 
 SCENARIOS: list[Callable[[AcceleratorDevice], bool]] = [
     saves_what_was_just_written,
-    saves_before_the_slots_are_anothers,
+    saves_before_the_slots_are_reused,
     restores_after_earlier_readers,
     keeps_host_memory_until_it_was_read,
     keeps_host_memory_until_it_was_written,
@@ -221,14 +221,14 @@ SCENARIOS: list[Callable[[AcceleratorDevice], bool]] = [
 
 
 class _NoEvent:
-    """An event that is over when it is asked."""
+    """An event that doesn't wait."""
 
     def synchronize(self) -> None:
-        """Doesn't wait."""
+        """Returns without waiting."""
 
 
 def no_synchronise(patch: pytest.MonkeyPatch) -> None:
-    """The mover's jobs end when all is issued, not when it has happened."""
+    """The mover's jobs end when all copies are queued, not when they have run."""
     issue = accelerator_module.CopyStream.issue
 
     def issue_alone(copy_stream: Any, step: Any) -> Any:
@@ -251,7 +251,7 @@ def no_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    """Jobs wait for a stream, but not for the one that the caller computes on."""
+    """Jobs wait for a stream, but not for the stream on which the caller computes."""
     patch.setattr(
         torch.accelerator, "current_stream", lambda device=None: torch.Stream(device="npu")
     )
@@ -269,7 +269,7 @@ def pages_freed_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_on_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """The mover issues its copies, but not where the device looks for them."""
+    """The mover issues its copies on another stream than the one that is waited for."""
     gather = Task.gather
 
     def gather_elsewhere(task: Task, staging: torch.Tensor | None) -> None:
@@ -280,7 +280,7 @@ def copy_on_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_leased_twice(patch: pytest.MonkeyPatch) -> None:
-    """The arena hands out blocks without a note of who holds them."""
+    """The arena hands out blocks that are already leased."""
     move = HostArena._move_to
 
     def move_and_keep(arena: HostArena, blocks: list[Block], count: int) -> None:
@@ -292,7 +292,7 @@ def blocks_leased_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def lease_freed_early(patch: pytest.MonkeyPatch) -> None:
-    """`discard` gives the arena its blocks back without a look at who reads them."""
+    """`discard` returns the blocks to the arena while others read them."""
     patch.setattr(Tide, "discard", lambda tide, snapshot: snapshot.lease.release())
 
 
@@ -302,12 +302,12 @@ def lease_without_users(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
-    """The caller's own array is kept."""
+    """The caller's array is kept, not a copy of it."""
     patch.setattr(Pool, "checked", lambda _, slots: np.asarray(slots))
 
 
 def index_uploaded_later(patch: pytest.MonkeyPatch) -> None:
-    """The index goes to the device by a copy that nobody waits for, from memory soon reused."""
+    """The index is uploaded by a copy that nobody waits for, from memory that is soon reused."""
 
     def upload(device: AcceleratorDevice, index: torch.Tensor) -> torch.Tensor:
         host = index.clone()
@@ -324,7 +324,7 @@ BROKEN: list[tuple[Callable[[AcceleratorDevice], bool], Break]] = [
     (saves_what_was_just_written, wrong_stream),
     (saves_what_was_just_written, copy_on_another_stream),
     (keeps_snapshots_apart, blocks_leased_twice),
-    (saves_before_the_slots_are_anothers, pages_freed_early),
+    (saves_before_the_slots_are_reused, pages_freed_early),
     (restores_after_earlier_readers, wrong_stream),
     (keeps_host_memory_until_it_was_read, lease_freed_early),
     (keeps_host_memory_until_it_was_read, no_synchronise),
@@ -340,7 +340,7 @@ BROKEN: list[tuple[Callable[[AcceleratorDevice], bool], Break]] = [
 def test_every_fence_holds(
     scenario: Callable[[AcceleratorDevice], bool], schedule: str, lazy: bool
 ) -> None:
-    """In every schedule, with jobs as late as may be and in threads of their own."""
+    """Every fence holds in every schedule, with jobs as late as possible and in threads."""
     with simulated(schedule) as name:
         device = lazy_accelerator(name) if lazy else AcceleratorDevice(name)
         assert scenario(device)
@@ -353,16 +353,16 @@ def test_every_fence_holds(
 def test_every_missing_fence_is_noticed(
     scenario: Callable[[AcceleratorDevice], bool], fault: Break
 ) -> None:
-    """By bytes, by a checksum or by the simulated device: nothing is lost in silence."""
+    """Bytes, a checksum or the simulated device show it: nothing is lost silently."""
     assert caught(scenario, fault)
 
 
 def caught(scenario: Callable[[AcceleratorDevice], bool], fault: Break) -> bool:
-    """Whether the scenario notices the fault."""
+    """Returns whether the scenario notices the fault."""
     with simulated("lazy") as name, warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # a broken run leaves its snapshot
         exact = _is_exact(scenario, fault, lazy_accelerator(name))
-        simnpu.reset()  # runs what is left undone, and forgets what that shows
+        simnpu.reset()  # runs what is pending, and drops its violations
         gc.collect()
         return not exact
 

@@ -1,5 +1,8 @@
-"""After a fork, which engines use for their workers: in the child only the thread that forked is
-left, so what another one did there never ends, and nobody may wait for it."""
+"""A fork, which engines use for their workers.
+
+In the child only the thread that forked is left, so the work of all other threads never ends there,
+and nobody may wait for it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def in_child(work):
 
 
 def run(program: str) -> None:
-    """Runs it in a process of its own; an error, or no end, is a failure."""
+    """Runs a program in a new process; an error, or no end in time, is a failure."""
     found = subprocess.run(
         [sys.executable, "-c", BEGIN + program],
         cwd=Path(__file__).parent,
@@ -68,7 +71,7 @@ def run(program: str) -> None:
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("has_moved", [False, True])
 def test_a_child_can_move(lanes: int, has_moved: bool) -> None:
-    """With threads of its own, as can the parent with the old ones; so can a child's child."""
+    """The child starts threads, and the parent keeps its own; a child's child works, too."""
     run(f"""
 tide = make_tide(CPUDevice(lanes={lanes}))
 before = image_of(tide.pool)
@@ -82,8 +85,8 @@ assert 0 == in_child(lambda: raises(RuntimeError, lambda: tide.offload(range(4))
 """)
 
 
-def test_a_move_under_way_ends_with_an_error_in_the_child_and_well_in_the_parent() -> None:
-    """It is told at once; what it holds is given back, and the child goes on."""
+def test_a_pending_move_fails_in_the_child_and_ends_in_the_parent() -> None:
+    """The child gets the error at once, gets its memory and pages back, and goes on."""
     run("""
 device = GatedDevice()
 tide = make_tide(device, block_count=2)
@@ -112,8 +115,8 @@ works(tide, before)
 """)
 
 
-def test_a_restore_under_way_has_lost_its_slots_in_the_child() -> None:
-    """Its memory is a copy from the middle of the writes; one that hadn't begun has lost none."""
+def test_a_restore_that_was_writing_has_lost_its_slots_in_the_child() -> None:
+    """The child's memory is a copy from the middle of the writes; a queued restore lost nothing."""
     run("""
 device = GatedDevice()
 tide = make_tide(device)
@@ -140,8 +143,8 @@ tide.discard(snapshot)
 """)
 
 
-def test_a_job_at_once_of_another_thread_never_ends_in_the_child() -> None:
-    """Nor is it waited for by what comes after it."""
+def test_a_blocking_move_of_another_thread_never_ends_in_the_child() -> None:
+    """Later moves in the child don't wait for it."""
     run("""
 device = GatedDevice()
 tide = make_tide(device)
@@ -165,8 +168,8 @@ works(tide, before)
 """)
 
 
-def test_an_accelerator_says_at_once_that_it_is_not_there() -> None:
-    """What it knows of the device is the parent's; the child may open it itself, where it can."""
+def test_an_accelerator_says_at_once_that_the_child_cannot_use_it() -> None:
+    """The device belongs to the parent; the child may open it itself, if the device allows it."""
     run("""
 from support.simulated import simulated
 from kvtide.device import AcceleratorDevice, Step

@@ -1,4 +1,4 @@
-"""The form against a naive reading: byte by byte, what is in which chunk and span."""
+"""The form is compared with a plain reading of it, byte by byte."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvtide.layout import EveryNth, EveryToken, Geometry, Layout, Mapped, Plane
 from support.pools import small_geometry
 
 Byte = tuple[int, int, int, int]
-"""(plane, layer, row of the request, byte of the row)."""
+"""A byte: (plane, layer, row of the request, byte of the row)."""
 RULES = ((EveryToken(),), (EveryNth(1),), (Mapped("window"),))
 
 
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
-    """Up to four planes in up to three groups, with rows of odd and even bytes."""
+    """Draws up to four planes in up to three groups, with rows of odd and even bytes."""
     planes, sizes = [], {}
     for number in range(draw(st.integers(1, 4))):
         width = draw(st.sampled_from((1, 2, 3, 5, 6, 8, 12, 17, 24)))
@@ -38,7 +38,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 
 def chunks_of(geometry: Geometry, sections: list[Section], rows: list[int]) -> list[list[Byte]]:
-    """The bytes of each chunk in order, found one by one from what a section says."""
+    """Lists the bytes of each chunk in order, which it finds one by one from each section."""
     chunks: list[list[Byte]] = []
     for section in sections:
         ids = section.split(np.array(rows, np.int64)).tolist()
@@ -63,7 +63,7 @@ def chunks_of(geometry: Geometry, sections: list[Section], rows: list[int]) -> l
 def test_every_byte_is_in_exactly_one_chunk(
     geometry: Geometry, chunk_bytes: int, rows: list[int], count: int
 ) -> None:
-    """Of every row of every layer, and no other byte; each chunk is as long as is said."""
+    """Every byte of every row is in a chunk, and each chunk has the length that the form states."""
     sections = sections_of(geometry, chunk_bytes)
     chunks = chunks_of(geometry, sections, rows[:count])
     expected = Counter(
@@ -79,8 +79,8 @@ def test_every_byte_is_in_exactly_one_chunk(
 
 
 @given(geometries(), st.integers(1, 200))
-def test_no_chunk_is_larger_than_asked_for(geometry: Geometry, chunk_bytes: int) -> None:
-    """A row that is larger is split, and each chunk says how large it is."""
+def test_no_chunk_is_larger_than_chunk_bytes(geometry: Geometry, chunk_bytes: int) -> None:
+    """A larger row is split, and each chunk states its length."""
     sections = sections_of(geometry, chunk_bytes)
     assert all(0 < section.chunk_bytes <= chunk_bytes for section in sections)
     chunks = chunks_of(geometry, sections, [*range(6)])
@@ -89,8 +89,8 @@ def test_no_chunk_is_larger_than_asked_for(geometry: Geometry, chunk_bytes: int)
 
 
 @given(geometries(), st.integers(1, 200))
-def test_parts_of_a_row_lie_in_order(geometry: Geometry, chunk_bytes: int) -> None:
-    """Layer by layer a snapshot has rows in the request's order, and their bytes in the row's."""
+def test_rows_and_their_parts_are_in_order(geometry: Geometry, chunk_bytes: int) -> None:
+    """In each layer a snapshot has rows in the request's order, and bytes in the row's order."""
     rows = [*range(6)][::-1]
     seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for chunk in chunks_of(geometry, sections_of(geometry, chunk_bytes), rows):
@@ -103,7 +103,7 @@ def test_parts_of_a_row_lie_in_order(geometry: Geometry, chunk_bytes: int) -> No
 
 @given(geometries(), st.integers(1, 200))
 def test_groups_do_not_mix(geometry: Geometry, chunk_bytes: int) -> None:
-    """Planes whose rows are named differently are never in one section."""
+    """Planes with different row rules are never in one section."""
     groups = geometry.groups
     for plane, group in zip(geometry.planes, groups, strict=True):
         assert plane.rules == geometry.planes[groups.index(group)].rules
@@ -115,7 +115,7 @@ def test_groups_do_not_mix(geometry: Geometry, chunk_bytes: int) -> None:
 def test_spans_cover_a_chunk_layer_by_layer(
     geometry: Geometry, chunk_bytes: int, rows: int
 ) -> None:
-    """Each but the last has SPAN_BYTES, and would not without its last layer."""
+    """Every span but the last has at least SPAN_BYTES, and less without its last layer."""
     for section in sections_of(geometry, chunk_bytes):
         held = min(rows, section.chunk_rows)
         layers = [
@@ -146,7 +146,7 @@ def test_spans_cover_a_chunk_layer_by_layer(
 def test_a_span_ends_with_the_layer_that_fills_it(
     layer_bytes: list[int], rows: int, stops: list[int]
 ) -> None:
-    """Or with the chunk."""
+    """A span also ends with its chunk."""
     layers = (range(len(layer_bytes)),)
     section = Section(0, (0,), layers, (layer_bytes[0],), 1, 1 << 20)
     assert stops == [*section.span_stops(rows)]
@@ -162,14 +162,14 @@ def test_a_span_ends_with_the_layer_that_fills_it(
 def test_a_chunk_has_an_even_number_of_narrow_rows(
     row_bytes: int, chunk_bytes: int, rows: int
 ) -> None:
-    """A multiple of 64, or a power of two; of wide rows, which move one by one, all that fit."""
+    """The number of rows is a multiple of 64 or a power of two; of wide rows all fit that can."""
     layout = Layout("one", Plane("k", f"layer page token {row_bytes}"))
     (section,) = sections_of(layout.bind(dtype="uint8", layer=1), chunk_bytes)
     assert (rows, 1) == (section.chunk_rows, section.row_parts)
 
 
 def test_the_widest_row_says_whether_rows_are_narrow() -> None:
-    """Most bytes are in it."""
+    """The widest row has the most bytes, so it decides."""
     layout = Layout("two", Plane("k", "layer page token 16"), Plane("v", "layer page token 8192"))
     (section,) = sections_of(layout.bind(dtype="uint8", layer=1), 3 * (16 + 8192))
     assert 3 == section.chunk_rows
@@ -183,7 +183,7 @@ def test_the_widest_row_says_whether_rows_are_narrow() -> None:
     ],
 )  # fmt: skip
 def test_a_chunk_holds_an_even_number_of_tokens(chunk_bytes: int, expected: int) -> None:
-    """As many of 64 as fit, or the largest power of two: 36 bytes a token."""
+    """A token has 36 bytes; a chunk holds a multiple of 64 tokens, or the largest power of two."""
     assert expected == chunk_tokens_for(small_geometry(), chunk_bytes)
 
 
@@ -191,18 +191,18 @@ def test_a_chunk_holds_an_even_number_of_tokens(chunk_bytes: int, expected: int)
 def test_layers_that_fill_a_chunk_to_the_byte_are_one_section(
     chunk_bytes: int, layers: list[int]
 ) -> None:
-    """Two layers of five bytes; with a byte less each is a section of its own."""
+    """Two layers of five bytes fit in ten bytes; with nine each layer has its own section."""
     geometry = Layout("two", Plane("k", "layer page token 5")).bind(dtype="uint8", layer=2)
     sections = sections_of(geometry, chunk_bytes)
     assert layers == [len(section.layers[0]) for section in sections]
 
 
 def test_a_token_may_have_a_single_byte() -> None:
-    """Then a chunk holds as many tokens as bytes."""
+    """A chunk then holds as many tokens as bytes."""
     geometry = Layout("one", Plane("k", "layer page token 1")).bind(dtype="uint8", layer=1)
     assert 128 == chunk_tokens_for(geometry, 128)
 
 
 def test_a_chunk_holds_at_least_one_token() -> None:
-    """Even where it is longer than a chunk should be."""
+    """A token that is larger than a chunk still counts as one."""
     assert 1 == chunk_tokens_for(small_geometry(), 35)

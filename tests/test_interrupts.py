@@ -1,6 +1,6 @@
-"""Ctrl-C at every instruction of kvtide's: afterwards nothing is held that nobody knows of.
+"""Ctrl-C at every instruction of kvtide: afterwards nothing is held that nobody knows of.
 
-Free and held are together all, and a request is whole on the device or whole in its snapshot.
+Free and held pages together are all pages, and a request is whole on the device or in its snapshot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USED = 2 * BLOCK_BYTES
 
 @pytest.fixture(params=["lazy", "lanes"])
 def idle_device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """One whose jobs run where they are waited for, and one that does them at once, in lanes."""
+    """A device whose jobs run where somebody waits for them, and one that runs them in lanes."""
     device: Device = LazyDevice() if request.param == "lazy" else CPUDevice(lanes=2)
     yield device
     device.close()
@@ -39,7 +39,7 @@ def idle_device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @dataclass
 class Case:
-    """A tide with a request of seven tokens in two pages, and what its moves gave."""
+    """A tide with a request of seven tokens in two pages, and the results of its moves."""
 
     tide: Tide
     pages: list[int]
@@ -47,11 +47,11 @@ class Case:
     given: list[Any] = field(default_factory=list)
 
     def snapshot(self) -> Snapshot:
-        """The request's, which is retracted."""
+        """Retracts the request, and returns its snapshot."""
         return self.tide.retract(self.pages, 7, key="r")
 
     def resumes(self, snapshot: Snapshot) -> bool:
-        """Whether it can be had back, byte for byte, with nothing held afterwards."""
+        """Returns whether the request comes back byte for byte, with nothing held afterwards."""
         pages = self.tide.resume(snapshot, 2, key="r")
         assert pages is not None
         target, source = (self.tide.slots_of(p)[:7] for p in (pages, self.pages))
@@ -64,7 +64,7 @@ class Case:
 
 
 def make_case(device: Device) -> Case:
-    """On an idle device."""
+    """Makes a case on an idle device."""
     pool = Pool.create(small_geometry(), device, page_count=5)
     scramble(pool, 1)
     arena = HostArena(device, limit_bytes=8 * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
@@ -74,7 +74,7 @@ def make_case(device: Device) -> Case:
 
 
 def test_retract_is_whole_wherever_an_interrupt_comes(idle_device: Device) -> None:
-    """The request keeps its pages and nothing of it is in the arena; the next one succeeds."""
+    """The request keeps its pages and the arena holds nothing; the next retract succeeds."""
 
     def make() -> tuple[Case, Callable[[], Any]]:
         case = make_case(idle_device)
@@ -107,7 +107,7 @@ def test_resume_is_whole_wherever_an_interrupt_comes(idle_device: Device) -> Non
 
 
 def test_a_resume_that_fails_is_undone_wherever_an_interrupt_comes() -> None:
-    """Also where Ctrl-C comes while the device's error is on its way, and is being undone."""
+    """Ctrl-C may also come while the device's error is raised and the resume is undone."""
     device = BreakingDevice()
 
     def make() -> tuple[tuple[Case, Snapshot], Callable[[], Any]]:
@@ -130,7 +130,7 @@ def test_a_resume_that_fails_is_undone_wherever_an_interrupt_comes() -> None:
 
 
 def test_an_offload_keeps_nothing_wherever_an_interrupt_comes(idle_device: Device) -> None:
-    """At once or started: nobody has a snapshot or a ticket to give back."""
+    """This holds for `offload` and `start_offload`: nobody has the snapshot or the ticket."""
     for is_started in (False, True):
 
         def make(is_started: bool = is_started) -> tuple[Case, Callable[[], Any]]:
@@ -150,7 +150,7 @@ def test_an_offload_keeps_nothing_wherever_an_interrupt_comes(idle_device: Devic
 def test_a_restore_leaves_the_snapshot_whole_wherever_an_interrupt_comes(
     idle_device: Device,
 ) -> None:
-    """At once or started: nothing writes any more, so the slots may be given away at once."""
+    """This holds for `restore` and `start_restore`: nothing writes any more to the slots."""
     for is_started in (False, True):
 
         def make(
@@ -171,8 +171,8 @@ def test_a_restore_leaves_the_snapshot_whole_wherever_an_interrupt_comes(
             assert case.resumes(snapshot), where
 
 
-def test_a_ticket_can_be_asked_again_wherever_an_interrupt_comes(device: CPUDevice) -> None:
-    """Ctrl-C ends the wait and not the move; to discard may be repeated, too."""
+def test_a_ticket_can_be_waited_for_again_wherever_an_interrupt_comes(device: CPUDevice) -> None:
+    """Ctrl-C ends the wait but not the move; `discard` may be repeated, too."""
 
     def make() -> tuple[tuple[Case, Ticket[Snapshot]], Callable[[], Any]]:
         case = make_case(device)
@@ -186,7 +186,7 @@ def test_a_ticket_can_be_asked_again_wherever_an_interrupt_comes(device: CPUDevi
 
 
 def test_close_may_be_repeated_wherever_an_interrupt_comes(device: CPUDevice) -> None:
-    """Then all is settled."""
+    """A repeated close settles all moves."""
 
     def make() -> tuple[Case, Callable[[], Any]]:
         case = make_case(device)
@@ -205,8 +205,10 @@ def test_close_may_be_repeated_wherever_an_interrupt_comes(device: CPUDevice) ->
 
 @pytest.mark.parametrize("name", ["lazy", "thread"])
 def test_moves_of_an_accelerator_hold_nothing_wherever_an_interrupt_comes(name: str) -> None:
-    """Its jobs are another thread's, so here only the wait is broken off; it is still waited for,
-    since what moves the pages must end before they are free."""
+    """The jobs run in another thread, so Ctrl-C ends only the wait here.
+
+    kvtide still waits for them, since a move must end before its pages are free.
+    """
     with simulated(name) as npu:
         device = AcceleratorDevice(npu)
 
@@ -222,11 +224,11 @@ def test_moves_of_an_accelerator_hold_nothing_wherever_an_interrupt_comes(name: 
         device.close()
 
 
-# ---- the books alone -------------------------------------------------------------------
+# ---- the arena and the allocator alone ---------------------------------------------------------
 
 
 def test_the_arena_loses_no_block_wherever_an_interrupt_comes() -> None:
-    """Not where it leases, grows, takes back, or finds that a lease was forgotten."""
+    """No block is lost while it leases, grows, takes back, or finds a forgotten lease."""
 
     def lease_and_release(arena: HostArena) -> Any:
         first = arena.lease(3)
@@ -246,7 +248,9 @@ def test_the_arena_loses_no_block_wherever_an_interrupt_comes() -> None:
             return arena, lambda: use(arena)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # an interrupted `use` forgets its own
+            warnings.simplefilter(
+                "ignore", ResourceWarning
+            )  # an interrupted `use` forgets its lease
             for where, arena, _ in every_interrupt(make):
                 assert 0 == arena.used_bytes, where
                 lease = arena.lease(8)
@@ -256,7 +260,7 @@ def test_the_arena_loses_no_block_wherever_an_interrupt_comes() -> None:
 
 
 def test_a_release_may_be_repeated_wherever_an_interrupt_comes() -> None:
-    """All blocks are back then, each once."""
+    """A repeated release gives every block back once."""
 
     def make() -> tuple[tuple[HostArena, Any], Callable[[], Any]]:
         arena = HostArena(LazyDevice(), limit_bytes=8 * 64, block_bytes=64)
@@ -270,7 +274,7 @@ def test_a_release_may_be_repeated_wherever_an_interrupt_comes() -> None:
 
 
 def test_the_allocator_loses_no_page_wherever_an_interrupt_comes() -> None:
-    """Acquired and released all or none; a list that the caller had before says which."""
+    """Either all pages are acquired or released, or none; the caller's list shows which."""
 
     def acquiring() -> tuple[PageAllocator, Callable[[], Any]]:
         allocator = PageAllocator(5)
@@ -298,7 +302,7 @@ def test_the_allocator_loses_no_page_wherever_an_interrupt_comes() -> None:
 def test_a_second_interrupt_ends_no_wait_for_what_moves(
     monkeypatch: pytest.MonkeyPatch, is_back: bool
 ) -> None:
-    """People press Ctrl-C again when it takes long; pages are nobody's before it has ended."""
+    """People press Ctrl-C again if it takes long; pages must not be free before the move ends."""
     device = LazyDevice()
     case = make_case(device)
     snapshot = case.snapshot() if is_back else None
@@ -326,7 +330,7 @@ def test_a_second_interrupt_ends_no_wait_for_what_moves(
 
 
 def test_a_failed_ticket_gives_back_what_it_held_wherever_an_interrupt_comes() -> None:
-    """Asked again it says the same, and no block is leased."""
+    """A later wait raises the same error, and no block is leased."""
     device = LateDevice()
 
     def make() -> tuple[tuple[Case, Ticket[Snapshot]], Callable[[], Any]]:

@@ -1,4 +1,4 @@
-"""A name leads to one thing: no two classes share a name, and what the prose names is there."""
+"""Names are unambiguous: no two classes share a name, and members named in prose exist."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MEMBER = re.compile(r"\b([A-Z]\w*)\.([a-z]\w*)")
 
 
 def classes_in(tree: ast.AST) -> list[ast.ClassDef]:
-    """All classes of a file, nested ones too."""
+    """Returns all classes of a file, nested ones too."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def members_of(node: ast.ClassDef) -> Iterator[str]:
-    """What a class defines: methods, fields, and what its methods set of an object."""
+    """Yields what a class defines: methods, fields, and attributes that its methods set."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             yield inner.name
@@ -31,7 +31,7 @@ def members_of(node: ast.ClassDef) -> Iterator[str]:
 
 
 def known_members(texts: list[str]) -> dict[str, set[str]]:
-    """The members of each class by its name, those of its bases in these files among them."""
+    """Returns the members of each class by its name, with those of its bases in these files."""
     nodes = [node for text in texts for node in classes_in(ast.parse(text))]
     members = {node.name: set(members_of(node)) for node in nodes}
     bases = {
@@ -46,7 +46,7 @@ def known_members(texts: list[str]) -> dict[str, set[str]]:
 
 
 def prose_of(text: str) -> Iterator[str]:
-    """The docstrings and the comments of a file."""
+    """Yields the docstrings and the comments of a file."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield str(node.value.value)
@@ -56,7 +56,7 @@ def prose_of(text: str) -> Iterator[str]:
 
 
 def missing_members(text: str, known: dict[str, set[str]]) -> list[str]:
-    """Each `Class.member` of the prose whose class is known, and lacks it."""
+    """Lists each `Class.member` of the prose whose class is known and lacks the member."""
     named = {pair for prose in prose_of(text) for pair in MEMBER.findall(prose)}
     return sorted(
         f"{owner}.{name}" for owner, name in named if owner in known and name not in known[owner]
@@ -64,7 +64,7 @@ def missing_members(text: str, known: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """Whoever reads `Span` somewhere needn't ask which."""
+    """A reader who meets `Span` needn't ask which class is meant."""
     homes: dict[str, list[str]] = {}
     for name, path in FILES.items():
         for node in classes_in(ast.parse(path.read_text("utf-8"))):
@@ -73,8 +73,8 @@ def test_no_two_classes_share_a_name() -> None:
     assert {} == {kind: files for kind, files in homes.items() if len(files) > 1}
 
 
-def test_prose_names_members_that_are_there() -> None:
-    """A docstring that points to a method that was renamed points nowhere."""
+def test_prose_names_existing_members() -> None:
+    """A docstring that names a renamed method leads nowhere."""
     texts = {name: path.read_text("utf-8") for name, path in FILES.items()}
     known = known_members([*texts.values()])
     found = {name: missing_members(text, known) for name, text in texts.items()}
@@ -85,7 +85,7 @@ def test_prose_names_members_that_are_there() -> None:
     "folder", ["plugin", "plugin/sglang", "plugin/sglang/pools", "plugin/sglang/ordinary"]
 )
 def test_folder_of_plugins_says_what_each_file_has(folder: str) -> None:
-    """There are many files, and a reader begins with the list of them in `__init__.py`."""
+    """The folders have many files, and a reader begins with the list of them in `__init__.py`."""
     path = PACKAGE / folder
     text = ast.get_docstring(ast.parse((path / "__init__.py").read_text("utf-8"))) or ""
     listed = re.findall(r"(?:^|; )(\w+)(?: {2,}|: )", text, re.MULTILINE)
@@ -108,8 +108,8 @@ def test_folder_of_plugins_says_what_each_file_has(folder: str) -> None:
         ("x = Bird.fly", []),
     ],
 )
-def test_a_member_that_is_not_there_is_found(prose: str, expected: list[str]) -> None:
-    """In docstrings and comments, of classes that are known."""
+def test_an_unknown_member_is_found(prose: str, expected: list[str]) -> None:
+    """Docstrings and comments are searched, but only known classes are checked."""
     bird = "class Bird:\n    name: str\n    def sing(self):\n        self.wings = 2"
     known = known_members([bird, "class Crow(Bird):\n    pass"])
     assert expected == missing_members(prose, known)

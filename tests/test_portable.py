@@ -1,5 +1,7 @@
-"""A snapshot belongs to nobody's device and to nobody's pool: it restores wherever its bytes fit,
-and its form on paper is the one that was committed."""
+"""A snapshot belongs to no device and to no pool, and its form never changes.
+
+It restores wherever its bytes fit, and its form is the one that is committed.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,14 @@ SOURCE, TARGET = [9, 2, 3, 7, 6, 14, 15, 1], [12, 0, 19, 1, 5, 8, 17, 16]
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CPUDevice]:
-    """Two lanes."""
+    """A CPU device of two lanes."""
     device = CPUDevice(lanes=2)
     yield device
     device.close()
 
 
 def arena_for(device: Device, block_bytes: int) -> HostArena:
-    """Of eight blocks."""
+    """Makes an arena of eight blocks."""
     return HostArena(device, limit_bytes=8 * block_bytes, block_bytes=block_bytes)
 
 
@@ -61,11 +63,11 @@ LAYER_BYTES = 1 << 20
 
 
 def layers_of_a_mib(device: Device, task_mib: int, seed: int) -> Tide:
-    """Six layers with rows of 128 KiB, so that eight tokens are a MiB in each; blocks of 6 MiB.
+    """Makes a tide of six layers whose rows have 128 KiB, with blocks of 6 MiB.
 
-    The device takes so many MiB at once.
+    Eight tokens are a MiB in each layer. The device takes `task_mib` at once.
     """
-    device.chunk_bytes = task_mib << 20  # type: ignore[misc] # a device's own choice
+    device.chunk_bytes = task_mib << 20  # type: ignore[misc] # devices choose it themselves
     geometry = K_ONLY.bind(dtype="uint8", layer=6, token=4, head=1, head_dim=LAYER_BYTES // 8)
     pool = Pool.create(geometry, device, page_count=5)
     scramble(pool, seed)
@@ -73,7 +75,7 @@ def layers_of_a_mib(device: Device, task_mib: int, seed: int) -> Tide:
 
 
 def check_there(source: Tide, target: Tide) -> None:
-    """From one to the other; a flipped bit in any layer is damage, and then nothing is written."""
+    """Moves a snapshot between the tides; a flipped bit is found, and nothing is written then."""
     saved, before = image_of(source.pool), image_of(target.pool)
     snapshot = source.offload(SOURCE, key="k")
     assert [(0, n * LAYER_BYTES, (n + 1) * LAYER_BYTES) for n in range(6)] == [
@@ -93,10 +95,8 @@ def check_there(source: Tide, target: Tide) -> None:
 
 @pytest.mark.parametrize("there", [1, 3, 4, 8])
 @pytest.mark.parametrize("here", [1, 3, 4, 8])
-def test_a_snapshot_goes_between_devices_that_take_other_sizes_at_once(
-    here: int, there: int
-) -> None:
-    """Sizes in MiB. What a device takes at once is its own affair."""
+def test_a_snapshot_moves_between_devices_with_other_task_sizes(here: int, there: int) -> None:
+    """Sizes are in MiB. The form doesn't depend on how much a device takes at once."""
     devices = [CPUDevice(lanes=2), CPUDevice(lanes=2)]
     source, target = (
         layers_of_a_mib(device, task_mib, task_mib)
@@ -109,10 +109,10 @@ def test_a_snapshot_goes_between_devices_that_take_other_sizes_at_once(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("task_mib", [1, 3, 8])
-def test_a_snapshot_goes_from_a_cpu_to_an_accelerator_and_back(
+def test_a_snapshot_moves_from_a_cpu_to_an_accelerator_and_back(
     schedule: str, task_mib: int
 ) -> None:
-    """The simulated one, which does nothing before it is waited for."""
+    """The simulated accelerator does nothing before somebody waits for it."""
     with simulated(schedule) as name:
         cpu, accelerator = CPUDevice(lanes=2), AcceleratorDevice(name)
         near = layers_of_a_mib(cpu, 4, 1)
@@ -125,7 +125,7 @@ def test_a_snapshot_goes_from_a_cpu_to_an_accelerator_and_back(
 
 
 def test_equal_bytes_have_equal_seals_on_every_device() -> None:
-    """Also those of several chunks, the last one short."""
+    """The snapshots have several chunks, of which the last is short."""
     seals = []
     with simulated("lazy") as name:
         for device in (CPUDevice(lanes=1), CPUDevice(lanes=2), AcceleratorDevice(name)):
@@ -146,10 +146,10 @@ def test_equal_bytes_have_equal_seals_on_every_device() -> None:
 @pytest.mark.parametrize("there", POOL_KINDS)
 @pytest.mark.parametrize("here", POOL_KINDS)
 @pytest.mark.parametrize("page_size", [1, 2, 4, 5, 20])
-def test_a_snapshot_goes_between_pools_that_lie_differently(
+def test_a_snapshot_moves_between_pools_with_other_storage(
     device: CPUDevice, here: str, there: str, page_size: int
 ) -> None:
-    """A tensor a layer, one for all of them, slices at odd addresses; and pages of other sizes."""
+    """Pools have a tensor for each layer, one for all, or slices at odd addresses; pages differ."""
     source = make_pool(here, small_geometry(), device, 5)
     target = make_pool(there, small_geometry(token=page_size), device, 20 // page_size)
     fill(source, 1)
@@ -163,7 +163,7 @@ def test_a_snapshot_goes_between_pools_that_lie_differently(
 
 
 def of_heads(layout: Any, heads: int, page_size: int) -> Geometry:
-    """Keys and values of unequal width, in that layout."""
+    """Binds keys and values of unequal width in that layout."""
     geometry: Geometry = layout.bind(
         dtype="float16", layer=2, token=page_size, head=heads, head_dim=6, v_head_dim=3
     )
@@ -171,7 +171,7 @@ def of_heads(layout: Any, heads: int, page_size: int) -> Geometry:
 
 
 def tensors_of(geometry: Geometry, layout: Any, seed: int) -> dict[str, list[torch.Tensor]]:
-    """As an engine has them: [page, token, head, width], or [page, head, token, width]."""
+    """Makes an engine's tensors: [page, token, head, width] or [page, head, token, width]."""
     tensors: dict[str, list[torch.Tensor]] = {}
     sizes, page_size = dict(geometry.sizes), geometry.page_size
     torch.manual_seed(seed)
@@ -183,7 +183,7 @@ def tensors_of(geometry: Geometry, layout: Any, seed: int) -> dict[str, list[tor
 
 
 def by_token(tensor: torch.Tensor, layout: Any) -> torch.Tensor:
-    """A copy as [slot, head, width]."""
+    """Copies a tensor as [slot, head, width]."""
     tokens = tensor if layout is GQA else tensor.transpose(1, 2)
     return tokens.reshape(20, *tokens.shape[2:]).clone()
 
@@ -192,10 +192,10 @@ def by_token(tensor: torch.Tensor, layout: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("heads", "page_sizes"), [(1, (4, 4)), (1, (4, 2)), (1, (5, 1)), (3, (1, 1))]
 )
-def test_a_snapshot_goes_from_nhd_to_hnd_where_a_tokens_bytes_are_the_same(
+def test_a_snapshot_moves_from_nhd_to_hnd_if_a_tokens_bytes_are_equal(
     device: CPUDevice, here: Any, there: Any, heads: int, page_sizes: tuple[int, int]
 ) -> None:
-    """With a single head, or with pages of a single token, both orders are one."""
+    """With a single head, or with a single token in a page, both orders are the same."""
     tides, tensors = [], []
     for layout, page_size, seed in ((here, page_sizes[0], 1), (there, page_sizes[1], 2)):
         geometry = of_heads(layout, heads, page_size)
@@ -221,10 +221,10 @@ def test_a_snapshot_goes_from_nhd_to_hnd_where_a_tokens_bytes_are_the_same(
         ((GQA, 2, 4), (GQA, 4, 4), "plane 'k': head 4 here, 2 there; plane 'v': head 4 here, 2"),
     ],
 )
-def test_what_does_not_fit_is_told_line_by_line(
+def test_each_difference_of_geometries_has_a_line(
     device: CPUDevice, here: Any, there: Any, line: str
 ) -> None:
-    """The order of heads, the tokens of a row, and the heads of another tensor-parallel size."""
+    """The order of heads, the tokens in a row, and the number of heads on a rank differ."""
     source, target = (Pool.create(of_heads(*form), device, page_count=5) for form in (here, there))
     arena = arena_for(device, 1 << 10)
     snapshot = Tide(source, arena).offload(range(4))
@@ -233,11 +233,11 @@ def test_what_does_not_fit_is_told_line_by_line(
     snapshot.lease.release()
 
 
-# ---- out of the process, and in again -----------------------------------------------------------
+# ---- out of the process and back ----------------------------------------------------------------
 
 
-def test_a_snapshot_leaves_as_json_and_bytes_and_comes_back(device: CPUDevice) -> None:
-    """Into another arena, with larger blocks; and it is checked without a pool."""
+def test_a_snapshot_becomes_json_and_bytes_and_comes_back(device: CPUDevice) -> None:
+    """It comes into another arena with larger blocks, and is checked without a pool."""
     case = make_pool("created", small_geometry(), device, 5)
     fill(case, 1)
     saved = image_of(case.pool)
@@ -257,8 +257,8 @@ def test_a_snapshot_leaves_as_json_and_bytes_and_comes_back(device: CPUDevice) -
     other.discard(loaded)
 
 
-def test_chunks_are_read_only_and_gone_with_the_snapshot(device: CPUDevice) -> None:
-    """They are the snapshot's own memory."""
+def test_chunks_are_read_only_and_invalid_after_discard(device: CPUDevice) -> None:
+    """They are the snapshot's memory, not copies."""
     case = make_pool("created", small_geometry(), device, 5)
     tide = Tide(case.pool, arena_for(device, 3 * 36))
     snapshot = tide.offload(SOURCE)
@@ -278,7 +278,7 @@ def test_chunks_are_read_only_and_gone_with_the_snapshot(device: CPUDevice) -> N
 def test_a_snapshot_that_an_arena_cannot_hold_takes_nothing(
     device: CPUDevice, block_bytes: int, limit_blocks: int, error: Any
 ) -> None:
-    """Blocks that are too small for its chunks, or too few."""
+    """The arena's blocks are too small for the chunks, or too few."""
     case = make_pool("created", small_geometry(), device, 5)
     snapshot = Tide(case.pool, arena_for(device, 2 * 36)).offload(SOURCE)
     arena = HostArena(device, limit_bytes=limit_blocks * block_bytes, block_bytes=block_bytes)
@@ -292,8 +292,8 @@ def test_a_snapshot_that_an_arena_cannot_hold_takes_nothing(
 
 
 @pytest.mark.parametrize("chunk_bytes", [576, 1 << 40, 2**63 - 1])
-def test_a_seal_cannot_make_a_device_take_memory(chunk_bytes: int) -> None:
-    """It says how large chunks are: staging is only as large as the chunk that is there."""
+def test_a_seal_cannot_make_a_device_allocate_memory(chunk_bytes: int) -> None:
+    """The seal states the chunks' size, but staging is only as large as the actual chunk."""
     with simulated("lazy") as name:
         device = AcceleratorDevice(name)
         pool = Pool.create(small_geometry(), device, page_count=5)
@@ -310,7 +310,7 @@ def test_a_seal_cannot_make_a_device_take_memory(chunk_bytes: int) -> None:
 
 @pytest.mark.parametrize("stop", [0, 1, 71])
 def test_bytes_that_no_span_covers_are_never_restored(device: CPUDevice, stop: int) -> None:
-    """A hostile seal may be right in itself, and cover less than a restore would write."""
+    """A hostile seal may be consistent, and yet cover fewer bytes than a restore would write."""
     pool = Pool.create(small_geometry(), device, page_count=5)
     scramble(pool, 3)
     tide, before = Tide(pool, arena_for(device, 2 * 36)), image_of(pool)
@@ -329,7 +329,7 @@ def test_bytes_that_no_span_covers_are_never_restored(device: CPUDevice, stop: i
 
 
 def test_chunk_sizes_of_many_snapshots_are_forgotten(device: CPUDevice) -> None:
-    """Each takes some memory, and a seal may state any."""
+    """Each size takes some memory, and a seal may state any."""
     tide = Tide(Pool.create(small_geometry(), device, page_count=5), arena_for(device, 576))
     snapshot = tide.offload(SOURCE)
     for number in range(100):
@@ -339,8 +339,8 @@ def test_chunk_sizes_of_many_snapshots_are_forgotten(device: CPUDevice) -> None:
     tide.discard(snapshot)
 
 
-def test_rows_with_gaps_that_would_be_split_are_a_miss(device: CPUDevice) -> None:
-    """A snapshot has them in two chunks each, and this pool can't write half a row."""
+def test_split_rows_do_not_restore_into_rows_with_gaps(device: CPUDevice) -> None:
+    """The snapshot splits each row into two chunks, and this pool can't write half a row."""
     geometry = K_ONLY.bind(dtype="uint8", layer=1, token=1, head=1, head_dim=64)
     source = Tide(Pool.create(geometry, device, page_count=20), arena_for(device, 32))
     padded = torch.zeros(20, 1, 80, dtype=torch.uint8)[:, :, :64]
@@ -352,7 +352,7 @@ def test_rows_with_gaps_that_would_be_split_are_a_miss(device: CPUDevice) -> Non
 
 
 def test_damaged_bytes_are_never_loaded(device: CPUDevice) -> None:
-    """Each byte of each chunk."""
+    """The test changes each byte of each chunk."""
     case = make_pool("created", small_geometry(), device, 5)
     fill(case, 4)
     arena = arena_for(device, 2 * 36)
@@ -371,7 +371,7 @@ def test_damaged_bytes_are_never_loaded(device: CPUDevice) -> None:
 def test_bytes_that_change_while_they_are_loaded_are_damage(
     device: CPUDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that others share may; what was copied is checked, and its blocks are free again."""
+    """Other processes may write to shared memory; the copy is checked, and its blocks are freed."""
     case = make_pool("created", small_geometry(), device, 5)
     arena = arena_for(device, 2 * 36)
     snapshot = Tide(case.pool, arena).offload(SOURCE[:2])
@@ -395,8 +395,11 @@ HELD, HELD_TOO = range(8, 18), range(28, 38)
 
 
 def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> PoolUnderTest:
-    """A pool of a sample. Its bytes follow from their places, if it is filled; and of the ten
-    tokens at HELD, as at HELD_TOO, the last five are in the window, where there is one."""
+    """Makes a pool of a sample. If it is filled, each byte follows from its place.
+
+    Of the ten tokens at HELD, and of those at HELD_TOO, the last five are in the window if there
+    is one.
+    """
     subject = KINDS[kind](sample(name), device)
     widths = {plane.name: plane.row_bytes for plane in subject.geometry.planes}
     for number, part in enumerate(subject.parts):
@@ -414,7 +417,7 @@ def golden_subject(name: str, kind: str, device: Device, *, is_filled: bool) -> 
 def golden_form(
     subject: PoolUnderTest, device: Device, slots: range, request: int
 ) -> dict[str, Any]:
-    """The whole form of a snapshot, as it is committed."""
+    """Returns the whole form of a snapshot, as it is committed."""
     tide = Tide(subject.pool, arena_for(device, 640))
     request_row = request if subject.request_count else None
     snapshot = tide.offload(slots, key="golden", request=request_row)
@@ -428,9 +431,11 @@ def golden_form(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_form_is_the_one_that_was_committed(device: CPUDevice, name: str, kind: str) -> None:
-    """Snapshots of this form are on somebody's disk. Never change a file: a form that must be
-    another has a new version, and files of its own beside which these are still read."""
+def test_the_form_equals_the_committed_one(device: CPUDevice, name: str, kind: str) -> None:
+    """Snapshots of this form may be on disks. Never change a committed file.
+
+    A new form needs a new version with its own files, and the old files must still be read.
+    """
     committed = json.loads((FORMS / f"{name}.json").read_text("ascii"))
     subject = golden_subject(name, kind, device, is_filled=True)
     assert committed == golden_form(subject, device, HELD, 1)
@@ -439,7 +444,7 @@ def test_the_form_is_the_one_that_was_committed(device: CPUDevice, name: str, ki
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_committed_form_is_still_read(device: CPUDevice, name: str, kind: str) -> None:
-    """It restores into an empty pool, and what is there then has that form again."""
+    """The snapshot restores into an empty pool, and a new snapshot of it has the same form."""
     committed = json.loads((FORMS / f"{name}.json").read_text("ascii"))
     subject = golden_subject(name, kind, device, is_filled=False)
     tide = Tide(subject.pool, arena_for(device, 640))

@@ -1,4 +1,4 @@
-"""The documents' examples run as they stand, and the list of models is that of a sweep."""
+"""The documents' examples run unchanged, and the list of models is that of the last sweep."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MODELS = ROOT / "docs" / "models.md"
 
 
 def example(path: Path) -> str:
-    """The only Python in a document."""
+    """Returns the only Python code in a document."""
     (code,) = re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
     return str(code)
 
 
 def test_example_runs_and_moves_the_bytes() -> None:
-    """After it the other slots hold what the first ones held, and the arena is empty.
+    """Afterwards the other slots hold the first slots' bytes, and the arena is empty.
 
-    The example of docs/library.md goes on from there.
+    The example of docs/library.md continues this example.
     """
     names: dict[str, Any] = {}
     exec(compile(example(README), str(README), "exec"), names)
@@ -43,7 +43,7 @@ def test_example_runs_and_moves_the_bytes() -> None:
 
 
 def test_the_engines_example_answers() -> None:
-    """In docs/engine.md: it ends with an answer, and a check that found rows."""
+    """The example of docs/engine.md ends with an answer, and its self-check found row counts."""
     names: dict[str, Any] = {}
     exec(compile(example(ROOT / "docs" / "engine.md"), "docs/engine.md", "exec"), names)
     (request,) = names["requests"]
@@ -60,20 +60,20 @@ def test_whoever_serves_with_sglang_reads_what_an_ordinary_server_needs() -> Non
 
 
 def test_example_is_short() -> None:
-    """Ten lines, give or take the imports."""
+    """It has ten lines without the imports."""
     lines = [line for line in example(README).splitlines() if line and "import" not in line]
     assert len(lines) <= 10
 
 
 def newest_sweep() -> dict[str, Any]:
-    """The last committed result of benchmarks/models."""
+    """Reads the last committed result of benchmarks/models."""
     path = max((ROOT / "benchmarks" / "models" / "results").glob("*.json"))
     report: dict[str, Any] = json.loads(path.read_bytes())
     return report
 
 
 def test_models_are_those_of_the_last_sweep() -> None:
-    """As they are, without windows, as decoders: each list is the result's, in its order."""
+    """The lists (unchanged, without windows, as decoders) equal the result's, in its order."""
     text = MODELS.read_text("utf-8")
     lists = re.findall(r":\s+([a-z0-9_\-]+(?:,\s+[a-z0-9_\-]+)*)\.\n", text)
     expected = [
@@ -89,7 +89,7 @@ def test_models_are_those_of_the_last_sweep() -> None:
 
 
 def test_the_last_sweep_is_of_the_transformers_that_is_pinned() -> None:
-    """Another release may have other models, and may run them otherwise."""
+    """Another release may have other models, or run them otherwise."""
     report = newest_sweep()
     assert transformers.__version__ == report["transformers"]
     assert f"transformers {report['transformers']}." in MODELS.read_text("utf-8")
@@ -100,7 +100,7 @@ def test_the_last_sweep_is_of_the_transformers_that_is_pinned() -> None:
 
 
 def test_the_last_sweep_found_no_model_that_answers_otherwise() -> None:
-    """Nor left a type out: those not tried are named with the reason."""
+    """The sweep covers every type; a type that wasn't tried has a reason."""
     report = newest_sweep()
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     assert sorted(names) == sorted(report["models"])

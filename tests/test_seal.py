@@ -21,7 +21,7 @@ from support.pools import small_geometry
 
 
 def a_geometry(group_count: int) -> str:
-    """Of so many groups; all that a seal itself asks of a geometry."""
+    """Makes a geometry of `group_count` groups, with all that a seal reads of it."""
     form = small_geometry().to_dict()
     return canonical_json(form | {"groups": [[] for _ in range(group_count)]})
 
@@ -31,7 +31,7 @@ STOPS = ((0, 0, 60), (0, 60, 100), (1, 0, 100), (2, 0, 10), (2, 10, len(CHUNKS[2
 
 
 def a_seal(**changes: Any) -> Seal:
-    """Of CHUNKS, in five spans."""
+    """Makes a seal of CHUNKS in five spans."""
     seal = Seal(
         geometry=a_geometry(2),
         key="model, request 7",
@@ -48,21 +48,21 @@ def a_seal(**changes: Any) -> Seal:
 
 
 def resealed(form: dict[str, Any]) -> str:
-    """A form with the checksum that it should have: what a hostile hand can write."""
+    """Gives a form the checksum that it should have, as an attacker could."""
     form = {name: value for name, value in form.items() if name != "checksum"}
     checksum = xxhash.xxh3_64_intdigest(canonical_json(form).encode())
     return json.dumps(form | {"checksum": f"{checksum:016x}"})
 
 
-def test_whole_bytes_are_as_sealed() -> None:
-    """What lies behind a chunk's used bytes doesn't matter."""
+def test_intact_bytes_are_accepted() -> None:
+    """Bytes after a chunk's used bytes don't matter."""
     a_seal().check_bytes(CHUNKS)
     a_seal().check_bytes([memoryview(chunk + b"?") for chunk in CHUNKS])
     assert (100, 100, len(CHUNKS[2])) == a_seal().used_bytes
 
 
 def test_every_flipped_bit_is_damage() -> None:
-    """It is found without a pool and without a device, and its chunk is named."""
+    """The damage is found without a pool and a device, and the error names the chunk."""
     seal, flips = a_seal(), 0
     for number, chunk in enumerate(CHUNKS):
         for bit in range(8 * len(chunk)):
@@ -79,20 +79,20 @@ def test_every_flipped_bit_is_damage() -> None:
     "chunks", [CHUNKS[:2], (*CHUNKS, b""), (CHUNKS[0], CHUNKS[1], CHUNKS[2][:-1]), ()]
 )
 def test_a_short_read_is_damage(chunks: tuple[bytes, ...]) -> None:
-    """Also where bytes or whole chunks are missing, or there are more."""
+    """Bytes or whole chunks are missing, or there are too many."""
     with pytest.raises(SnapshotDamaged):
         a_seal().check_bytes(chunks)
 
 
-def test_a_span_is_checked_for_its_length_too() -> None:
-    """A hostile hand can write the checksum that a shorter chunk has."""
+def test_the_length_of_a_span_is_checked_too() -> None:
+    """An attacker could write the checksum of a shorter chunk."""
     span = Span(0, 0, 100, xxhash.xxh3_64_intdigest(CHUNKS[0][:50]))
     with pytest.raises(SnapshotDamaged, match=r"50 bytes.*sealed as 100"):
         span.check(CHUNKS[0][:50])
 
 
-def test_bytes_are_checked_where_there_is_no_torch(tmp_path: Path) -> None:
-    """By a process that has nothing but the seal's JSON and the bytes."""
+def test_bytes_are_checked_without_torch(tmp_path: Path) -> None:
+    """A process needs only the seal's JSON and the bytes."""
     (tmp_path / "seal").write_text(a_seal().to_json())
     for number, chunk in enumerate(CHUNKS):
         (tmp_path / str(number)).write_bytes(chunk)
@@ -119,7 +119,7 @@ def test_bytes_are_checked_where_there_is_no_torch(tmp_path: Path) -> None:
 def test_a_seal_comes_back_from_json(
     key: str, groups: list[list[int]], sizes: list[int], data: st.DataObject
 ) -> None:
-    """Whatever is in it; and equal seals have equal JSON."""
+    """This holds for any content, and equal seals have equal JSON."""
     spans: list[Span] = []
     for chunk, size in enumerate(sizes):
         stops = sorted({size, *data.draw(st.lists(st.integers(1, size), max_size=3))})
@@ -143,7 +143,7 @@ def test_a_seal_comes_back_from_json(
 
 
 def test_every_changed_character_of_the_json_is_found() -> None:
-    """Each replaced by another one, left out, or doubled: no seal comes back but the same one."""
+    """Each character is replaced, left out or doubled: an error is raised, or the seal is equal."""
     text, seal = a_seal().to_json(), a_seal()
     for place, character in enumerate(text):
         for other in ("", character * 2, "0" if character != "0" else "1", '"', "é"):
@@ -167,15 +167,15 @@ def test_every_changed_character_of_the_json_is_found() -> None:
         ("null", "not an object"),
     ],
 )
-def test_what_is_no_seal_is_damaged(text: str | bytes, message: str) -> None:
-    """And is told in one error, however it is wrong."""
+def test_a_text_that_is_no_seal_is_damaged(text: str | bytes, message: str) -> None:
+    """The error is the same, whatever is wrong with the text."""
     with pytest.raises(SnapshotDamaged, match=f"{message}.*recompute this request"):
         Seal.from_json(text)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", 1.0, True, None, [1]])
 def test_another_version_is_a_miss(version: object) -> None:
-    """Another kvtide reads it: it isn't damaged."""
+    """It isn't damaged, since another kvtide reads it."""
     form = json.loads(a_seal().to_json()) | {"form": version}
     with pytest.raises(SnapshotMiss, match=r"form version .*reads 1.*wrote it"):
         Seal.from_json(resealed(form))
@@ -205,14 +205,14 @@ HOSTILE: dict[tuple[str | int, ...], list[Any]] = {
     ("spans", 2, 0): [0, 2],
     ("spans", 4, 2): [101],
 }  # fmt: skip
-"""Values of a field, by the steps to it, that no seal has."""
+"""Invalid values of a field, by the path to it."""
 
 
 @pytest.mark.parametrize(
     ("path", "value"), [(path, value) for path, values in HOSTILE.items() for value in values]
 )
 def test_a_hostile_seal_is_damaged(path: tuple[str | int, ...], value: object) -> None:
-    """Its own checksum is right; what it says can't be."""
+    """The seal's checksum is right, but its content is impossible."""
     form = json.loads(a_seal().to_json())
     holder = form
     for step in path[:-1]:
@@ -224,7 +224,7 @@ def test_a_hostile_seal_is_damaged(path: tuple[str | int, ...], value: object) -
 
 @pytest.mark.parametrize("name", [*json.loads(a_seal().to_json())])
 def test_no_field_may_be_missing(name: str) -> None:
-    """Each is needed."""
+    """Every field is needed."""
     form = json.loads(a_seal().to_json())
     del form[name]
     with pytest.raises((SnapshotDamaged, SnapshotMiss)):
@@ -236,8 +236,10 @@ LEAVES = st.none() | st.booleans() | st.integers() | FLOATS | st.text(max_size=5
 
 
 @given(st.recursive(LEAVES, lambda leaf: st.lists(leaf, max_size=4), max_leaves=6), st.data())
-def test_any_value_anywhere_is_refused_or_right(value: object, data: st.DataObject) -> None:
-    """No other error comes out, and whatever is read again is consistent."""
+def test_any_value_in_any_place_is_refused_or_consistent(
+    value: object, data: st.DataObject
+) -> None:
+    """No other error is raised, and a form that is read is consistent."""
     form = json.loads(a_seal().to_json())
     name = data.draw(st.sampled_from(sorted(form)))
     if isinstance(form[name], list) and data.draw(st.booleans()):
@@ -253,7 +255,7 @@ def test_any_value_anywhere_is_refused_or_right(value: object, data: st.DataObje
 
 
 def test_chunks_of_other_sizes_are_a_miss() -> None:
-    """Bytes that no span covers would be restored unchecked."""
+    """Bytes without a span would be restored unchecked."""
     seal = a_seal()
     seal.check_coverage([100, 100, len(CHUNKS[2])])
     for sizes, chunk, sealed, there in (
@@ -267,7 +269,7 @@ def test_chunks_of_other_sizes_are_a_miss() -> None:
 
 
 def test_the_sizes_of_chunks_are_compared_one_by_one() -> None:
-    """A seal that states chunks of a byte gets no list of a byte's chunks from its reader."""
+    """A seal that states chunks of one byte can't make its reader build a list of them."""
     sizes = chain([100, 100, 23], repeat(1, 99))
     with pytest.raises(SnapshotMiss, match="in chunk 3"):
         a_seal().check_coverage(sizes)
@@ -275,6 +277,6 @@ def test_the_sizes_of_chunks_are_compared_one_by_one() -> None:
 
 
 def test_a_seal_of_no_tokens_comes_back() -> None:
-    """A row of the request's own is there with token 0, which the request lacks."""
+    """A row of the request itself counts as token 0, though the request has no tokens."""
     seal = a_seal(token_count=0, tokens=((range(1),), ()), lasts=((), ()))
     assert seal == Seal.from_json(seal.to_json())

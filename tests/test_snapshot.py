@@ -43,7 +43,7 @@ CHUNK_TOKENS = 2
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[CPUDevice]:
-    """Two lanes."""
+    """A CPU device of two lanes."""
     device = CPUDevice(lanes=2)
     yield device
     device.close()
@@ -51,7 +51,7 @@ def device() -> Iterator[CPUDevice]:
 
 @pytest.fixture
 def tide(device: CPUDevice) -> Tide:
-    """Five pages of random bytes, and an arena with blocks of two tokens and a bit."""
+    """A tide of five pages of random bytes, with blocks of two tokens and five bytes."""
     case = make_pool("created", small_geometry(), device, 5)
     fill(case, 1)
     block_bytes = CHUNK_TOKENS * TOKEN_BYTES + 5
@@ -60,14 +60,14 @@ def tide(device: CPUDevice) -> Tide:
 
 @pytest.fixture
 def snapshot(tide: Tide) -> Iterator[Snapshot]:
-    """Of five tokens, so of two full chunks and a partial one."""
+    """A snapshot of five tokens in two full chunks and a partial chunk."""
     snapshot = tide.offload(SOURCE, key="request")
     yield snapshot
     tide.discard(snapshot)
 
 
 def views(snapshot: Snapshot) -> list[memoryview]:
-    """The bytes of each chunk, writable."""
+    """Returns the bytes of each chunk, which can be written."""
     counts = [CHUNK_TOKENS, CHUNK_TOKENS, 1]
     return [
         block.bytes_view(count * TOKEN_BYTES)
@@ -76,7 +76,7 @@ def views(snapshot: Snapshot) -> list[memoryview]:
 
 
 def restored(tide: Tide, snapshot: Snapshot) -> bool:
-    """Whether a restore succeeds; asserts that it changed nothing if it doesn't."""
+    """Returns whether a restore succeeds; if not, it must not have changed anything."""
     before = image_of(tide.pool)
     try:
         tide.restore(snapshot, TARGET, key="request")
@@ -87,7 +87,7 @@ def restored(tide: Tide, snapshot: Snapshot) -> bool:
 
 
 def test_every_flipped_bit_is_caught(tide: Tide, snapshot: Snapshot) -> None:
-    """Each of every byte, and nothing is written; flipped back, it is whole again."""
+    """Every bit is flipped and the restore writes nothing; flipped back, the snapshot is whole."""
     flips = [
         (view, place, bit)
         for view in views(snapshot)
@@ -107,7 +107,7 @@ def test_every_flipped_bit_is_caught(tide: Tide, snapshot: Snapshot) -> None:
 
 @pytest.mark.parametrize("value", [0x00, 0xFF])
 def test_every_overwritten_byte_is_caught(tide: Tide, snapshot: Snapshot, value: int) -> None:
-    """As when a page of zeros is read in its place."""
+    """A page of zeros may be read in the place of the right bytes."""
     for view in views(snapshot):
         for place in range(len(view)):
             kept, view[place] = view[place], value
@@ -115,8 +115,8 @@ def test_every_overwritten_byte_is_caught(tide: Tide, snapshot: Snapshot, value:
             view[place] = kept
 
 
-def test_bytes_behind_a_chunk_do_not_matter(tide: Tide, snapshot: Snapshot) -> None:
-    """The rest of a block is nobody's."""
+def test_bytes_after_a_chunk_do_not_matter(tide: Tide, snapshot: Snapshot) -> None:
+    """The rest of a block belongs to nobody."""
     for block, view in zip(snapshot.lease.blocks, views(snapshot), strict=True):
         rest = block.bytes_view(tide.arena.block_bytes)[len(view) :]
         rest[:] = bytes(len(rest))
@@ -125,7 +125,7 @@ def test_bytes_behind_a_chunk_do_not_matter(tide: Tide, snapshot: Snapshot) -> N
 
 @pytest.mark.parametrize(("left", "right"), [(0, 1), (0, 2), (1, 2)])
 def test_swapped_blocks_are_caught(tide: Tide, snapshot: Snapshot, left: int, right: int) -> None:
-    """Each block is whole, but not where it belongs."""
+    """Each block is intact, but in the wrong place."""
     blocks = list(snapshot.lease.blocks)
     first, second = blocks[left].bytes_view(72), blocks[right].bytes_view(72)
     first[:], second[:] = bytes(second), bytes(first)
@@ -133,7 +133,7 @@ def test_swapped_blocks_are_caught(tide: Tide, snapshot: Snapshot, left: int, ri
 
 
 def test_a_block_of_another_snapshot_is_caught(tide: Tide, snapshot: Snapshot) -> None:
-    """Whole and of the same length and place, but of other tokens."""
+    """The block is intact and has the same length and place, but other tokens."""
     other = tide.offload([0, 1, 4, 5, 8], key="request")
     views(snapshot)[1][:] = views(other)[1]
     tide.discard(other)
@@ -155,7 +155,7 @@ def test_a_block_of_another_snapshot_is_caught(tide: Tide, snapshot: Snapshot) -
 def test_a_pool_of_another_geometry_misses(
     device: CPUDevice, tide: Tide, snapshot: Snapshot, changes: dict[str, Any], line: str
 ) -> None:
-    """Even where a token has as many bytes; what differs is named, nothing is written."""
+    """A token may have equally many bytes; the difference is named, and nothing is written."""
     geometry = small_geometry(**changes)
     pool = Pool.create(geometry, device, page_count=5)
     before = image_of(pool)
@@ -166,7 +166,7 @@ def test_a_pool_of_another_geometry_misses(
 
 @pytest.mark.parametrize("key", ["", "other", "request "])
 def test_another_key_misses(tide: Tide, snapshot: Snapshot, key: str) -> None:
-    """One request's KV is never another's."""
+    """A request never gets another request's KV."""
     before = image_of(tide.pool)
     with pytest.raises(SnapshotMiss, match="key is 'request', the target's"):
         tide.restore(snapshot, TARGET, key=key)
@@ -175,7 +175,7 @@ def test_another_key_misses(tide: Tide, snapshot: Snapshot, key: str) -> None:
 
 @pytest.mark.parametrize("slots", [(), TARGET[:4], (*TARGET, 2)])
 def test_another_token_count_misses(tide: Tide, snapshot: Snapshot, slots: tuple[int, ...]) -> None:
-    """Neither a part of a snapshot is restored, nor a slot left unwritten."""
+    """No part of a snapshot is restored, and no slot stays unwritten."""
     before = image_of(tide.pool)
     with pytest.raises(SnapshotMiss, match=f"token count is 5, the target's {len(slots)}"):
         tide.restore(snapshot, slots, key="request")
@@ -184,29 +184,29 @@ def test_another_token_count_misses(tide: Tide, snapshot: Snapshot, slots: tuple
 
 @pytest.mark.parametrize("slots", [SOURCE, ()])
 def test_a_discarded_snapshot_misses(tide: Tide, slots: tuple[int, ...]) -> None:
-    """Its memory is another's by now; one of no tokens is no exception."""
+    """Its memory may belong to another by now; a snapshot of no tokens is refused, too."""
     snapshot = tide.offload(slots)
     tide.discard(snapshot)
     with pytest.raises(SnapshotMiss, match=f"{len(slots)} tokens was discarded already"):
         tide.restore(snapshot, slots)
 
 
-def test_a_snapshot_says_what_it_takes(tide: Tide, snapshot: Snapshot) -> None:
-    """Whole blocks while it is there, nothing afterwards."""
+def test_a_snapshot_states_its_size(tide: Tide, snapshot: Snapshot) -> None:
+    """It takes whole blocks, and nothing after it was discarded."""
     assert (5, 3 * tide.arena.block_bytes) == (snapshot.token_count, snapshot.size_bytes)
     tide.discard(snapshot)
     assert (5, 0) == (snapshot.token_count, snapshot.size_bytes)
 
 
 def test_a_seal_cannot_be_changed(snapshot: Snapshot) -> None:
-    """What was sealed stays sealed."""
+    """A seal must not change after it was made."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         snapshot.seal.key = "other"  # type: ignore[misc]
     assert Seal is type(snapshot.seal)
 
 
 def test_a_damaged_snapshot_stays_for_its_owner(tide: Tide, snapshot: Snapshot) -> None:
-    """A failed restore takes nothing away: repaired, it can be restored."""
+    """A failed restore doesn't discard the snapshot: after a repair it can be restored."""
     before = image_of(tide.pool)
     view = views(snapshot)[2]
     view[0] ^= 1
@@ -227,8 +227,8 @@ def test_readers_that_have_ended_are_forgotten(tide: Tide, snapshot: Snapshot) -
         assert [] == snapshot.readers
 
 
-def test_a_ticket_settles_once() -> None:
-    """Its result is made once, and given at each wait."""
+def test_a_ticket_settles_only_once() -> None:
+    """Its result is made once, and each wait returns it."""
     device = LazyDevice()
     made: list[list[int]] = []
 
@@ -243,7 +243,7 @@ def test_a_ticket_settles_once() -> None:
 
 
 def test_a_failed_ticket_gives_back_once_and_raises_each_time() -> None:
-    """Settling alone raises nothing."""
+    """Settling it raises nothing."""
     device = LazyDevice()
     given_back: list[int] = []
 
@@ -262,7 +262,7 @@ def test_a_failed_ticket_gives_back_once_and_raises_each_time() -> None:
 
 
 def test_an_interrupt_does_not_become_the_outcome_of_a_move() -> None:
-    """It may come when the job has just ended; the job's own error is told afterwards."""
+    """Ctrl-C may come when the job has just ended; later waits raise the job's own error."""
     errors: list[BaseException] = [KeyboardInterrupt(), *(ValueError("of the job"),) * 3]
 
     class Job:
@@ -281,7 +281,7 @@ def test_an_interrupt_does_not_become_the_outcome_of_a_move() -> None:
 
 @pytest.mark.parametrize("item", [lambda: 7, lambda: 1 // 0], ids=["good", "bad"])
 def test_a_settled_ticket_keeps_nothing_of_its_move(item: Any) -> None:
-    """A caller may hold it for long; the memory of the move mustn't wait for that."""
+    """A caller may keep the ticket for long, but the move's memory must be free."""
 
     class Held:
         def __call__(self, *_: object) -> None:
@@ -297,8 +297,8 @@ def test_a_settled_ticket_keeps_nothing_of_its_move(item: Any) -> None:
     assert kept() is None
 
 
-def test_asking_settles_a_ticket_whose_job_has_ended() -> None:
-    """Who polls `done` needn't wait afterwards."""
+def test_done_settles_a_ticket_whose_job_has_ended() -> None:
+    """A caller that polls `done` needn't wait afterwards."""
     device = LazyDevice()
     ticket = Ticket(submit(device, [lambda: 7]), succeed=lambda results: results)
     device.close()
@@ -321,7 +321,7 @@ def test_asking_settles_a_ticket_whose_job_has_ended() -> None:
 def test_tokens_that_share_a_row_stay_together(
     device: CPUDevice, source: Any, target: Any, text: str | None
 ) -> None:
-    """Where the page is the row, slots that fill pages otherwise would lose tokens silently."""
+    """The page is the row, so slots that divide tokens otherwise over pages would lose some."""
     geometry = MLA_NZ.bind(dtype="uint8", token=4, layer=1, latent_tile=2, rope_tile=1)
     pool = Pool.create(geometry, device, page_count=6)
     for number in range(6):
@@ -352,7 +352,7 @@ def test_tokens_that_share_a_row_stay_together(
 def test_a_row_holds_the_same_tokens_here_and_there(
     device: CPUDevice, here: list[int], there: list[int], text: str | None, keeps: bool
 ) -> None:
-    """A page moves whole: behind its tokens lies what another request left there."""
+    """A page moves whole: bytes after its tokens are another request's."""
     layout = GQA_HND.through("window", Mapped("window"))
     geometry = layout.bind(dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1)
     window = np.arange(40)
@@ -374,10 +374,10 @@ def test_a_row_holds_the_same_tokens_here_and_there(
     tide.discard(snapshot)
 
 
-def test_pages_before_the_snapshots_first_token_are_kept_where_that_is_meant(
+def test_pages_before_the_first_token_are_kept_if_the_caller_says_so(
     device: CPUDevice,
 ) -> None:
-    """The window reaches a page farther back at the target."""
+    """The target's window begins a page earlier."""
     geometry = GQA_HND.through("window", Mapped("window")).bind(
         dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1
     )
@@ -400,7 +400,7 @@ def test_pages_before_the_snapshots_first_token_are_kept_where_that_is_meant(
 
 
 def test_a_hostile_seal_without_last_tokens_is_damaged(device: CPUDevice) -> None:
-    """Its geometry says that pages are rows, and it says nothing of where they end."""
+    """Its geometry says that pages are rows, but not where the tokens of each end."""
     geometry = GQA_HND.bind(dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1)
     pool = Pool.create(geometry, device, page_count=6)
     tide = Tide(pool, HostArena(device, limit_bytes=1 << 12, block_bytes=256))
@@ -413,10 +413,10 @@ def test_a_hostile_seal_without_last_tokens_is_damaged(device: CPUDevice) -> Non
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_rows_that_a_snapshot_lacks_are_kept_where_that_is_meant(
+def test_rows_that_a_snapshot_lacks_are_kept_if_the_caller_says_so(
     device: CPUDevice, world: int
 ) -> None:
-    """They have another request's bytes: a restore refuses them, unless its caller says so."""
+    """They hold another request's bytes: a restore refuses them, unless its caller allows it."""
     layout = GQA_HND.through("window", Mapped("window", hole=0), Striped(0, world))
     geometry = layout.bind(dtype="uint8", token=4, layer=1, head=2, head_dim=3, v_head_dim=1)
     window = np.arange(world * 4, world * 36)
@@ -442,8 +442,8 @@ def test_rows_that_a_snapshot_lacks_are_kept_where_that_is_meant(
     tide.discard(snapshot)
 
 
-def test_an_error_of_a_signals_handler_is_not_the_jobs() -> None:
-    """It ends the wait alone: the move still owns its memory, and has a result later."""
+def test_an_error_of_a_signal_handler_is_not_the_jobs() -> None:
+    """It ends only the wait: the move still owns its memory, and has a result later."""
     freed: list[int] = []
     device = LazyDevice()
     job = submit(device, [lambda: 7])
@@ -465,7 +465,7 @@ def test_an_error_of_a_signals_handler_is_not_the_jobs() -> None:
 def test_a_restore_without_an_error_wrote_every_row_of_its_target(
     device: CPUDevice, held: list[bool], data: st.DataObject
 ) -> None:
-    """Whichever tokens have left the window at either end: all rows are the snapshot's, or none."""
+    """Tokens may have left the window at either end: all rows are the snapshot's, or none."""
     count = len(held)
     other = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     keeps = data.draw(st.booleans())

@@ -1,4 +1,4 @@
-"""The code stays small to its reader, by the figures of benchmarks/structure."""
+"""The code stays small for its reader, by the figures of benchmarks/structure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_CLASSES = 20
 
 @pytest.fixture(scope="module")
 def figures() -> Any:
-    """What the script prints, in a process of its own: it traces one."""
+    """Runs the script in a new process, since it traces its process, and reads its output."""
     done = subprocess.run(
         [sys.executable, SCRIPT, "--json"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -31,20 +31,20 @@ def figures() -> Any:
 
 
 def test_half_of_all_functions_are_short(figures: Any) -> None:
-    """In lines, docstrings included."""
+    """Lines are counted with docstrings."""
     whole = figures["parts"][-1]
     assert "all" == whole["part"]
     assert 1_000 < whole["functions"]
     assert whole["median"] <= LONGEST_MEDIAN
 
 
-def test_kv_meets_few_classes_on_its_way(figures: Any) -> None:
-    """From offload to restore, errors and row rules aside."""
+def test_kv_meets_few_classes_from_offload_to_restore(figures: Any) -> None:
+    """Errors and row rules don't count."""
     assert figures["class_count"] <= MOST_CLASSES, figures["classes"]
 
 
-def test_trace_sees_the_whole_way(figures: Any) -> None:
-    """What is called in a lane's thread too."""
+def test_trace_sees_all_threads(figures: Any) -> None:
+    """The trace has the classes that a lane's thread uses, too."""
     assert ["Tide"] == figures["classes"]["tide"]
     assert {"CPUDevice", "Threads", "Step"} <= {*figures["classes"]["device"]}
     assert "Device" in figures["protocols"]["device"]

@@ -36,7 +36,7 @@ from support.tides import BLOCK_BYTES, TOKEN_BYTES, damage, make_tide
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """From one pool to another of like geometry, each with its kind, page size and arena."""
+    """A move between two pools of equal geometry; each has its kind, page size and arena."""
 
     source: Geometry
     target: Geometry
@@ -50,7 +50,7 @@ class RoundTrip:
 
 @st.composite
 def round_trips(draw: st.DrawFn) -> RoundTrip:
-    """Token counts around the chunks' boundaries among all counts; slots of all styles."""
+    """Draws token counts, often around the ends of chunks, and slots of all styles."""
     source = draw(geometries())
     page_size = draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
     sizes: dict[str, Any] = dict(source.sizes)
@@ -75,7 +75,7 @@ def round_trips(draw: st.DrawFn) -> RoundTrip:
 
 
 def gaps_of(case: PoolCase) -> list[bytes]:
-    """All memory of a pool with its slots blanked out: what a restore must never change."""
+    """Returns all memory of a pool without its slots, which a restore must never change."""
     kept, image = [memory.copy() for memory in case.memory], image_of(case.pool)
     for part, rows in image.items():
         rows_of(case.pool, *part)[:] = 0
@@ -89,7 +89,7 @@ def gaps_of(case: PoolCase) -> list[bytes]:
 @settings(max_examples=250)
 @given(round_trips())
 def test_every_byte_comes_back_and_no_other_changes(device: CPUDevice, trip: RoundTrip) -> None:
-    """Fill, offload, poison the old slots, restore elsewhere, compare every byte."""
+    """The test fills, offloads, poisons, restores into other slots, and compares every byte."""
     case = make_pool(trip.kinds[0], trip.source, device, trip.page_counts[0])
     other = make_pool(trip.kinds[1], trip.target, device, trip.page_counts[1])
     fill(case, trip.seed)
@@ -120,7 +120,7 @@ def test_every_byte_comes_back_and_no_other_changes(device: CPUDevice, trip: Rou
 @pytest.mark.parametrize("kind", POOL_KINDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_nans_and_negative_zero_keep_their_bits(device: CPUDevice, kind: str, dtype: str) -> None:
-    """Quiet and signalling NaNs of many payloads, both zeros, infinities, subnormals."""
+    """The bytes have NaNs of many payloads, both zeros, infinities and subnormals."""
     bits = {
         "bfloat16": [0x7FC0, 0x7F81, 0xFFBF, 0x7FFF, 0x8000, 0x0000, 0x7F80, 0xFF80, 0x0001],
         "float16": [0x7E00, 0x7C01, 0xFDFF, 0x7FFF, 0x8000, 0x0000, 0x7C00, 0xFC00, 0x0001],
@@ -144,7 +144,7 @@ def test_nans_and_negative_zero_keep_their_bits(device: CPUDevice, kind: str, dt
 
 
 def test_slots_may_overlap_their_own_restore(device: CPUDevice) -> None:
-    """The snapshot owns its bytes: shifted by one within the same slots, they come back."""
+    """The snapshot owns its bytes, so they come back shifted by one within the same slots."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     snapshot = tide.offload(range(10))
@@ -154,7 +154,7 @@ def test_slots_may_overlap_their_own_restore(device: CPUDevice) -> None:
 
 
 def test_a_snapshot_may_be_restored_more_than_once(device: CPUDevice) -> None:
-    """A restore leaves it as it was."""
+    """A restore doesn't change the snapshot."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     snapshot = tide.offload([3, 4])
@@ -165,12 +165,12 @@ def test_a_snapshot_may_be_restored_more_than_once(device: CPUDevice) -> None:
     tide.discard(snapshot)
 
 
-# ---- what is refused, and that it costs nothing ---------------------------------------
+# ---- what is refused, and without an effect ---------------------------------------------------
 
 
 @pytest.mark.parametrize("block_bytes", [35, 13, 12, 7, 1])
-def test_blocks_smaller_than_a_token_take_it_in_parts(device: CPUDevice, block_bytes: int) -> None:
-    """Some layers each, or some bytes of one row each."""
+def test_blocks_smaller_than_a_token_hold_parts_of_it(device: CPUDevice, block_bytes: int) -> None:
+    """A block holds some layers, or some bytes of one row."""
     case = make_pool("created", small_geometry(), device, 5)
     fill(case, 1)
     before = image_of(case.pool)
@@ -183,8 +183,8 @@ def test_blocks_smaller_than_a_token_take_it_in_parts(device: CPUDevice, block_b
 
 
 @pytest.mark.parametrize("slots", [[-1], [20], [3, 3], [1.5], torch.tensor([2, 20])])
-def test_bad_slots_are_refused_both_ways(device: CPUDevice, slots: Any) -> None:
-    """Before anything is leased or written."""
+def test_invalid_slots_are_refused_by_offload_and_restore(device: CPUDevice, slots: Any) -> None:
+    """They are refused before anything is leased or written."""
     tide = make_tide(device)
     snapshot = tide.offload(range(len(slots)))
     before, used_bytes = image_of(tide.pool), tide.arena.used_bytes
@@ -198,7 +198,7 @@ def test_bad_slots_are_refused_both_ways(device: CPUDevice, slots: Any) -> None:
 
 
 def test_a_full_arena_refuses_one_offload_and_no_other(device: CPUDevice) -> None:
-    """What fits still fits, and what is there stays whole."""
+    """A smaller offload still succeeds, and the existing snapshot stays whole."""
     tide = make_tide(device, block_count=2)
     before = image_of(tide.pool)
     snapshot = tide.offload(range(4))
@@ -213,7 +213,7 @@ def test_a_full_arena_refuses_one_offload_and_no_other(device: CPUDevice) -> Non
 
 
 def test_an_offload_that_could_not_start_gives_its_blocks_back() -> None:
-    """As on a device that was closed."""
+    """For example, the device was closed."""
     device = CPUDevice(lanes=1)
     tide = make_tide(device)
     device.close()
@@ -223,7 +223,7 @@ def test_an_offload_that_could_not_start_gives_its_blocks_back() -> None:
 
 
 def test_an_offload_that_failed_gives_its_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error is the ticket's, each time."""
+    """Each wait for the ticket raises the error."""
 
     def failing(_: object) -> int:
         raise OSError("of the copy")
@@ -238,7 +238,7 @@ def test_an_offload_that_failed_gives_its_blocks_back(monkeypatch: pytest.Monkey
 
 
 def test_discarding_twice_is_harmless(device: CPUDevice) -> None:
-    """The blocks are given back once."""
+    """The blocks are given back only once."""
     tide = make_tide(device, block_count=2)
     snapshot = tide.offload(range(4))
     tide.discard(snapshot)
@@ -249,7 +249,7 @@ def test_discarding_twice_is_harmless(device: CPUDevice) -> None:
 
 
 def test_moved_bytes_are_counted_when_they_arrived() -> None:
-    """Neither before nor when they didn't."""
+    """Bytes that haven't arrived, or didn't arrive, don't count."""
     tide = make_tide(LazyDevice())
     ticket = tide.start_offload(range(5))
     assert (0, 0) == (tide.stats.offloads, tide.stats.offloaded_bytes)

@@ -31,8 +31,8 @@ from support.tides import BLOCK_BYTES, damage, make_tide
 PATIENCE_S = 60.0
 
 
-def test_an_offload_takes_its_slots_at_the_call() -> None:
-    """An engine reuses its index tensors; what they say later doesn't matter."""
+def test_an_offload_reads_its_slots_at_the_call() -> None:
+    """An engine reuses its index tensors; a later change doesn't matter."""
     tide = make_tide(LazyDevice())
     before = image_of(tide.pool)
     slots = torch.tensor([3, 4, 5])
@@ -49,7 +49,7 @@ def test_an_offload_takes_its_slots_at_the_call() -> None:
 
 
 def test_a_ticket_that_nobody_waited_for_has_moved_nothing() -> None:
-    """`start_` returns at once, and asking doesn't wait."""
+    """`start_` returns at once, and `done` doesn't wait."""
     device = LazyDevice()
     tide = make_tide(device)
     snapshot = tide.offload(range(4))
@@ -65,7 +65,7 @@ def test_a_ticket_that_nobody_waited_for_has_moved_nothing() -> None:
 
 
 def test_pages_are_not_released_before_the_offload_has_run() -> None:
-    """When `retract` returns, their next holder may write at once."""
+    """When `retract` returns, the pages' next holder may write at once."""
     device = LazyDevice()
     tide = make_tide(device)
     assert tide._pages is not None
@@ -83,7 +83,7 @@ def test_pages_are_not_released_before_the_offload_has_run() -> None:
 
 
 def test_moves_keep_their_order() -> None:
-    """A restore into slots that an earlier offload reads waits for it."""
+    """A restore into slots that an earlier offload reads waits for that offload."""
     tide = make_tide(LazyDevice())
     before = image_of(tide.pool)
     old = tide.offload(range(4))
@@ -98,8 +98,8 @@ def test_moves_keep_their_order() -> None:
     tide.discard(reading.wait())
 
 
-def test_discarding_waits_for_restores_under_way() -> None:
-    """The host memory is theirs until they have ended; then another offload may have it."""
+def test_discarding_waits_for_pending_restores() -> None:
+    """The restores use the host memory until they end; then another offload may have it."""
     device = LazyDevice()
     tide = make_tide(device, block_count=1)
     before = image_of(tide.pool)
@@ -115,7 +115,7 @@ def test_discarding_waits_for_restores_under_way() -> None:
 
 
 def test_discarding_waits_for_failing_restores_too() -> None:
-    """And raises nothing; the ticket's own `wait` does."""
+    """`discard` raises nothing, but the ticket's `wait` does."""
     tide = make_tide(LazyDevice())
     snapshot = tide.offload(range(4))
     damage(snapshot)
@@ -126,8 +126,8 @@ def test_discarding_waits_for_failing_restores_too() -> None:
         ticket.wait()
 
 
-def test_an_offload_under_way_holds_its_blocks() -> None:
-    """They count from the call on, and another offload doesn't get them."""
+def test_a_pending_offload_holds_its_blocks() -> None:
+    """The blocks count from the call on, and another offload doesn't get them."""
     tide = make_tide(LazyDevice(), block_count=1)
     ticket = tide.start_offload(range(4))
     assert BLOCK_BYTES == tide.arena.used_bytes
@@ -137,7 +137,7 @@ def test_an_offload_under_way_holds_its_blocks() -> None:
 
 
 def test_closing_waits_for_all_moves() -> None:
-    """Those that fail too; closing again is harmless."""
+    """Moves that fail are waited for, too; a second close is harmless."""
     device = LazyDevice()
     tide = make_tide(device)
     snapshot = tide.offload(range(4))
@@ -153,7 +153,7 @@ def test_closing_waits_for_all_moves() -> None:
 
 
 def test_moves_that_have_ended_are_forgotten(device: CPUDevice) -> None:
-    """A server that runs for long doesn't grow, though nobody waits for its tickets."""
+    """A server doesn't grow with time, though nobody waits for its tickets."""
     tide = make_tide(device)
     snapshot = tide.offload(range(4))
     for _ in range(20):
@@ -165,7 +165,7 @@ def test_moves_that_have_ended_are_forgotten(device: CPUDevice) -> None:
 
 
 def interrupt_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next wait for a job is broken off, as by Ctrl-C."""
+    """Ends the next wait for a job with KeyboardInterrupt, as Ctrl-C does."""
     wait = LazyJob.wait
 
     def broken_off(job: LazyJob[Any]) -> Any:
@@ -176,7 +176,7 @@ def interrupt_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def interrupt_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes when a job is queued already, and its blocks don't know yet."""
+    """Raises KeyboardInterrupt after a job is queued and before its blocks know it."""
     use = Lease.use
 
     def broken_off(lease: Lease, job: Any) -> None:
@@ -187,7 +187,7 @@ def interrupt_before_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def time_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal's handler raises an error like others while a job is waited for."""
+    """Raises an ordinary error from a signal handler while a job is waited for."""
     wait = LazyJob.wait
 
     def broken_off(job: LazyJob[Any]) -> Any:
@@ -222,7 +222,7 @@ def test_an_interrupted_offload_keeps_no_memory(
 def test_an_interrupted_restore_returns_when_nothing_writes(
     monkeypatch: pytest.MonkeyPatch, break_off: Any, error: type[BaseException]
 ) -> None:
-    """The slots' next holder must not be written over."""
+    """The slots' next holder must not be overwritten."""
     device = LazyDevice()
     tide = make_tide(device)
     snapshot = tide.offload(range(6))
@@ -233,11 +233,11 @@ def test_an_interrupted_restore_returns_when_nothing_writes(
     tide.discard(snapshot)
 
 
-# ---- what a move under way uses is its own ---------------------------------------------------
+# ---- nobody else gets what a pending move uses --------------------------------------------------
 
 
 def other_tide(tide: Tide) -> Tide:
-    """Another device's, on the same arena."""
+    """Makes another device's tide on the same arena."""
     case = make_pool("created", small_geometry(), LazyDevice(), 5)
     fill(case, 2)
     return Tide(case.pool, tide.arena)
@@ -245,9 +245,11 @@ def other_tide(tide: Tide) -> Tide:
 
 @pytest.mark.filterwarnings("ignore:lease of:ResourceWarning")
 @pytest.mark.parametrize("how", ["released", "snapshot dropped", "ticket dropped", "all dropped"])
-def test_a_restore_under_way_keeps_what_it_reads(how: str) -> None:
-    """Between its check and its writes nobody else gets its blocks: else these would be other
-    bytes, without an error."""
+def test_a_pending_restore_keeps_its_blocks(how: str) -> None:
+    """Between a restore's check and its writes nobody else gets its blocks.
+
+    Otherwise it would write other bytes without an error.
+    """
     device = GatedDevice()
     tide = make_tide(device, block_count=2)
     pool, arena, other = tide.pool, tide.arena, other_tide(tide)
@@ -266,7 +268,7 @@ def test_a_restore_under_way_keeps_what_it_reads(how: str) -> None:
     held[:] = {"snapshot dropped": held[::2], "ticket dropped": held[:1]}.get(how, held)
     held[:] = [] if how == "all dropped" else held
     del tide, snapshot
-    gc.collect()  # a tide and a ticket that nobody asked hold each other
+    gc.collect()  # a tide and an unsettled ticket refer to each other
     assert device.is_there.wait(PATIENCE_S)
     with pytest.raises(ArenaFull, match="288 of 288 in use"):
         other.offload(range(8))
@@ -281,8 +283,8 @@ def test_a_restore_under_way_keeps_what_it_reads(how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:lease of:ResourceWarning")
 @pytest.mark.parametrize("how", ["released", "dropped"])
-def test_an_offload_under_way_keeps_what_it_writes(how: str) -> None:
-    """Though nobody will fetch its snapshot: what it still writes would be in another one."""
+def test_a_pending_offload_keeps_its_blocks(how: str) -> None:
+    """Nobody will fetch its snapshot, but it still writes, and must not write into another one."""
     device = GatedDevice()
     tide = make_tide(device, block_count=2)
     arena, other = tide.arena, other_tide(tide)
@@ -305,15 +307,15 @@ def test_an_offload_under_way_keeps_what_it_writes(how: str) -> None:
     other.discard(other.offload(range(8)))
 
 
-# ---- a restore that breaks off while it writes -------------------------------------------------
+# ---- a restore that fails while it writes -------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("is_started", [False, True])
-def test_a_restore_that_breaks_off_says_that_its_slots_are_lost(
+def test_a_restore_that_fails_midway_says_that_its_slots_are_lost(
     step: int, is_started: bool
 ) -> None:
-    """No other error of a restore's leaves other bytes; the snapshot is whole, each time."""
+    """Only this error means that bytes have changed; the snapshot stays whole."""
     device = BreakingDevice(step)
     tide = make_tide(device)
     before = image_of(tide.pool)
@@ -335,8 +337,8 @@ def test_a_restore_that_breaks_off_says_that_its_slots_are_lost(
     device.close()
 
 
-def test_what_fails_before_the_writes_is_no_loss() -> None:
-    """The device's own error, as it is: no byte has changed."""
+def test_a_restore_that_fails_before_its_writes_loses_nothing() -> None:
+    """The device's own error is raised, and no byte has changed."""
     device = FakeDevice()
     tide = make_tide(device)
     snapshot = tide.offload(range(8))
@@ -350,11 +352,11 @@ def test_what_fails_before_the_writes_is_no_loss() -> None:
     device.close()
 
 
-# ---- what is left of a move that ended badly ---------------------------------------------------
+# ---- what is left of a move that failed ---------------------------------------------------------
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
-    """A function that does nothing else."""
+    """Makes a function that only raises the error."""
 
     def fail(*_: Any) -> Any:
         raise error
@@ -364,13 +366,13 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class Local:
-    """Something in the caller's frame."""
+    """An object in the caller's frame."""
 
     held: Any = None
 
 
 def fail_in_a_frame(move: Callable[[Any], Any]) -> weakref.ref[Local]:
-    """Has a move fail here; gives what tells whether this frame is still there."""
+    """Makes a move fail in this frame, and returns a reference that ends with the frame."""
     local = Local()
     try:
         local.held = move(local)
@@ -382,10 +384,10 @@ def fail_in_a_frame(move: Callable[[Any], Any]) -> weakref.ref[Local]:
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("how", ["restore", "start_restore", "interrupt", "lost", "miss"])
-def test_a_move_that_ended_badly_keeps_nothing_of_its_caller(
+def test_a_failed_move_keeps_nothing_of_its_caller(
     monkeypatch: pytest.MonkeyPatch, lanes: int, how: str
 ) -> None:
-    """Neither until the next job nor until the collector comes."""
+    """The frame is free at once, before the next job and before a garbage collection."""
     device = BreakingDevice(1) if how == "lost" else CPUDevice(lanes=lanes)
     tide = make_tide(device)
     snapshot = tide.offload(range(8), key="k")

@@ -36,7 +36,7 @@ from support.values import NO_ROWS, ONES, name_of
 
 @pytest.mark.parametrize("token_count", [0, 1, 3, 4, 5, 7, 8])
 def test_a_request_resumes_in_other_pages(device: CPUDevice, token_count: int) -> None:
-    """All its tokens, to the last of a page that isn't full; the books say who holds what."""
+    """All its tokens come back, also those of a partial page; the counts show who holds what."""
     tide = make_tide(device)
     before = image_of(tide.pool)
     acquire(tide, 1)
@@ -55,7 +55,7 @@ def test_a_request_resumes_in_other_pages(device: CPUDevice, token_count: int) -
 
 
 def test_slots_follow_the_order_of_pages() -> None:
-    """Page p is slots p * page_size and on."""
+    """Page p has the slots from p * page_size on."""
     tide = make_tide(LazyDevice())
     assert [12, 13, 14, 15, 0, 1, 2, 3] == tide.slots_of([3, 0]).tolist()
     assert ([], "int64") == (tide.slots_of([]).tolist(), tide.slots_of([]).dtype.name)
@@ -76,7 +76,7 @@ def test_a_full_arena_leaves_a_request_its_pages(device: CPUDevice) -> None:
 
 @pytest.mark.parametrize("token_count", [-1, 9])
 def test_more_tokens_than_the_pages_hold_are_refused(device: CPUDevice, token_count: int) -> None:
-    """A shorter snapshot would be a silent loss."""
+    """A shorter snapshot would lose tokens silently."""
     tide = make_tide(device)
     pages = acquire(tide, 2)
     with pytest.raises(SlotError, match=f"{token_count} tokens to retract, but 2 pages of 4"):
@@ -88,7 +88,7 @@ def test_more_tokens_than_the_pages_hold_are_refused(device: CPUDevice, token_co
 def test_retracting_pages_that_are_not_held_changes_nothing(
     device: CPUDevice, pages: list[int]
 ) -> None:
-    """Free, repeated or foreign: neither pages nor a lease change hands."""
+    """Free, repeated or unknown pages: no page is released, and nothing is leased."""
     tide = make_tide(device)
     acquire(tide, 2)
     with pytest.raises(SlotError):
@@ -96,8 +96,8 @@ def test_retracting_pages_that_are_not_held_changes_nothing(
     assert (3, 2, 0) == books(tide)
 
 
-def test_too_few_free_pages_resume_nothing(device: CPUDevice) -> None:
-    """None, and the snapshot stays; once there are enough it resumes."""
+def test_resume_returns_none_if_too_few_pages_are_free(device: CPUDevice) -> None:
+    """The snapshot stays, and resumes when there are enough pages."""
     tide = make_tide(device)
     pages = acquire(tide, 2)
     snapshot = tide.retract(pages, 6)
@@ -111,8 +111,8 @@ def test_too_few_free_pages_resume_nothing(device: CPUDevice) -> None:
     assert (3, 2, 0) == books(tide)
 
 
-def test_a_damaged_snapshot_releases_the_pages(device: CPUDevice) -> None:
-    """Nothing is written, and the snapshot is still the caller's to discard."""
+def test_a_resume_of_a_damaged_snapshot_releases_the_pages(device: CPUDevice) -> None:
+    """Nothing is written, and the caller can still discard the snapshot."""
     tide = make_tide(device)
     snapshot = tide.retract(acquire(tide, 2), 6)
     damage(snapshot)
@@ -126,7 +126,7 @@ def test_a_damaged_snapshot_releases_the_pages(device: CPUDevice) -> None:
 
 
 def test_slots_lost_in_a_resume_are_released() -> None:
-    """Nobody gets pages with neither the old bytes nor the new; the snapshot is whole."""
+    """Nobody gets pages with undefined bytes as KV; the snapshot is whole."""
     device = BreakingDevice()
     tide = make_tide(device)
     before = image_of(tide.pool)
@@ -148,8 +148,8 @@ def test_slots_lost_in_a_resume_are_released() -> None:
     device.close()
 
 
-def test_a_miss_releases_the_pages(device: CPUDevice) -> None:
-    """Another request's key: nothing of it is written into the pages."""
+def test_a_resume_that_misses_releases_the_pages(device: CPUDevice) -> None:
+    """The key is another request's, so nothing is written into the pages."""
     tide = make_tide(device)
     snapshot = tide.retract(acquire(tide, 2), 6, key="r")
     with pytest.raises(SnapshotMiss):
@@ -159,7 +159,7 @@ def test_a_miss_releases_the_pages(device: CPUDevice) -> None:
 
 
 def test_too_few_pages_are_refused(device: CPUDevice) -> None:
-    """The caller asked for less than the snapshot needs; nothing was taken."""
+    """The caller asked for fewer pages than the snapshot needs; none was taken."""
     tide = make_tide(device)
     snapshot = tide.retract(acquire(tide, 2), 6)
     with pytest.raises(SlotError, match="can't hold a snapshot of 6"):
@@ -171,7 +171,7 @@ def test_too_few_pages_are_refused(device: CPUDevice) -> None:
 def test_an_interrupted_resume_releases_no_page_that_is_being_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C ends the wait, not the copy: the pages' next holder comes after it."""
+    """Ctrl-C ends the wait, not the copy, so the pages aren't free before the copy ends."""
     device = LazyDevice()
     tide = make_tide(device)
     snapshot = tide.retract(acquire(tide, 2), 6)
@@ -189,7 +189,7 @@ def test_an_interrupted_resume_releases_no_page_that_is_being_written(
 
 
 def test_without_an_allocator_nothing_is_retracted(device: CPUDevice) -> None:
-    """The message says how to give one; no lease is taken on the way to it."""
+    """The message says how to give an allocator, and nothing is leased."""
     tide = make_tide(device)
     bare = Tide(tide.pool, tide.arena)
     snapshot = bare.offload([1])
@@ -203,7 +203,7 @@ def test_without_an_allocator_nothing_is_retracted(device: CPUDevice) -> None:
 
 @dataclass(eq=False)
 class Held:
-    """A request that has pages, or a snapshot, and the bytes that its tokens must have."""
+    """A request with pages or with a snapshot, and the bytes that its tokens must have."""
 
     token_count: int
     rows: Image
@@ -212,23 +212,23 @@ class Held:
 
     @property
     def page_count(self) -> int:
-        """Pages that its tokens need."""
+        """How many pages its tokens need."""
         return -(-self.token_count // 4)
 
 
 class TideMachine(RuleBasedStateMachine):
-    """Requests that come, are retracted, resume and are aborted, in any order."""
+    """Requests come, are retracted, resume and are aborted, in any order."""
 
     @initialize(block_count=st.integers(0, 6), lazy=st.booleans())
     def start(self, block_count: int, lazy: bool) -> None:
-        """Six pages, and less host memory than they hold, or none."""
+        """Makes six pages, and less host memory than they hold, or none."""
         self.device: Device = LazyDevice() if lazy else CPUDevice(lanes=2)
         self.tide = make_tide(self.device, block_count=block_count, page_count=6)
         self.requests: list[Held] = []
         self.seed = 0
 
     def slots(self, request: Held) -> Any:
-        """The slots of its tokens."""
+        """Returns the slots of the request's tokens."""
         assert request.pages is not None
         return self.tide.slots_of(request.pages)[: request.token_count]
 
@@ -238,7 +238,7 @@ class TideMachine(RuleBasedStateMachine):
 
     @rule(token_count=st.integers(0, 13))
     def admit(self, token_count: int) -> None:
-        """A request whose tokens are random bytes, if there are pages."""
+        """Adds a request whose tokens are random bytes, if there are pages."""
         pages = self.tide._books.acquire(-(-token_count // 4))
         if pages is None:
             return
@@ -253,13 +253,13 @@ class TideMachine(RuleBasedStateMachine):
         self.requests.append(request)
 
     def draw(self, data: st.DataObject, *, running: bool) -> Held | None:
-        """Some request that runs, or that doesn't."""
+        """Draws a request that runs, or one that doesn't."""
         some = [request for request in self.requests if running == (request.pages is not None)]
         return some[data.draw(st.integers(0, len(some) - 1))] if some else None
 
     @rule(data=st.data())
     def retract(self, data: st.DataObject) -> None:
-        """Its pages are anyone's at once; without room in the arena it keeps them."""
+        """The request's pages are free at once; if the arena has no room, it keeps them."""
         request = self.draw(data, running=True)
         if request is None or request.pages is None:
             return
@@ -275,7 +275,7 @@ class TideMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), damaged=st.booleans())
     def resume(self, data: st.DataObject, damaged: bool) -> None:
-        """In whatever pages are free; damaged, it doesn't, and is aborted."""
+        """The request gets any free pages; if its snapshot is damaged, it is aborted."""
         request = self.draw(data, running=False)
         if request is None or request.snapshot is None:
             return
@@ -294,7 +294,7 @@ class TideMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), running=st.booleans())
     def abort(self, data: st.DataObject, running: bool) -> None:
-        """In any state, all that it had is given back."""
+        """A request may be aborted in any state, and all that it had is given back."""
         request = self.draw(data, running=running)
         if request is None:
             return
@@ -308,7 +308,7 @@ class TideMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "tide"))
     @invariant()
     def nobody_lost_anything(self) -> None:
-        """Each running request has its bytes, and the books are those of the requests."""
+        """Each running request has its bytes, and the counts are those of the requests."""
         running = [request for request in self.requests if request.pages is not None]
         for request in running:
             for part, rows in request.rows.items():
@@ -319,7 +319,7 @@ class TideMachine(RuleBasedStateMachine):
         assert (6 - held, held, leased * BLOCK_BYTES) == books(self.tide)
 
     def teardown(self) -> None:
-        """Once all have gone nothing is held."""
+        """When all requests have ended, nothing is held."""
         if not hasattr(self, "tide"):
             return
         for request in self.requests:
@@ -338,7 +338,7 @@ TestTide = TideMachine.TestCase
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_page_count_resumes_nothing(device: CPUDevice, value: Any) -> None:
+def test_an_invalid_page_count_resumes_nothing(device: CPUDevice, value: Any) -> None:
     """True isn't a page, nor are 2.5 pages two: the snapshot stays, and no page is held."""
     tide = make_tide(device)
     snapshot = tide.retract(acquire(tide, 1), 1)
@@ -349,7 +349,7 @@ def test_what_is_no_page_count_resumes_nothing(device: CPUDevice, value: Any) ->
 
 
 @pytest.mark.parametrize("value", NO_ROWS, ids=name_of)
-def test_what_is_no_token_count_retracts_nothing(device: CPUDevice, value: Any) -> None:
+def test_an_invalid_token_count_retracts_nothing(device: CPUDevice, value: Any) -> None:
     """The request keeps its page, and nothing is leased."""
     tide = make_tide(device)
     pages = acquire(tide, 1)
@@ -359,8 +359,8 @@ def test_what_is_no_token_count_retracts_nothing(device: CPUDevice, value: Any) 
 
 
 @pytest.mark.parametrize("value", [*NO_ROWS, 5, 1 << 62], ids=name_of)
-def test_what_is_no_page_has_no_slots(device: CPUDevice, value: Any) -> None:
-    """Not even where 64 bits would make one of it: 2**62 pages of 4 slots begin at slot 0."""
+def test_an_invalid_page_has_no_slots(device: CPUDevice, value: Any) -> None:
+    """A page whose slots overflow 64 bits is refused: page 2**62 would begin at slot 0."""
     tide = make_tide(device)
     held = acquire(tide, 2)
     for pages in ([value], [held[0], value]):
@@ -372,8 +372,8 @@ def test_what_is_no_page_has_no_slots(device: CPUDevice, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ONES, ids=name_of)
-def test_counts_and_pages_are_integers_of_any_maker(device: CPUDevice, value: Any) -> None:
-    """Engines have them as numpy's and torch's; the books have Python's."""
+def test_counts_and_pages_may_be_numpy_or_torch_integers(device: CPUDevice, value: Any) -> None:
+    """Engines have such integers; kvtide converts them to Python's."""
     tide = make_tide(device)
     acquire(tide, 2)
     snapshot = tide.retract([value], value)

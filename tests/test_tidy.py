@@ -1,7 +1,7 @@
-"""What keeps the tree readable, checked: who imports whom, how long things are, what is said.
+"""Rules that keep the code readable: imports, lengths, docstrings and words.
 
-Each check is a function from a parsed file to the problems in it, so that the tests at the end
-can hand it a bad snippet and see that it objects.
+Each check is a function from a parsed file to the problems in it, so that the tests at the end can
+give it a bad snippet and see that it objects.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Source:
 
 
 def imports(source: Source) -> Iterator[tuple[int, str]]:
-    """Every import anywhere in the file, for types only and lazy ones too: line and full name."""
+    """Yields every import of the file, also lazy ones and those for types: line and full name."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -101,7 +101,7 @@ def imports(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function in a tree, nested ones too."""
+    """Yields every function in a tree, nested ones too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
@@ -129,16 +129,16 @@ def check_order(source: Source) -> list[str]:
 
 
 def module_of(source: Source) -> str:
-    """The full name of the file's module; a package's for its `__init__.py`."""
+    """Returns the full name of the file's module; for `__init__.py` the package's."""
     steps = source.path.removesuffix(".py").removesuffix("__init__").rstrip("/").split("/")
     return ".".join(["kvtide", *filter(None, steps)])
 
 
 def circles(sources: list[Source]) -> list[tuple[str, ...]]:
-    """Modules that import each other, by whatever way round: each circle's names, in order.
+    """Finds modules that import each other, directly or not: each circle's names, in order.
 
-    Lazy imports within functions count, and imports for types only: a reader goes round either.
-    An import of a name from a package is one of the package; of a module, one of the module.
+    Lazy imports within functions count, and so do imports for types: a reader follows both. An
+    import of a name from a package counts for the package, and one of a module for the module.
     """
     names = {module_of(source) for source in sources}
     targets: dict[str, set[str]] = {name: set() for name in names}
@@ -157,7 +157,7 @@ def circles(sources: list[Source]) -> list[tuple[str, ...]]:
 
 
 def _reachable(name: str, targets: dict[str, set[str]]) -> set[str]:
-    """All that importing the module leads to; the module itself if it comes round."""
+    """Returns all modules that the module imports, directly or not; also itself in a circle."""
     found: set[str] = set()
     waiting = [*targets[name]]
     while waiting:
@@ -221,7 +221,7 @@ def check_pickles(source: Source) -> list[str]:
 
 
 def check_lengths(source: Source) -> list[str]:
-    """Functions and modules fit in a reader's head."""
+    """Functions and modules are short enough to remember."""
     problems = [
         f"{source.path}:{node.lineno}: {node.name} has {length} lines, not {LONGEST_FUNCTION}"
         for node in functions(source.tree)
@@ -233,7 +233,7 @@ def check_lengths(source: Source) -> list[str]:
 
 
 def documented_methods(sources: list[Source]) -> dict[str, set[str]]:
-    """Maps each class's name to its documented methods, those of its bases among them."""
+    """Maps each class's name to its documented methods, with those of its bases."""
     documented: dict[str, set[str]] = {}
     bases: dict[str, list[str]] = {}
     for source in sources:
@@ -249,7 +249,7 @@ def documented_methods(sources: list[Source]) -> dict[str, set[str]]:
 
 
 def check_docstrings(source: Source, documented: dict[str, set[str]]) -> list[str]:
-    """Every public module, class, function and method says what it is, or inherits that."""
+    """Every public module, class, function and method has a docstring, or inherits one."""
     tree = source.tree
     problems = [] if ast.get_docstring(tree) else [f"{source.path}: no docstring"]
 
@@ -270,7 +270,7 @@ def check_docstrings(source: Source, documented: dict[str, set[str]]) -> list[st
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The line and the name of each variable, parameter, field and alias that is bound."""
+    """Yields the line and the name of each variable, parameter, field and alias that is bound."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
@@ -285,7 +285,7 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def check_words(source: Source) -> list[str]:
-    """Names say what a value is, and the text uses the words of the project."""
+    """Names say what a value is, and the text uses the project's words."""
     problems = [
         f"{source.path}:{line}: {name!r} doesn't say what the value is"
         for line, name in bound_names(source.tree)
@@ -302,7 +302,7 @@ def check_words(source: Source) -> list[str]:
 
 @functools.cache
 def read_package() -> list[Source]:
-    """All files of the package."""
+    """Reads all files of the package."""
     package = ROOT / "src" / "kvtide"
     return [
         Source(path.relative_to(package).as_posix(), path.read_text(encoding="utf-8"))
@@ -336,12 +336,12 @@ def test_package_is_tidy(check: Check) -> None:
 
 
 def test_each_part_has_one_place() -> None:
-    """The later of two would count, and the other be read."""
+    """If a part had two places, only the later one would count."""
     assert len(RANK) == sum(len(parts) for parts in ORDER)
 
 
 def test_no_modules_import_each_other() -> None:
-    """Anywhere in the tree, within a folder too."""
+    """Files of one folder must not import each other either."""
     assert [] == circles(read_package())
 
 
@@ -368,19 +368,19 @@ CIRCLES = {
 
 
 def sources_of(texts: dict[str, str]) -> list[Source]:
-    """Files of a package, by their paths without the ending."""
+    """Makes files of a package from their texts, by their paths without the ending."""
     return [Source(f"{path}.py", text) for path, text in texts.items()]
 
 
 @pytest.mark.parametrize("name", CIRCLES)
 def test_a_circle_is_found(name: str) -> None:
-    """By whatever kind of import, and once."""
+    """Every kind of import makes a circle, which is found once."""
     (circle,) = circles(sources_of(CIRCLES[name]))
     assert len(CIRCLES[name]) == len(circle)
 
 
 def test_modules_in_a_row_are_no_circle() -> None:
-    """Nor is a package that imports from its modules, which import each other one way."""
+    """A package may import from its modules, if these don't import it."""
     row = {
         "pool/__init__": "from kvtide.pool.a import x",
         "pool/a": "from kvtide.pool import b\nfrom kvtide.pool.c import y",
@@ -392,19 +392,19 @@ def test_modules_in_a_row_are_no_circle() -> None:
 
 @functools.cache
 def read_tests() -> list[Source]:
-    """All files of the tests."""
+    """Reads all files of the tests."""
     paths = sorted((ROOT / "tests").rglob("*.py"))
     return [Source(path.name, path.read_text(encoding="utf-8")) for path in paths]
 
 
-def test_no_two_files_of_tests_have_one_name() -> None:
-    """pytest imports them by that name alone: run together, the second would be an error."""
+def test_files_of_tests_have_unique_names() -> None:
+    """pytest imports them by the file's name, so a second one would be an error."""
     counts = Counter(source.path for source in read_tests())
     assert [] == [name for name, count in counts.items() if count > 1]
 
 
 def test_tests_have_short_functions() -> None:
-    """A test is read more often than anything else."""
+    """Tests are read more often than any other code."""
     problems = [problem for source in read_tests() for problem in check_lengths(source)]
     assert [] == [problem for problem in problems if " has " in problem]
 
@@ -487,7 +487,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("name", "path", "text"), GOOD)
 def test_check_accepts(name: str, path: str, text: str) -> None:
-    """And none in a snippet that has none."""
+    """A check finds no problem in a snippet that has none."""
     assert [] == CHECKS[NAMES.index(name)](Source(path, text))
 
 

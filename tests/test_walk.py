@@ -1,4 +1,4 @@
-"""docs/walk.md names the places of one byte; here they are looked at."""
+"""docs/walk.md says where one byte is at each step; the tests look there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARK = 0x5A
 
 
 def test_the_byte_is_where_the_walk_says() -> None:
-    """In the pool, in the snapshot's chunk, and in the pool again."""
+    """The byte is in the pool, in the snapshot's chunk, and in the pool again."""
     geometry = GQA.bind(dtype="bfloat16", token=16, layer=4, head=2, head_dim=8, v_head_dim=8)
     cpu, pages = open_device("cpu"), PageAllocator(12)
     pool = Pool.create(geometry, cpu, page_count=12)
@@ -41,14 +41,14 @@ def test_the_byte_is_where_the_walk_says() -> None:
     cpu.close()
 
 
-def test_the_walk_names_those_places() -> None:
-    """The same numbers stand in the text."""
+def test_the_walk_names_the_same_places() -> None:
+    """The text has the numbers of the test above."""
     for place in ("19,584", "2,752", "5,632", "20,608"):
         assert place in TEXT
 
 
 def test_each_step_says_where_the_byte_is() -> None:
-    """Eight steps, in order, each with its answer."""
+    """The text has eight steps in order, each with an answer."""
     steps = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
     assert [str(number) for number in range(1, 9)] == [step.partition(".")[0] for step in steps]
     assert [] == [step.splitlines()[0] for step in steps if "**Where is the byte?**" not in step]
