@@ -3,8 +3,8 @@
     SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=engines/sglang/stand_ins \\
         .venv-sglang/bin/python engines/sglang/table.py [--check]
 
-Rewrites what stands between the markers there; with --check compares instead, prints what differs,
-and exits with 1 if anything does.
+It rewrites the lines between the markers there. With --check it compares them instead, prints the
+differences, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BEGIN, END = "<!-- made by engines/sglang/table.py -->", "<!-- end of what it ma
 WORDS = ("exact", "wrong", "crash", "no copy")
 ON_A_CPU = "on a CPU alone"
 DISAGGREGATED = "disaggregated serving"
-"""No ordinary server has it."""
+"""Ordinary servers don't have these pools."""
 Row = tuple[str, ...]
 
 
 def tables() -> Iterator[str]:
-    """The lines between the markers."""
+    """Yields the lines between the markers."""
     all_cases()  # publishes what building a pool needs
     from kvtide.plugin.sglang.cases.all_cases import FAMILIES, REFUSED
 
@@ -51,7 +51,7 @@ def tables() -> Iterator[str]:
 
 
 def summary(trips: Sequence[TriedCase]) -> Iterator[str]:
-    """How many of each."""
+    """Yields how many trips had each result."""
     alone = Counter(trip.sglang_word for trip in trips)
     through = Counter(trip.by_kvtide.verdict for trip in trips if trip.by_kvtide is not None)
     here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
@@ -61,19 +61,19 @@ def summary(trips: Sequence[TriedCase]) -> Iterator[str]:
 
 
 def counts(words: Counter[str]) -> str:
-    """`3 exact, 1 wrong`, what didn't happen left out."""
+    """Describes counts, such as `3 exact, 1 wrong`; words that don't occur are left out."""
     assert set(words) <= set(WORDS), f"every case can be built here: {words}"
     return ", ".join(f"{words[word]} {word}" for word in WORDS if words[word])
 
 
 def cells(trip: TriedCase) -> Row:
-    """A row of a family's table."""
+    """Returns a row of a family's table."""
     through = trip.by_kvtide.verdict if trip.by_kvtide is not None else trip.unbuilt
     return trip.name, trip.sglang_word, through, trip.reason
 
 
 def refused_pools(refusals: Iterable[Refusal], never: Container[str]) -> Iterator[Row]:
-    """Of classes that kvtide otherwise moves, those that a server can have."""
+    """Yields refusals of pools that a server can have, of classes that kvtide moves otherwise."""
     for refusal in refusals:
         built = refusal.build()
         name = type(built.pool).__name__
@@ -88,13 +88,13 @@ def refused_pools(refusals: Iterable[Refusal], never: Container[str]) -> Iterato
 
 
 def table(header: Row, rows: Iterable[Row]) -> Iterator[str]:
-    """A table in Markdown."""
+    """Yields a table in Markdown."""
     for row in (header, ("---",) * len(header), *rows):
         yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"
 
 
 def rewritten(text: str, lines: Sequence[str]) -> str:
-    """The document with these lines between its markers."""
+    """Returns the document with these lines between its markers."""
     head, _, rest = text.partition(BEGIN)
     tail = rest.partition(END)[2]
     assert tail, f"the document lacks {BEGIN} or {END}"
@@ -102,7 +102,7 @@ def rewritten(text: str, lines: Sequence[str]) -> str:
 
 
 def differences(text: str, lines: Sequence[str]) -> list[str]:
-    """What `rewritten` would change: lines that begin with - or +."""
+    """Lists the changes that `rewritten` would make: lines that begin with - or +."""
     after = rewritten(text, lines).splitlines()
     return list(
         difflib.unified_diff(text.splitlines(), after, "docs", "this run", n=0, lineterm="")
@@ -110,7 +110,7 @@ def differences(text: str, lines: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Rewrites or checks the document, and returns the exit code."""
     text, lines = DOCS.read_text("utf-8"), list(tables())
     if "--check" not in arguments:
         DOCS.write_text(rewritten(text, lines), "utf-8")

@@ -1,4 +1,4 @@
-"""Python imports this at its start, in the processes too that SGLang spawns."""
+"""Python imports this file when it starts, also in the processes that SGLang spawns."""
 
 from __future__ import annotations
 

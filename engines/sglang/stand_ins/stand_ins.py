@@ -1,7 +1,7 @@
-"""Stand-ins for what SGLang imports and a machine without an accelerator doesn't have.
+"""Stand-ins for packages that SGLang imports and a machine without an accelerator lacks.
 
-They are importable, and that is all: whatever is called of them raises, so that no test passes by
-a stand-in's grace.
+They can be imported, and nothing else: every call of them raises, so that no test passes because
+of a stand-in.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio")
 
 
 def install() -> None:
-    """Puts them where imports look. SGLANG_USE_CPU_ENGINE=1 has to be set besides."""
+    """Puts them into sys.modules. SGLANG_USE_CPU_ENGINE=1 must be set, too."""
     from transformers.utils import import_utils
 
-    # transformers must have found torchvision missing before its stand-in is there.
+    # transformers must have found that torchvision is missing, before its stand-in is there.
     import_utils.is_torchvision_available()
     import_utils.is_torchvision_available = lambda: False
     sys.modules["transformers.utils"].is_torchvision_available = lambda: False  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Fixtures: a scheduler of a decode server with a pool that kvtide covers, attached to it."""
+"""Fixtures: a decode server's scheduler, whose pool kvtide covers, with kvtide attached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtide.plugin.sglang.attachment import Attachment, attach
 
 @pytest.fixture
 def configure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    """Says how the server is configured; a decode server alone on its host if nothing is said."""
+    """A function that configures the server; the default is a decode server alone on its host."""
     ranks = ExitStack()
 
     def set_config(parallel: Mapping[str, Any] = ALONE, **disagg: Any) -> None:
@@ -40,7 +40,7 @@ def place() -> Place:
 
 @pytest.fixture
 def attachment(place: Place, configure: Config) -> Iterator[Attachment]:
-    """Of a decode server whose pool kvtide covers."""
+    """kvtide attached to a decode server whose pool it covers."""
     found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
     assert found.keeper is not None, found.refusal
     yield found

@@ -1,7 +1,7 @@
-"""Runs `kvtide doctor --sglang` as it is, and with something broken. Run as a script.
+"""Runs `kvtide doctor --sglang` unchanged, and with faults. Run this as a script.
 
-Prints one line of JSON: of each run, by name, its exit code, standard output and standard error.
-In a process of its own, since the doctor loads SGLang's plugins for good.
+It prints one line of JSON: for each run, by name, the exit code, standard output and standard
+error. It is its own process, since SGLang's plugins stay loaded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvtide.plugin.sglang.pools import describe, keys_values
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.source import Source
 
-# Read once for all runs: that takes two seconds.
+# All runs share what was read, since reading takes two seconds.
 SOURCE = SGLANG.source()
 DESCRIBERS: dict[str, Any] = describe.DESCRIBERS  # type: ignore[assignment]
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    """The doctor's exit code, standard output and standard error."""
+    """Returns the doctor's exit code, standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["doctor", "--sglang", *arguments])
@@ -40,14 +40,14 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @contextmanager
 def few_cases(names: Sequence[str] = ("MHA, page 1", "keys alone")) -> Iterator[None]:
-    """With these cases alone, as all of them take a while."""
+    """Limits the doctor to these cases, since all of them take long."""
     cases = [case for case in sglang_checks.all_cases() if case.name in names]
     with patch.object(sglang_checks, "all_cases", lambda: cases):
         yield
 
 
 def without_values(subject: Subject) -> Description:
-    """A describer of keys and values that forgets the values."""
+    """Describes keys and values, but forgets the values."""
     whole: Description = attention_describer(subject)
     return replace(whole, parts=whole.parts[:1])
 
@@ -57,13 +57,13 @@ attention_describer = DESCRIBERS["MHATokenToKVPool"]
 
 
 def broken_build() -> Any:
-    """A pool that needs a kernel which isn't made for this machine, and is loud about it."""
+    """Fails to build a pool for lack of a kernel, and prints a line before it."""
     sys.stdout.write("what a person would be shown in the middle of the JSON\n")
     raise RuntimeError("no kernel for this machine\nand so on")
 
 
 def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
-    """Each run by its name."""
+    """Yields each run by its name."""
     yield "whole", run("--json")
     with few_cases():
         yield "few", run()
@@ -78,7 +78,7 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
             with patch.object(package, "installed_version", lambda name: "0.6.0"):
                 yield "moved reads of another version", run("--json")
                 yield "moved reads of another version, in words", run()
-        # The plugin was loaded without, so that these hooks are missing now.
+        # The plugin was loaded without these hooks, so they are missing now.
         with patch.dict(os.environ, {"KVTIDE_SGLANG_COLOCATED": "1"}):
             yield "hooks missing", run("--json")
             with patch.dict(os.environ, {"KVTIDE_SGLANG": "0"}):

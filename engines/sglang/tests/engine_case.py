@@ -1,4 +1,4 @@
-"""A real engine on a CPU, with a tiny model of random weights, and what is left to look at."""
+"""A real engine on a CPU with a tiny random model, and what it leaves for the tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Of all models of the tests."""
+"""These fields are equal in all models of the tests."""
 MODEL = {
     **SIZES,
     "architectures": ["LlamaForCausalLM"],
@@ -59,21 +59,21 @@ DECODE_SERVER = {
     "disaggregation_mode": "decode",
     "disaggregation_transfer_backend": "fake",
 }
-"""Its prefill server is made up: requests begin with whatever lies in their slots."""
+"""There is no prefill server: requests begin with whatever is in their slots."""
 
 IMPORTED = {
     "SGLANG_TEST_RETRACT": "1",
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8",
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""What SGLang reads while it is imported. A request is retracted every third step, needed or not;
-requests are let in as if they would get eight more tokens; nothing is compiled."""
+"""SGLang reads these while it is imported. They make it retract a request every third step, let
+requests in as if they would get only eight more tokens, and compile nothing."""
 
 
 @final
 @dataclass(frozen=True)
 class EngineRun:
-    """An engine that has ended: each step's result, what the plugins saw, its log, its exit."""
+    """An engine that has ended: each step's result, the plugins' events, its log, its exit code."""
 
     results: Sequence[Any]
     events: Sequence[Mapping[str, Any]]
@@ -81,12 +81,12 @@ class EngineRun:
     exit_code: int
 
     def events_of(self, event: str, prefix: str = "") -> list[Mapping[str, Any]]:
-        """The events of a kind, for requests whose id begins so."""
+        """Returns the events of a kind, for requests whose id begins with `prefix`."""
         named = [event_line for event_line in self.events if event_line["event"] == event]
         return [event_line for event_line in named if event_line.get("rid", "").startswith(prefix)]
 
     def log_lines(self, *words: str) -> list[str]:
-        """The log's lines with all these words in them."""
+        """Returns the log's lines that contain all these words."""
         return [line for line in self.log.splitlines() if all(word in line for word in words)]
 
 
@@ -101,12 +101,12 @@ def run_engine(
     timeout_s: float = 240,
     **environment: str,
 ) -> EngineRun:
-    """Runs an engine through the steps of engine_run.py, in a process group of its own.
+    """Runs an engine through the steps of engine_run.py, in its own process group.
 
-    `model` is a folder with one, or the config.json of one whose weights SGLang makes up. The
-    engine's processes are forked from one that all engines share, or all started anew, as SGLang
-    does it, if `is_spawned`; the variables of IMPORTED can be set for these alone.
-    Raises TimeoutError after `timeout_s`, and has killed that group by then.
+    `model` is a folder with a model, or a config.json for which SGLang makes random weights. The
+    engine's processes are forked from a process that all engines share. If `is_spawned`, they are
+    started anew, as SGLang does it, and only then the variables of IMPORTED can be set.
+    Raises TimeoutError after `timeout_s`, and has killed the group by then.
     """
     assert is_spawned or not IMPORTED.keys() & environment.keys(), "SGLang has read these by then"
     if not isinstance(model, Path):
@@ -137,7 +137,7 @@ def run_engine(
 
 @final
 class _Host:
-    """The process that engines are forked from, engine_host.py."""
+    """The process of engine_host.py, from which engines are forked."""
 
     def __init__(self) -> None:
         paths = [str(HERE.parent / "stand_ins"), os.environ.get("PYTHONPATH", "")]
@@ -152,10 +152,10 @@ class _Host:
         )
 
     def run(self, wanted: Mapping[str, Any], timeout_s: float) -> int:
-        """The engine's exit code. What takes too long, or is interrupted, ends with all its own."""
+        """Runs an engine and returns its exit code. A late or interrupted engine is killed."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
-        group = self._answer(200)  # when it has imported SGLang
+        group = self._answer(200)  # the answer comes after the process has imported SGLang
         try:
             return self._answer(timeout_s)
         except BaseException:
@@ -174,7 +174,7 @@ class _Host:
         return int(line)
 
     def close(self) -> None:
-        """Its input ends, and so does it."""
+        """Closes the process's input, which ends it."""
         self._process.communicate()
 
 

@@ -1,17 +1,17 @@
 """Starts engines, each in a process forked from this one, which has imported SGLang already.
 
-    python engine_host.py
+  python engine_host.py
 
-Reads a line of JSON for each engine:
+It reads a line of JSON for each engine:
 
-    {"run": arguments of engine_run.main, "log": a path, "environment": {name: value},
-     "plugins": their folders, "is_spawned": whether its processes begin with nothing}
+  {"run": arguments of engine_run.main, "log": a path, "environment": {name: value},
+   "plugins": their folders, "is_spawned": whether its processes are started anew}
 
-and answers with two lines: the engine's process id, which is its group's as well, and at its end
-its exit code. Ends with its input.
+It answers with two lines: the engine's process id, which is also its group's, and at its end the
+exit code. It ends when its input ends.
 
-To import SGLang takes Python seconds, and an engine is three processes. So what SGLang reads of the
-environment while it is imported is the same for all engines that aren't spawned.
+Importing SGLang takes Python seconds, and an engine has three processes. So SGLang reads the same
+environment, while it is imported, for all engines that aren't spawned.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import engine_run
 
 
 def main() -> None:
-    """One engine after the other."""
+    """Runs one engine after the other."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SGLang prints is no answer
+    os.dup2(2, 1)  # output of SGLang must not be read as an answer
     multiprocessing.set_start_method("fork")
     _import_all()
     for line in sys.stdin:
@@ -56,7 +56,7 @@ def _run(wanted: dict[str, Any]) -> None:
     os.dup2(log, 2)
     sys.path[:0] = wanted["plugins"]
     os.environ.update(wanted["environment"])
-    # SGLang would have all processes spawned.
+    # Without this, SGLang would have all processes spawned.
     forked = mock.patch.object(multiprocessing, "set_start_method")
     with nullcontext() if wanted["is_spawned"] else forked:
         engine_run.main(*wanted["run"])

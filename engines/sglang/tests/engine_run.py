@@ -1,9 +1,9 @@
-"""Runs a real SGLang engine through a scenario, in a process of its own.
+"""Runs a real SGLang engine through a scenario, in its own process.
 
-    python engine_run.py scenario.json results.json
+  python engine_run.py scenario.json results.json
 
-A scenario is {"server": arguments of sglang.Engine, "steps": [[name, argument], …]}; the results
-are a list, one entry a step.
+A scenario is {"server": arguments of sglang.Engine, "steps": [[name, argument], …]}. The results
+are a list with an entry for each step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 async def _answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return dict(await engine.async_generate(**request))
-    except ValueError as error:  # SGLang's, for a request that it aborts with an error's code
+    except ValueError as error:  # SGLang raises it for a request that it aborts with an error
         return {"error": str(error)}
 
 
 async def generate(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All requests at once; their answers."""
+    """Asks all requests at once, and returns their answers."""
     return list(await asyncio.gather(*(_answer(engine, request) for request in requests)))
 
 
 async def alone(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One request after the other, each without a cached prefix; their answers."""
+    """Asks one request after the other without a cached prefix, and returns the answers."""
     answers = []
     for request in requests:
         answers += await generate(engine, [request])
@@ -37,7 +37,7 @@ async def alone(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, A
 
 
 async def sample(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """All requests at once; then what the model says of each answer as part of a prompt."""
+    """Asks all requests at once, then scores each answer as a part of a prompt."""
     answers = await generate(engine, requests)
     prompts = [
         {
@@ -52,7 +52,7 @@ async def sample(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def prolong(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """All requests at once; then each with half of its answer in its prompt, which is cached."""
+    """Asks all requests at once, then each with half of its answer in its cached prompt."""
     answers = await generate(engine, requests)
     halves = []
     for request, answer in zip(requests, answers, strict=True):
@@ -69,7 +69,7 @@ async def prolong(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]
 
 
 async def leave(engine: Any, requests: list[dict[str, Any]]) -> None:
-    """Starts requests, and waits only until they are under way: the engine shuts down on them."""
+    """Starts requests, but doesn't wait for their answers: the engine shuts down meanwhile."""
     tasks = [asyncio.create_task(engine.async_generate(**request)) for request in requests]
     await asyncio.sleep(0.5)
     for task in tasks:
@@ -78,12 +78,12 @@ async def leave(engine: Any, requests: list[dict[str, Any]]) -> None:
 
 
 async def rest(engine: Any, seconds: float) -> None:
-    """Nothing for a while, so that the scheduler is idle."""
+    """Does nothing for a while, so that the scheduler is idle."""
     await asyncio.sleep(seconds)
 
 
 async def ask(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """All requests at once, and how each of them ended: its tokens, or SGLang's error."""
+    """Asks all requests at once, and returns for each its answer or SGLang's error."""
     tasks = {
         request["rid"]: asyncio.create_task(engine.async_generate(**request))
         for request in requests
@@ -96,7 +96,7 @@ async def ask(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def metrics(engine: Any, _: None) -> str:
-    """What the server's endpoint for Prometheus would say."""
+    """Returns the text of the server's endpoint for Prometheus."""
     from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
     registry = CollectorRegistry()
@@ -110,7 +110,7 @@ STEPS = {
 
 
 def main(scenario_path: str, results_path: str) -> None:
-    """Runs the scenario; the engine is shut down whatever happens."""
+    """Runs the scenario, and shuts the engine down in any case."""
     import sglang
 
     scenario = json.loads(Path(scenario_path).read_text())

@@ -1,4 +1,4 @@
-"""What the engines of test_ordinary_server are asked, and how they are set up."""
+"""The requests and the setup of the engines in test_ordinary_server.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIGHT_SERVER = {
     "random_seed": 1,
     "log_level": "debug",
 }
-"""Its pool has room for about three of the requests below, and SGLang lets in more than that."""
+"""The pool has room for about three of the requests below, and SGLang lets in more of them."""
 
 ENVIRONMENT = {
     "KVTIDE_SGLANG": "strict",
@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    # Of a recurrent state; else an answer depends on where a prefill ended.
+    # For recurrent state: otherwise an answer depends on where a prefill ended.
     "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
 
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "cohere2",
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
-        # With these SGLang gives a model it doesn't know for it a pool for the window's layers.
+        # With these SGLang gives an unknown model a pool for the window's layers.
         "is_hybrid_swa": True,
         "hybrid_layer_pattern": [1, 0],
     },
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"],
     },
 }
-"""Of two layers each, by what is special about their KV."""
+"""Models of two layers, by what is special about their KV."""
 
 FOR_SGLANG: dict[str, dict[str, Any]] = {
     "latents": {
@@ -80,7 +80,7 @@ FOR_SGLANG: dict[str, dict[str, Any]] = {
         },
     }
 }
-"""What SGLang wants to find in a model's config.json, and transformers doesn't write."""
+"""Fields that SGLang needs in a model's config.json, and transformers doesn't write."""
 
 ADAPTERS = ("left", "right")
 """LoRA adapters of the model "llama"."""
@@ -89,7 +89,7 @@ ADAPTERS = ("left", "right")
 def requests(
     count: int, new_tokens: int, prefix: str = "r", *, prompt_tokens: int = 20, **parameters: Any
 ) -> list[dict[str, Any]]:
-    """Requests of slightly different lengths, greedy if nothing else is asked for."""
+    """Makes requests of slightly different lengths; they are greedy by default."""
     random = Random(5)
     return [
         {
@@ -105,7 +105,7 @@ def requests(
 
 
 def make_model(folder: Path, name: str) -> None:
-    """One of MODELS, with random weights, always the same ones."""
+    """Makes a model of MODELS with random weights, which are always the same."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,7 +117,7 @@ def make_model(folder: Path, name: str) -> None:
 
 
 def make_adapter(folder: Path, seed: int) -> None:
-    """A LoRA adapter for "llama" as peft saves it, random, and large enough to change answers."""
+    """Makes a random LoRA adapter for "llama" as peft saves it, large enough to change answers."""
     import torch
     from safetensors.torch import save_file
 
@@ -138,7 +138,7 @@ def make_adapter(folder: Path, seed: int) -> None:
 
 
 def adapted(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """These requests, by their numbers, without an adapter, with the left one, with the right."""
+    """Gives the requests in turn no adapter, the left one, and the right one."""
     names = (None, *ADAPTERS)
     return [{**request, "lora_path": names[int(request["rid"][-1]) % 3]} for request in requests]
 
@@ -160,7 +160,7 @@ def run_ordinary(
     more_plugins: Sequence[str] = (),
     **environment: str,
 ) -> Served:
-    """Runs an ordinary server with kvtide, watched, through named steps of engine_run.py."""
+    """Runs an ordinary server with kvtide and the watcher through named steps of engine_run.py."""
     run = run_engine(
         folder,
         {**TIGHT_SERVER, **server},

@@ -1,4 +1,4 @@
-"""As much of a scheduler, and of kvtide's keeper, as a shelf of saved requests needs."""
+"""Fakes of a scheduler and of a keeper, with all that a shelf of saved requests needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtide.plugin.sglang.ordinary.shelf import Shelf
 
 
 class Req:
-    """As much of SGLang's as the shelf looks at."""
+    """A request with all that the shelf reads of SGLang's."""
 
     def __init__(self, rid: str, priority: int = 0, **changed: Any) -> None:
         self.rid = rid
@@ -25,12 +25,12 @@ class Req:
         self.__dict__.update(changed)
 
     def finished(self) -> bool:
-        """Whether its last token has been sampled, and SGLang hasn't taken it out yet."""
+        """Returns whether the last token has been sampled; SGLang removes the request later."""
         return self.is_finished
 
 
 class Scheduler:
-    """As much of SGLang's as the shelf looks at."""
+    """A scheduler with all that the shelf reads of SGLang's."""
 
     def __init__(self, *waiting: Req, **changed: Any) -> None:
         self.waiting_queue = list(waiting)
@@ -39,7 +39,7 @@ class Scheduler:
         self.tree_cache = object()
         self.enable_priority_scheduling = False
         self.enable_overlap = self.enable_lora = False
-        self.policy = SimpleNamespace(priority_sign=-1)  # the greater, the better
+        self.policy = SimpleNamespace(priority_sign=-1)  # a greater number comes first
         self.grammar_manager: Any = SimpleNamespace(has_waiting_grammars=lambda: False)
         self._add_request_to_queue: Any = None
         self.result_queue: deque[tuple[Any, Any]] = deque()
@@ -47,12 +47,12 @@ class Scheduler:
         self.__dict__.update(changed)
 
     def get_num_allocatable_reqs(self, size: int, running_batch: Any) -> int:
-        """Eight at a time."""
+        """Allows eight requests at a time."""
         return 8 - size
 
 
 class Batch:
-    """A running batch, of requests without a recurrent state."""
+    """A running batch of requests without recurrent state."""
 
     mamba_track_mask_cpu: Any = None
     tree_cache: Any = None
@@ -61,16 +61,16 @@ class Batch:
         self.reqs = list(reqs)
 
     def is_empty(self) -> bool:
-        """Whether nobody is in it."""
+        """Returns whether the batch has no requests."""
         return not self.reqs
 
     def merge_batch(self, other: Batch) -> None:
-        """Takes another's requests in."""
+        """Takes over another batch's requests."""
         self.reqs += other.reqs
 
 
 class FakeKeeper:
-    """Notes what it is asked, and raises what it is told to."""
+    """Records its calls, and raises the error that is set."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -83,24 +83,24 @@ class FakeKeeper:
         return rid
 
     def save(self, req: Req) -> str:
-        """The backup is the request's id."""
+        """Returns the request's id as the backup."""
         return self._do("save", req.rid)
 
     def restore(self, req: Req, backup: str) -> None:
-        """Nothing moves."""
+        """Records the call; nothing moves."""
         self._do("restore", backup)
 
     def decline(self) -> None:
-        """Counted elsewhere."""
+        """Records the call."""
         self.calls.append("decline")
 
     def discard(self, backup: str) -> None:
-        """Nothing is freed."""
+        """Records the call; nothing is freed."""
         self._do("discard", backup)
 
 
 def shelved(scheduler: Scheduler, *saved: Req) -> tuple[Shelf, FakeKeeper]:
-    """The scheduler's shelf, found by the hooks, with the backups of some of the waiting."""
+    """Makes the scheduler's shelf, which the hooks find, with backups of some waiting requests."""
     keeper = FakeKeeper()
     shelf = Shelf(scheduler, keeper)  # type: ignore[arg-type]
     shelving._SHELVES[scheduler] = shelf

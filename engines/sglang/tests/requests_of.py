@@ -1,4 +1,4 @@
-"""Requests as SGLang's scheduler has them, as far as kvtide looks at them, over a real pool."""
+"""Requests and a scheduler over a real pool, with all that kvtide reads of SGLang's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Config = Callable[..., None]
 
 
 class ReqKvInfo:
-    """What SGLang's Req.kv says of a request's memory."""
+    """Stands for SGLang's Req.kv, which describes a request's memory."""
 
     def __init__(self, row: int, mamba: int | None) -> None:
         self.req_pool_idx = row
@@ -38,7 +38,7 @@ class ReqKvInfo:
 
 
 class Req:
-    """A request with so many tokens, of which the last one has no KV yet."""
+    """A request with `seqlen` tokens, of which the last one has no KV yet."""
 
     def __init__(self, rid: str, seqlen: int, row: int = 1, mamba: int | None = None) -> None:
         self.rid = rid
@@ -48,7 +48,7 @@ class Req:
 
 
 class ReqToTokenPool:
-    """Which slots a request has, [row, token]."""
+    """The slots of each request, [row, token]."""
 
     def __init__(self) -> None:
         self.req_to_token = torch.full((8, 256), -1, dtype=torch.int32)
@@ -59,7 +59,7 @@ class ReqToTokenPool:
 
 
 class Scheduler:
-    """SGLang's, with what kvtide asks of it; `more` are further attributes."""
+    """A scheduler with all that kvtide reads of SGLang's; `more` are further attributes."""
 
     def __init__(self, allocator: Any, request_pool: Any, **more: Any) -> None:
         self.token_to_kv_pool_allocator = allocator
@@ -73,7 +73,7 @@ class Scheduler:
 
 
 class SchedulerMetricsCollectorContext:
-    """That of a server without --enable-metrics."""
+    """The metrics of a server without --enable-metrics."""
 
     current_scheduler_metrics_enabled = False
     collector = None
@@ -91,11 +91,11 @@ class Place:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Of all layers, [slot, head, head_dim]."""
+        """The buffers of all layers, [slot, head, head_dim]."""
         return [*self.pool.k_buffer, *self.pool.v_buffer]
 
     def admit(self, rid: str, seqlen: int, row: int = 1, **more: Any) -> Req:
-        """A request with slots of its own for all but its last token."""
+        """Makes a request with its own slots for all but its last token."""
         req = Req(rid, seqlen, row, **more)
         self.request_pool.place(req, self.allocator.alloc(seqlen - 1))
         return req
@@ -106,23 +106,23 @@ class Place:
         self.request_pool.place(req, self.allocator.alloc(req.seqlen - 1))
 
     def rows_of(self, req: Req) -> list[torch.Tensor]:
-        """What its slots hold, a copy."""
+        """Copies the content of the request's slots."""
         row = self.request_pool.req_to_token[req.kv.req_pool_idx, : req.seqlen - 1].long()
         return [buffer[row].clone() for buffer in self.buffers]
 
     def poison(self) -> None:
-        """Other bytes everywhere."""
+        """Writes other bytes everywhere."""
         for buffer in self.buffers:
             buffer.fill_(777.0)
 
 
 def same(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> bool:
-    """Whether all of them have the same bytes."""
+    """Returns whether all tensors have the same bytes."""
     return all(same_bytes(tensor, other) for tensor, other in zip(expected, actual, strict=True))
 
 
 def raising(error: Exception) -> Any:
-    """A function that raises it, whatever it is called with."""
+    """Makes a function that only raises the error."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -131,7 +131,7 @@ def raising(error: Exception) -> Any:
 
 
 def config(**fields: Any) -> Mapping[str, Any]:
-    """Of disaggregated serving, as SGLang's get_disagg has it."""
+    """Returns the settings of disaggregated serving, as SGLang's get_disagg does."""
     values = {
         "disaggregation_mode": "decode",
         "disaggregation_decode_retraction_backup": "cpu_tensor",
@@ -150,12 +150,12 @@ def keeper_over(
     window_tokens: int | None = None,
     **more: Any,
 ) -> Keeper:
-    """A keeper of the allocator's pool, as a scheduler with that request pool has it."""
+    """Makes a keeper of the allocator's pool, as in a scheduler with that request pool."""
     subject = Subject.in_scheduler(allocator, request_pool, window_tokens)
     return open_keeper(subject, draft_pools, settings, **more)
 
 
 def keeper_of(attachment: Attachment) -> Keeper:
-    """The keeper that is there."""
+    """Returns the attachment's keeper, which must exist."""
     assert attachment.keeper is not None
     return attachment.keeper

@@ -1,8 +1,8 @@
-"""Round trips of the NPU's pools on a simulated NPU. Run as a script.
+"""Round trips of the NPU's pools on a simulated NPU. Run this as a script.
 
 `python simulated_npu.py SCHEDULE ...`, such as `lazy` or `random:1`, prints a line of JSON for each
-schedule and case: the schedule, the case's name, what SGLang alone made of it, what kvtide made of
-it, and what was wrong then.
+schedule and case: the schedule, the case's name, the result of SGLang alone, the result of kvtide,
+and what is wrong with it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import multiprocessing
 import sys
 
-# SGLang first: a torch that has an NPU would have it look for an NPU's kernels.
+# SGLang is imported first: with an NPU in torch it would look for an NPU's kernels.
 from kvtide.cli.simulated import simulate
 from kvtide.plugin.sglang.cases import ascend
 from kvtide.plugin.sglang.cases.round_trips import KvtideWay, Way, round_trip
 
 
 def run(schedule: str) -> None:
-    """All cases, under a schedule as `kvtide --schedule` takes it; the process has an NPU then."""
+    """Runs all cases in a schedule, named as for `kvtide --schedule`; the NPU stays installed."""
     simulate("npu", schedule)
     for case in ascend.cases("npu"):
         alone, through = round_trip(case, Way()), round_trip(case, KvtideWay())
@@ -27,7 +27,7 @@ def run(schedule: str) -> None:
 
 
 def run_each(schedules: list[str]) -> int:
-    """Each in a process of its own; gives how many of them failed."""
+    """Runs each schedule in its own process, and returns how many of them failed."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=run, args=(schedule,)) for schedule in schedules]
     for process in processes:

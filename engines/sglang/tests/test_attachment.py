@@ -1,4 +1,4 @@
-"""What kvtide finds out of a scheduler when it begins, and what it says of that in the log."""
+"""kvtide looks at a scheduler when it begins, and logs what it finds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytest_plugins = ["attached_case"]
 # ---- the beginning ---------------------------------------------------------------------
 
 
-def test_attaching_finds_out_what_is_refused(place: Place, configure: Config) -> None:
-    """By name, with the reason, and without an error."""
+def test_attaching_refuses_an_unknown_pool(place: Place, configure: Config) -> None:
+    """The refusal has the name and the reason, and no error is raised."""
     unknown = type("StrangeKVPool", (), {"device": "cpu"})()
     stranger = SimpleNamespace(get_kvcache=lambda: unknown)
     found = attach(Scheduler(stranger, place.request_pool), SETTINGS)
@@ -41,17 +41,17 @@ def test_attaching_finds_out_what_is_refused(place: Place, configure: Config) ->
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("moved"), AttributeError("gone")])
-def test_what_nobody_thought_of_is_a_refusal_too(
+def test_an_unexpected_error_is_a_refusal_too(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
-    """The server is SGLang's: it comes up."""
+    """The server must start, whatever happens to kvtide."""
     monkeypatch.setattr(attaching, "open_keeper", raising(failure))
     found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
     assert (None, f"{type(failure).__name__}: {failure}") == (found.keeper, found.refusal)
 
 
 def test_pipeline_stages_are_refused(place: Place, configure: Config) -> None:
-    """One of them could run out of arena alone."""
+    """One stage alone could run out of arena."""
     assert would_cover(place.request_pool, place.allocator)
     configure({**ALONE, "pp_size": 2})
     found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
@@ -70,13 +70,13 @@ def test_pipeline_stages_are_refused(place: Place, configure: Config) -> None:
         ({"tp_size": 2, "pp_size": 3, "nnodes": 4}, 2),
     ],
 )
-def test_the_ranks_of_a_host(parallel: dict[str, Any], count: int) -> None:
-    """Replicas are further ranks, unless attention alone is in data parallel."""
+def test_the_ranks_of_a_host_are_counted(parallel: dict[str, Any], count: int) -> None:
+    """Replicas are further ranks, unless only attention is data parallel."""
     assert count == rank_count(SimpleNamespace(**{**ALONE, **parallel}))
 
 
-def test_draft_pools_are_the_draft_runners_own(place: Place) -> None:
-    """Once each, without those that are the target's; recurrent state of their own, too."""
+def test_draft_pools_are_found_once(place: Place) -> None:
+    """Pools that are the target's don't count; the draft's own recurrent state does."""
     draft = Place()
     names = ("BaseSpecWorker", "ModelRunner", "HybridReqToTokenPool")
     kinds = {name: type(name, (), {}) for name in names}
@@ -99,8 +99,8 @@ def test_draft_pools_are_the_draft_runners_own(place: Place) -> None:
     assert [] == draft_pools(Scheduler(place.allocator, place.request_pool))
 
 
-def test_the_keeper_asks_whose_results_are_on_their_way(configure: Config) -> None:
-    """Of the scheduler that it is attached to."""
+def test_the_keeper_asks_whose_results_are_pending(configure: Config) -> None:
+    """It asks the scheduler to which it is attached."""
     configure()
     place, seen = Place(), list[Any]()
     with pytest.MonkeyPatch.context() as patch:
@@ -122,10 +122,10 @@ def test_the_keeper_asks_whose_results_are_on_their_way(configure: Config) -> No
         (10, {"disaggregation_mode": "null"}, False, 10),
     ],
 )
-def test_a_window_is_as_long_as_a_resumed_requests(
+def test_a_window_is_as_long_as_that_of_a_resumed_request(
     configure: Config, size: int | None, disagg: dict[str, Any], is_shared: bool, count: int | None
 ) -> None:
-    """With a prefix cache slots begin at an earlier page: SGLang's, and those that kvtide takes."""
+    """With a prefix cache slots begin at an earlier page, in SGLang and in kvtide."""
     configure(**disagg)
     place, seen = Place(page_size=16), list[int | None]()
 
@@ -152,7 +152,7 @@ def test_a_window_is_as_long_as_a_resumed_requests(
         ({"disaggregation_mode": "null"}, Settings(is_colocated=True), True),
     ],
 )
-def test_only_a_server_that_saves_is_attached(
+def test_only_servers_that_save_are_attached(
     place: Place,
     configure: Config,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,7 +160,7 @@ def test_only_a_server_that_saves_is_attached(
     settings: Settings,
     is_needed: bool,
 ) -> None:
-    """A decode server, one that may become one, or one that was asked to."""
+    """kvtide attaches to decode servers, to servers that may become one, and if it is asked to."""
     configure(**disagg)
     monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: [])
     seen: list[Scheduler] = []
@@ -171,7 +171,7 @@ def test_only_a_server_that_saves_is_attached(
 
 
 @pytest.mark.parametrize("mode", ["on", "strict"])
-def test_strict_turns_what_is_wrong_into_an_error(
+def test_strict_turns_a_refusal_into_an_error(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
     """SGLang ends a server whose scheduler can't be made."""
@@ -190,7 +190,7 @@ def test_strict_turns_what_is_wrong_into_an_error(
 def test_an_error_in_the_self_check_does_not_stop_a_server(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Unless it was to be strict."""
+    """Under strict it does."""
     monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: [])
     monkeypatch.setattr(hooks, name, raising(ValueError("cell is empty")))
     made = Scheduler(place.allocator, place.request_pool)
@@ -227,7 +227,7 @@ def test_one_line_says_what_is_covered_or_why_not(
     level: int,
     said: str,
 ) -> None:
-    """A warning where something is wrong, which is given back as well."""
+    """A problem is a warning, and the function returns it as well."""
     configure(disaggregation_decode_retraction_backup=backend)
     caplog.set_level(logging.INFO)
     told = Attachment(attachment.scheduler, SETTINGS, attachment.keeper, refusal)
@@ -241,10 +241,10 @@ def test_one_line_says_what_is_covered_or_why_not(
     assert (level == logging.WARNING) == bool(wrong)
 
 
-def test_one_rank_speaks_for_those_in_step_with_it(
+def test_one_rank_logs_for_the_ranks_in_step_with_it(
     attachment: Attachment, configure: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each says what is wrong with itself."""
+    """Each rank logs its own problems."""
     configure({**ALONE, "attn_tp_rank": 1})
     caplog.set_level(logging.INFO)
     status_line.report(attachment, [])
@@ -253,10 +253,10 @@ def test_one_rank_speaks_for_those_in_step_with_it(
     assert 1 == len(caplog.records)
 
 
-def test_a_draft_that_is_left_out_is_a_warning(
+def test_a_warning_names_a_draft_that_is_not_covered(
     attachment: Attachment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With what is covered all the same."""
+    """The line also says what is covered."""
     keeper_of(attachment).draft_refusal = "StrangeDraftPool isn't known"
     assert "the draft model's KV isn't kept" in status_line.report(attachment, [])
     (record,) = caplog.records
@@ -281,7 +281,7 @@ def test_an_arena_without_room_for_anything_is_a_warning(
     is_v4: bool,
     fate: str,
 ) -> None:
-    """KVTIDE_HOST_MEMORY=0 isn't how kvtide is turned off."""
+    """KVTIDE_HOST_MEMORY=0 doesn't turn kvtide off."""
     name = "sglang.srt.mem_cache.common.dsv4_needs_rebootstrap"
     hooked = partial(hooks.dsv4_needs_rebootstrap, lambda allocator: is_v4)
     monkeypatch.setattr(name, hooked)
@@ -310,7 +310,7 @@ def test_unknown_variables_are_a_warning_of_the_first_rank(
 def test_an_ordinary_servers_line_names_no_backend(
     attachment: Attachment, configure: Config, caplog: pytest.LogCaptureFixture, backend: str | None
 ) -> None:
-    """It has none, whatever the setting says, and aborts nothing."""
+    """It has no backend, whatever the setting says, and it aborts nothing."""
     configure(disaggregation_mode="null", disaggregation_decode_retraction_backup=backend)
     caplog.set_level(logging.INFO)
     assert "" == status_line.report(attachment, [])
@@ -331,7 +331,7 @@ def test_an_ordinary_servers_line_names_no_backend(
 def test_a_server_with_nothing_to_do_says_why(
     configure: Config, caplog: pytest.LogCaptureFixture, mode: str, said: str
 ) -> None:
-    """An ordinary one says what would give it something."""
+    """An ordinary server's line names the setting that would give kvtide something to do."""
     configure(disaggregation_mode=mode)
     caplog.set_level(logging.INFO)
     assert "" == status_line.report(None, [])
@@ -341,7 +341,7 @@ def test_a_server_with_nothing_to_do_says_why(
 def test_metrics_that_fail_cost_only_the_metrics(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start, and in the middle of a move."""
+    """They may fail at the start or in the middle of a move."""
     with monkeypatch.context() as patch:
         patch.setattr(attaching, "metrics_of", raising(ValueError("Duplicated timeseries")))
         found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
@@ -358,10 +358,10 @@ def test_metrics_that_fail_cost_only_the_metrics(
     found.close()
 
 
-def test_an_sglang_that_has_moved_things_is_left_alone(
+def test_an_sglang_with_renamed_attributes_is_left_alone(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has another name now would be left out, and nobody would notice."""
+    """An attribute with another name would be left out of snapshots, and nobody would notice."""
     monkeypatch.setattr(attaching, "refuse_if_moved", raising(Refused("SGLang 9 lacks X.y")))
     found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
     assert (None, "SGLang 9 lacks X.y") == (found.keeper, found.refusal)

@@ -1,4 +1,4 @@
-"""Every class of pools that the installed SGLang has."""
+"""kvtide knows every class of pools in the installed SGLang."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvtide.plugin.source import Source
 
 @pytest.fixture(scope="module")
 def found() -> list[PoolClass]:
-    """All classes of the SGLang in this environment."""
+    """All classes of pools of the installed SGLang."""
     return known_classes()
 
 
 def test_no_class_of_pools_is_unknown(found: list[PoolClass]) -> None:
-    """Each is moved, refused for a reason, or part of one that is."""
+    """Each class is moved, refused with a reason, or a part of one that is moved."""
     unknown = [f"{kind.name} ({kind.file})" for kind in found if kind.verdict == "unknown"]
     assert not unknown, f"kvtide doesn't know {', '.join(unknown)}"
 
 
-def test_all_classes_that_kvtide_names_are_there(found: list[PoolClass]) -> None:
-    """A describer of a class that this SGLang hasn't would never be used."""
+def test_all_classes_that_kvtide_names_exist(found: list[PoolClass]) -> None:
+    """A describer of a class that SGLang lacks would never be used."""
     named = {*DESCRIBERS, *ABSTRACT, *WITHIN, *WITHIN.values()}
     assert set() == named - {kind.name for kind in found}
 
 
-def test_what_is_not_moved_says_why(found: list[PoolClass]) -> None:
-    """Whoever reads the list has nothing else to go by."""
+def test_classes_that_are_not_moved_have_a_reason(found: list[PoolClass]) -> None:
+    """A reader of the list has no other explanation."""
     silent = [kind.name for kind in found if kind.verdict != "known" and not kind.reason]
     assert [] == silent
 
@@ -62,7 +62,7 @@ class MHATokenToKVPool(memory_pool.MHATokenToKVPool):
 
 
 def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
-    """Whether it derives from a pool, at one remove or two, or makes copies by itself."""
+    """The class derives from a pool, directly or not, or has copy methods."""
     for name, text in POOLS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -79,8 +79,8 @@ def test_a_class_that_a_later_release_adds_is_unknown(tmp_path: Path) -> None:
     ] == unknown
 
 
-def test_each_class_is_at_home_where_this_sglang_has_it() -> None:
-    """And its name is there once: else it would be one of two."""
+def test_each_class_is_in_the_module_that_kvtide_expects() -> None:
+    """Its name appears once, or it would be ambiguous."""
     source = SGLANG.source()
     files = {name: [kind.file for kind in source.named(name)] for names in HOMES.values()
              for name in names}  # fmt: skip

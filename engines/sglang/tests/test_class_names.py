@@ -1,4 +1,4 @@
-"""Classes of SGLang's by module and name, and pools whose layers lack a tensor."""
+"""Classes of SGLang are known by module and name; pools that lack a layer's tensor are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvtide.plugin.sglang.pools.subject import Subject
 
 
 def case(name: str) -> Case:
-    """By its name."""
+    """Returns the case of that name."""
     return next(found for found in CASES if found.name == name)
 
 
 def disguise(thing: Any) -> None:
-    """Makes it one of another package's class of the same name, with a buffer more."""
+    """Gives the object a class of another package with the same name and another buffer."""
     kind = type(thing)
     more = {"__module__": "vendor.pools", "more": torch.zeros(4)}
     thing.__class__ = type(kind.__name__, (kind,), more)
@@ -43,8 +43,8 @@ HELD: dict[str, Callable[[Built], Any]] = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_a_class_of_another_package_is_none_of_sglangs(name: str) -> None:
-    """Whatever it is called: it may hold what isn't moved."""
+def test_a_class_of_another_package_is_unknown(name: str) -> None:
+    """Such a class may hold bytes that aren't moved, though it has the same name."""
     built = case(name).build()
     try:
         subject = Subject(built.pool, built.allocator, built.request_pool, built.window_tokens)
@@ -56,8 +56,8 @@ def test_a_class_of_another_package_is_none_of_sglangs(name: str) -> None:
         built.undo()
 
 
-def test_a_pool_of_kvtides_own_is_none_of_sglangs() -> None:
-    """Two of them have the names of SGLang's."""
+def test_a_pool_of_kvtide_is_unknown_in_sglang() -> None:
+    """Two of kvtide's pools have names of SGLang's."""
     pool = NPUMHATokenToKVPool(64, 4, torch.bfloat16, 1, 8, 1, "cpu", False)
     assert "kvtide.npu.mha.NPUMHATokenToKVPool" == name_of(pool)
     with pytest.raises(Refused, match=r"kvtide\.npu\.mha\.NPUMHATokenToKVPool isn't known"):
@@ -74,7 +74,7 @@ SHORT: dict[str, Callable[[Built], list[Any]]] = {
 
 @pytest.mark.parametrize("name", SHORT)
 def test_a_layer_without_one_of_its_tensors_is_refused(name: str) -> None:
-    """Three layers of keys and two of values: nobody knows which one's are missing."""
+    """With three layers of keys and two of values, nobody knows which values are missing."""
     built = case(name).build()
     SHORT[name](built).pop()
     with pytest.raises(Refused, match=r"a tensor of each kind, and the tensors are \{'k': \d, 'v'"):

@@ -1,4 +1,4 @@
-"""MiniCPM's compressed keys: what kvtide takes for them, against SGLang's own code."""
+"""MiniCPM's compressed keys: kvtide's description compared with SGLang's own code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = 40
 
 
 def entries_of(table: torch.Tensor, request: int, token_count: int, times: int = 1) -> Rows:
-    """Entries of 4 tokens every 2, or of so many times as many."""
+    """Returns a request's entries of 4 tokens every 2 tokens, or of `times` as many."""
     rule = EntriesOfRequest("k", table.shape[1], SIZE * times, STRIDE * times)
     flat = table.view(-1).numpy()
     maps = {"k": lambda ids: flat[ids], "request": lambda _: np.array([request])}
@@ -47,8 +47,8 @@ def entries_of(table: torch.Tensor, request: int, token_count: int, times: int =
 
 
 @pytest.mark.parametrize(("level", "times"), [("k1", 1), ("k2", 4)])
-def test_a_request_has_the_entries_that_sglang_gives_it(level: str, times: int) -> None:
-    """For each number of tokens, in the order of its table."""
+def test_a_request_has_the_entries_of_sglang(level: str, times: int) -> None:
+    """This holds for each number of tokens, in the order of the table."""
     requests = request_pool()
     _, allocator = mha(page_size=1)
     cache = attach(requests, allocator)
@@ -62,8 +62,8 @@ def test_a_request_has_the_entries_that_sglang_gives_it(level: str, times: int) 
         assert [*range(0, held * STRIDE * times, STRIDE * times)] == rows.tokens.tolist()
 
 
-def test_an_entry_that_the_request_has_no_slot_for_is_named() -> None:
-    """Slot 0 is the padding's, which belongs to nobody."""
+def test_an_entry_without_a_slot_is_named() -> None:
+    """Slot 0 is padding, which belongs to nobody."""
     table = torch.tensor([[0, 0, 0], [7, 0, 5]])
     with pytest.raises(SlotError, match="request 1 has no slot for entry 1 of 'k'"):
         entries_of(table, 1, 6)
@@ -71,13 +71,13 @@ def test_an_entry_that_the_request_has_no_slot_for_is_named() -> None:
 
 
 def test_more_entries_than_the_table_has_are_refused() -> None:
-    """They would be those of the next request."""
+    """They would be the next request's entries."""
     with pytest.raises(SlotError, match="10 tokens need 4 entries of 'k', whose table has 3"):
         entries_of(torch.ones(2, 3, dtype=torch.int32), 0, 10)
 
 
-def test_on_a_decode_server_there_would_be_nowhere_to_write_them() -> None:
-    """To its one request pool no such cache can be attached, and beside the other it is refused."""
+def test_a_decode_server_has_no_place_for_them() -> None:
+    """One of its request pools can't have such a cache, and kvtide refuses it beside the other."""
     pool, allocator = mha(page_size=1)
     plain = DecodeReqToTokenPool(4, 256, "cpu", False, pre_alloc_size=0)
     with pytest.raises(AttributeError, match="attach_aux_cache"):
@@ -100,7 +100,7 @@ def test_on_a_decode_server_there_would_be_nowhere_to_write_them() -> None:
 
 
 def test_no_decode_server_gives_slots_for_them() -> None:
-    """SGLang's prefill and its decode steps do, which a request that comes back is past."""
+    """SGLang does so in prefill and decode steps, but not for a request that comes back."""
     asking = [
         path.name for path in SRT.rglob("*.py") if ".alloc_aux_to_lengths(" in path.read_text()
     ]
@@ -108,7 +108,7 @@ def test_no_decode_server_gives_slots_for_them() -> None:
 
 
 def test_sglang_starts_no_decode_server_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor a prefill server. An ordinary one it does."""
+    """SGLang starts no prefill server with them either, but it starts ordinary servers."""
     from sglang.srt.arg_groups.model_overrides import minicpm
 
     monkeypatch.setattr(minicpm, "resolving_view", lambda arguments: arguments)
@@ -130,7 +130,7 @@ def test_sglang_starts_no_decode_server_with_them(monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_cache_beside_the_pool_is_refused_by_name() -> None:
-    """It may hold anything."""
+    """Such a cache may hold anything."""
     pool, allocator = mha(page_size=1)
     requests = request_pool()
     requests.attach_aux_cache(object())
@@ -138,8 +138,8 @@ def test_another_cache_beside_the_pool_is_refused_by_name() -> None:
         describe(Subject(pool, allocator, requests))
 
 
-def test_keys_that_have_scales_are_refused() -> None:
-    """SGLang's kernel reads and writes keys, and knows of no scales."""
+def test_keys_with_scales_are_refused() -> None:
+    """SGLang's kernel reads and writes keys, but no scales."""
     pool, allocator = mha(page_size=1, kind=memory_pool.MHATokenToKVPoolFP4)
     requests = request_pool()
     attach(requests, allocator)
@@ -147,8 +147,8 @@ def test_keys_that_have_scales_are_refused() -> None:
         describe(Subject(pool, allocator, requests))
 
 
-def test_a_table_that_isnt_there_is_named() -> None:
-    """As in a later SGLang, which may call it otherwise."""
+def test_a_missing_table_is_named() -> None:
+    """A later SGLang may name it otherwise."""
     pool, allocator = mha(page_size=1)
     requests = request_pool()
     attach(requests, allocator)
@@ -157,13 +157,14 @@ def test_a_table_that_isnt_there_is_named() -> None:
         describe(Subject(pool, allocator, requests))
 
 
-# ---- a request's whole way, with what reads and writes these keys ----------------------
+# ---- a request's steps, with what reads and writes these keys --------------------------
 
 
 def compress(keys: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor, times: int) -> Any:
-    """As SGLang's kernel in a step of which the last of `tokens` is new: the entries that it reads.
+    """Does what SGLang's kernel does in a step whose new token is the last of `tokens`.
 
-    Old ones lie in the slots of the table, [entry], and new ones are written there.
+    It returns the entries that the step reads. Old entries are in the slots of the table, [entry],
+    and new entries are written there.
     """
     size, stride = SIZE * times, STRIDE * times
     old, total = (max(0, (count - size) // stride + 1) for count in (len(tokens) - 1, len(tokens)))
@@ -176,13 +177,13 @@ def compress(keys: torch.Tensor, tokens: torch.Tensor, table: torch.Tensor, time
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6, 9])
-def test_compression_is_what_sglangs_kernel_does(
+def test_compression_does_what_sglangs_kernel_does(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """By Triton's interpreter: what it reads, and all that it leaves behind."""
+    """Triton's interpreter runs the kernel: results and all written bytes are equal."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tl = importlib.import_module("triton.language")
-    # Imported without that variable, it would be compiled.
+    # Without that variable set at import, the kernel would be compiled.
     monkeypatch.setattr(tl, "zeros", lambda shape, dtype: tl.full(shape, 0, dtype))
     path = SRT / "layers/attention/minicpm/sparse_kernels.py"
     spec = importlib.util.spec_from_file_location("sparse_kernels", path)
@@ -205,7 +206,7 @@ def test_compression_is_what_sglangs_kernel_does(
 
 @final
 class Server:
-    """An ordinary server's pools, and its requests' steps as far as keys are concerned."""
+    """An ordinary server's pools, and its requests' steps as far as keys matter."""
 
     def __init__(self) -> None:
         self.pool, self.token_to_kv_pool_allocator = mha(page_size=1, dtype=torch.float32)
@@ -218,21 +219,21 @@ class Server:
         self.keeper = keeper_over(allocator, self.req_to_token_pool, [], settings)
 
     def supports_mamba(self) -> bool:
-        """The prefix cache has no states."""
+        """Returns False: the prefix cache has no states."""
         return False
 
     def supports_prefix_sharing(self) -> bool:
-        """Nor anything else: SGLang turns it off for such models."""
+        """Returns False: SGLang turns the prefix cache off for such models."""
         return False
 
     def admit(self, rid: str) -> Any:
-        """A request without tokens."""
+        """Makes a request without tokens."""
         req = SimpleNamespace(rid=rid, seqlen=1, kv=ReqKvInfo(), is_dllm=lambda: False)
         self.req_to_token_pool.alloc([req])
         return req
 
     def step(self, req: Any) -> list[torch.Tensor]:
-        """One more token, whose keys follow from its place: the entries that the step reads."""
+        """Adds a token, whose keys follow from its place, and returns the entries that are read."""
         count, requests = req.seqlen, self.req_to_token_pool
         slot, row = self.token_to_kv_pool_allocator.alloc(1), req.kv.req_pool_idx
         requests.write((row, slice(count - 1, count)), slot)
@@ -249,13 +250,13 @@ class Server:
         return seen
 
     def retract(self, req: Any) -> None:
-        """Its slots are free."""
+        """Frees the request's slots and row."""
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.seqlen - 1]
         self.token_to_kv_pool_allocator.free(row.long())
         self.req_to_token_pool.free(req)
 
     def free_counts(self) -> tuple[int, int, int]:
-        """Slots of tokens, rows, and slots of compressed keys that nobody has."""
+        """Returns the free slots of tokens, free rows, and free slots of compressed keys."""
         slots = self.token_to_kv_pool_allocator.available_size()
         return slots, self.req_to_token_pool.available_size(), len(self.cache.free_slots)
 
@@ -270,7 +271,7 @@ def _int32(*numbers: int) -> torch.Tensor:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """Without requests, and in the end without backups."""
+    """A server without requests, which must have no backups in the end."""
     made = Server()
     yield made
     assert 0 == made.keeper.arena.used_bytes
@@ -278,10 +279,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("token_count", [3, 4, 17, 24, 40])
-def test_a_request_that_was_retracted_reads_what_another_would(
-    server: Server, token_count: int
-) -> None:
-    """In each of its steps, of which some make new entries."""
+def test_a_retracted_request_reads_the_same_keys(server: Server, token_count: int) -> None:
+    """Each later step reads the same entries, and some steps make new ones."""
     control = Server()
     req, never = server.admit("a"), control.admit("a")
     for _ in range(token_count):
@@ -300,8 +299,8 @@ def test_a_request_that_was_retracted_reads_what_another_would(
     control.keeper.close()
 
 
-def test_what_comes_back_takes_and_gives_as_many_slots_as_before(server: Server) -> None:
-    """Those that a step finds, and no more."""
+def test_a_request_that_comes_back_uses_as_many_slots_as_before(server: Server) -> None:
+    """It gets exactly the slots that a step needs."""
     before = server.free_counts()
     req = server.admit("a")
     for _ in range(TOKENS):
@@ -320,7 +319,7 @@ def test_what_comes_back_takes_and_gives_as_many_slots_as_before(server: Server)
 def test_without_slots_for_them_a_request_waits(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives back what it took."""
+    """The request gives its other slots back."""
     req = server.admit("a")
     for _ in range(TOKENS):
         server.step(req)

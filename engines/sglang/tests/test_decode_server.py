@@ -1,7 +1,7 @@
-"""A real decode server that retracts requests, with kvtide found by SGLang as an installed plugin.
+"""A real decode server that retracts requests; SGLang finds kvtide as an installed plugin.
 
-The engines are slow to start, so each runs through all that it can show; see meddler/ for what
-happens to whom, and watcher/ for the second pair of eyes.
+The engines start slowly, so each runs through many scenarios. meddler/ decides what happens to
+which request, and watcher/ compares bytes independently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEW_TOKENS = 24
 
 
 def ask(rid: str, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
-    """A request of five tokens for so many more."""
+    """Makes a request of five tokens for `new_tokens` more."""
     return {
         "rid": rid,
         "input_ids": [5, 6, 7, 8, 9],
@@ -30,34 +30,34 @@ def ask(rid: str, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
 
 
 def three(prefix: str) -> list[dict[str, Any]]:
-    """Three of them that run side by side."""
+    """Makes three requests, which run together."""
     return [ask(f"{prefix}-{number}") for number in range(3)]
 
 
 @pytest.fixture(scope="module")
 def forced(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    """SGLang retracts a request in each step with more than one of them."""
+    """A run in which SGLang retracts a request in each step that has more than one."""
     steps: list[tuple[str, Any]] = [("ask", three(prefix)) for prefix in THREE]
     steps += [("ask", [ask("lone")]), ("rest", 1.5), ("metrics", None), ("leave", three("stay"))]
     server = {**DECODE_SERVER, "enable_metrics": True, "log_level": "debug"}
     folder = tmp_path_factory.mktemp("forced")
-    # One engine whose processes begin with nothing, as a server's do.
+    # The processes of this engine are started anew, as a server's are.
     return run_engine(folder, server, steps, is_spawned=True, KVTIDE_HOST_MEMORY="16MiB")
 
 
 def answers(run: EngineRun, prefix: str) -> list[Mapping[str, Any]]:
-    """How the three requests ended."""
+    """Returns how the three requests ended."""
     found: Mapping[str, Mapping[str, Any]] = run.results[THREE.index(prefix)]
     return list(found.values())
 
 
 def finished(run: EngineRun, prefix: str) -> int:
-    """How many of the three got all their tokens."""
+    """Returns how many of the three got all their tokens."""
     return sum(len(answer.get("output_ids", ())) == NEW_TOKENS for answer in answers(run, prefix))
 
 
 def test_every_restore_is_exact(forced: EngineRun) -> None:
-    """Seen from outside of kvtide and from within; the slots are others, the old ones poisoned."""
+    """Both plugins compare the bytes; the slots are others, and the old ones were overwritten."""
     resumed, restored = forced.events_of("resume", "plain"), forced.events_of("restore", "plain")
     assert len(resumed) == len(restored) >= 5
     assert [] == [event for event in [*resumed, *restored] if not event["exact"]]
@@ -66,7 +66,7 @@ def test_every_restore_is_exact(forced: EngineRun) -> None:
 
 
 def test_without_the_restore_the_bytes_differ(forced: EngineRun) -> None:
-    """The control: what is compared isn't equal by chance."""
+    """A control: the compared bytes aren't equal by chance."""
     resumed = forced.events_of("resume", "skip")
     assert len(resumed) >= 5
     assert [] == [event for event in resumed if event["exact"]]
@@ -83,8 +83,8 @@ def test_damaged_kv_is_never_used(forced: EngineRun) -> None:
     assert sorted(set(retracted)) == sorted(retracted), "whoever was lost never ran again"
 
 
-def test_a_full_arena_ends_the_one_request(forced: EngineRun) -> None:
-    """SGLang says so to its client; the last of the three can't be retracted, and finishes."""
+def test_a_full_arena_ends_only_the_request_that_finds_it_full(forced: EngineRun) -> None:
+    """Its client gets an error; the last of the three can't be retracted, and finishes."""
     saved = [event["saved"] for event in forced.events_of("retract", "full")]
     assert [False, False] == saved
     errors = [answer["error"] for answer in answers(forced, "full") if "error" in answer]
@@ -93,7 +93,7 @@ def test_a_full_arena_ends_the_one_request(forced: EngineRun) -> None:
     assert 1 == finished(forced, "full")
 
 
-def test_an_abort_while_retracted_gives_all_back(forced: EngineRun) -> None:
+def test_an_abort_of_a_retracted_request_frees_its_backup(forced: EngineRun) -> None:
     """It ends as aborted, and is never resumed."""
     assert 2 == len(forced.events_of("abort"))
     assert [] == forced.events_of("resume", "abort")
@@ -101,7 +101,7 @@ def test_an_abort_while_retracted_gives_all_back(forced: EngineRun) -> None:
 
 
 def test_a_lone_request_without_room_is_aborted(forced: EngineRun) -> None:
-    """There is nobody to take memory from; kvtide isn't asked."""
+    """No other request has memory to give, and kvtide isn't asked."""
     assert forced.events_of("taken")
     (answer,) = forced.results[len(THREE)].values()
     assert "Out of memory even after retracting all other requests" in answer["error"]
@@ -109,15 +109,15 @@ def test_a_lone_request_without_room_is_aborted(forced: EngineRun) -> None:
 
 
 def test_nothing_is_leaked(forced: EngineRun) -> None:
-    """Whenever the server had nothing to do: slots, rows and the arena as in the beginning."""
+    """Whenever the server is idle, slots, rows and the arena are as in the beginning."""
     first, *later = forced.events_of("idle")
     assert first["slots_free"] == first["slots"]
     assert 0 == first["arena_bytes"]
     assert [] == [answer for answer in later if answer != first]
 
 
-def test_the_metrics_count_it(forced: EngineRun) -> None:
-    """In SGLang's own endpoint, with its labels."""
+def test_the_metrics_count_saves_and_restores(forced: EngineRun) -> None:
+    """They are in SGLang's own endpoint, with its labels."""
     lines: list[str] = forced.results[len(THREE) + 2].splitlines()
 
     def value(name: str, *labels: str) -> float:
@@ -147,7 +147,7 @@ def test_the_metrics_count_it(forced: EngineRun) -> None:
 
 
 def test_one_line_of_the_log_says_what_is_covered(forced: EngineRun) -> None:
-    """With versions, pool, cost and limit; kvtide chose the backend that takes no host pool."""
+    """It has versions, pool, cost and limit; kvtide chose the backend without a host pool."""
     (line,) = forced.log_lines("kvtide 0.1.0 with SGLang 0.5.23")
     for said in (
         "covers MHATokenToKVPool (k, v)",
@@ -165,14 +165,14 @@ def test_one_line_of_the_log_names_unknown_variables(forced: EngineRun) -> None:
 
 
 def test_each_move_is_a_line_at_debug_level(forced: EngineRun) -> None:
-    """Sizes and times; nothing of what was asked or answered."""
+    """The line has sizes and times, but nothing of prompts and answers."""
     lines = forced.log_lines("kvtide saved request 'plain-")
     assert len(forced.events_of("save", "plain")) == len(lines)
     assert re.search(r"plain-\d': \d+ tokens, \d+ bytes, [\d.]+ ms; arena \d+ of", lines[0])
 
 
 def test_a_server_shuts_down_with_requests_retracted(forced: EngineRun) -> None:
-    """At once, and in order."""
+    """It ends at once and without an error."""
     assert forced.events_of("retract", "stay")
     assert [] == forced.events_of("resume", "stay")
     assert 0 == forced.exit_code
@@ -180,7 +180,7 @@ def test_a_server_shuts_down_with_requests_retracted(forced: EngineRun) -> None:
 
 
 def test_under_real_pressure_requests_come_back(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A pool for half of what is asked for: nobody loses anything. Pages of 16 tokens."""
+    """The pool has room for half of the tokens: no request loses any. Pages have 16 tokens."""
     server = {
         **DECODE_SERVER,
         "max_total_tokens": 160,
@@ -207,14 +207,14 @@ RECURRENT = {
     "skip": three("skip"),
     "crowd": [ask(f"crowd-{number}", 80) for number in range(3)],
 }
-"""What a server with recurrent state is asked, by what the meddler does to whom."""
+"""Requests to a server with recurrent state, by what the meddler does to them."""
 
 
 @pytest.fixture(scope="module")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    """Everybody asks alone at first, and isn't retracted; then those of a kind ask at once.
+    """First each request is asked alone, and isn't retracted; then all of a kind at once.
 
-    Steps overlap, and the pool has room for some two thirds of the crowd's answers.
+    Steps overlap, and the pool has room for about two thirds of the crowd's answers.
     """
     folder = tmp_path_factory.mktemp("recurrent")
     make_model(folder / "states", "states")
@@ -234,13 +234,13 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
         plugins=["watcher", "meddler", "on_cpu"],
         KVTIDE_SGLANG="strict",
         KVTIDE_HOST_MEMORY="16MiB",
-        # Of a state; else SGLang's is bfloat16, and on_cpu convolves in float32.
+        # For a state: otherwise SGLang's is bfloat16, and on_cpu convolves in float32.
         SGLANG_MAMBA_CONV_DTYPE="float32",
     )
 
 
 def alone_and_together(run: EngineRun, prefix: str) -> list[tuple[Any, Any]]:
-    """A kind's answers without and with others beside them, each request's two in a pair."""
+    """Returns a kind's answers alone and together, in pairs."""
     whole = [answer for result in run.results[:-1] for answer in result.items()]
     half = len(whole) // 2
     pairs = zip(whole[:half], whole[half:], strict=True)
@@ -248,18 +248,18 @@ def alone_and_together(run: EngineRun, prefix: str) -> list[tuple[Any, Any]]:
 
 
 def retractions(answer: Mapping[str, Any]) -> int:
-    """As SGLang counts them."""
+    """Returns how often SGLang retracted the request."""
     assert "error" not in answer, answer["error"]
     return int(answer["meta_info"]["num_retractions"])
 
 
 @pytest.mark.parametrize(("prefix", "least"), [("plain", 5), ("crowd", 1)])
-def test_recurrent_state_isnt_a_step_ahead_of_the_answer(
+def test_recurrent_answers_equal_those_without_retraction(
     recurrent: EngineRun, prefix: str, least: int
 ) -> None:
-    """Token for token the answers of whoever isn't retracted, by force or under real pressure.
+    """Every token is equal, whether retraction is forced or comes from real pressure.
 
-    SGLang retracts while a result is on its way; see the control below.
+    SGLang retracts while a result is pending, so that a state is a step ahead: see the control.
     """
     pairs = alone_and_together(recurrent, prefix)
     assert [len(RECURRENT[prefix]), 0] == [
@@ -276,10 +276,10 @@ def test_recurrent_state_isnt_a_step_ahead_of_the_answer(
 
 
 @pytest.mark.parametrize(("prefix", "is_exact"), [("ahead", True), ("skip", False)])
-def test_otherwise_recurrent_answers_differ(
+def test_recurrent_answers_differ_in_the_controls(
     recurrent: EngineRun, prefix: str, is_exact: bool
 ) -> None:
-    """The controls: saved with a result on its way, a state's very bytes lead elsewhere."""
+    """In one control the state is saved before a pending result, and gives another answer."""
     resumed = recurrent.events_of("resume", prefix)
     assert {is_exact} == {event["exact"] for event in resumed}
     for alone, together in alone_and_together(recurrent, prefix):
@@ -289,7 +289,7 @@ def test_otherwise_recurrent_answers_differ(
 
 
 def test_recurrent_state_comes_back_exactly(recurrent: EngineRun) -> None:
-    """With the KV beside it, and into other slots; nothing is kept of it in the end."""
+    """It comes back with its KV and into other slots, and nothing of it is kept in the end."""
     for prefix in ("plain", "crowd"):
         restored, resumed = (recurrent.events_of(kind, prefix) for kind in ("restore", "resume"))
         assert 0 < len(restored) == len(resumed)
@@ -307,7 +307,7 @@ def test_recurrent_state_comes_back_exactly(recurrent: EngineRun) -> None:
 def test_ranks_save_and_restore_together_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """What fails on one of two ranks ends that request on both; a rank alone would wait forever."""
+    """A failure on one of two ranks ends the request on both; a rank alone would wait forever."""
     prefixes = ("plain", "full1", "damage1", "plain2")
     run = run_engine(
         tmp_path_factory.mktemp("ranks"),
@@ -332,7 +332,7 @@ def test_ranks_save_and_restore_together_or_not_at_all(
 
 
 def test_strict_keeps_a_server_from_starting(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With the pool and the reason; SGLang's plugins can't otherwise stop it."""
+    """The error has the pool and the reason; SGLang's plugins have no other way to stop it."""
     folder = tmp_path_factory.mktemp("strict")
     run = run_engine(
         folder,

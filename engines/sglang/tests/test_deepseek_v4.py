@@ -12,11 +12,11 @@ from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.rules import PagesOfRequest
 
 TABLE = torch.tensor([[0, 0, 0], [7, 3, 5], [2, 0, 0]])
-"""Pages of three requests; the first has none, the last one."""
+"""Pages of three requests; the first has none, and the last has one."""
 
 
 def pages_of(request: int, token_count: int) -> Rows:
-    """Pages of 2 entries, each of 4 tokens."""
+    """Applies the rule to pages of 2 entries, each of 4 tokens."""
     rule, slots = PagesOfRequest("pages", 3, tokens=4, entries=2), np.arange(40, 40 + token_count)
     flat = TABLE.view(-1).numpy()
     maps = {"pages": lambda ids: flat[ids], "request": lambda _: np.array([request])}
@@ -27,22 +27,22 @@ def pages_of(request: int, token_count: int) -> Rows:
     ("token_count", "pages", "firsts"),
     [(3, [], []), (4, [7], [0]), (11, [7], [0]), (12, [7, 3], [0, 8]), (24, [7, 3, 5], [0, 8, 16])],
 )
-def test_a_request_has_a_page_once_an_entry_of_it_is_complete(
+def test_a_request_has_a_page_when_its_first_entry_is_complete(
     token_count: int, pages: list[int], firsts: list[int]
 ) -> None:
-    """Whatever slots its tokens have: those of a page that isn't begun are in the states' rings."""
+    """Its slots don't matter; tokens of a page that isn't begun are in the states' rings."""
     rows = pages_of(1, token_count)
     assert (pages, firsts) == (rows.ids.tolist(), rows.tokens.tolist())
 
 
-def test_a_page_that_the_table_lacks_is_named() -> None:
-    """It would be the padding's otherwise, which belongs to nobody."""
+def test_a_page_that_is_missing_in_the_table_is_named() -> None:
+    """Otherwise the padding's page would be used, which belongs to nobody."""
     with pytest.raises(SlotError, match="request 2 has no page 1 of 'pages'"):
         pages_of(2, 16)
 
 
 def test_more_pages_than_the_table_has_are_refused() -> None:
-    """They would be those of the next request."""
+    """They would be the next request's pages."""
     with pytest.raises(SlotError, match="32 tokens need 4 pages of 'pages', whose table has 3"):
         pages_of(1, 32)
 
@@ -64,7 +64,7 @@ def test_more_pages_than_the_table_has_are_refused() -> None:
     ],
 )
 def test_each_region_is_a_part(name: str, parts: str) -> None:
-    """By these names the server's log says what is covered."""
+    """The server's log names the parts that are covered by these names."""
     built = next(case for case in CASES if case.name == name).build()
     described = describe(Subject(built.pool, built.allocator, built.request_pool))
     assert parts.split() == [part.name for part in described.parts]

@@ -1,4 +1,4 @@
-"""`kvtide doctor --sglang` on the real SGLang, and on what is broken in one way each."""
+"""`kvtide doctor --sglang` with the real SGLang, and with one fault at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Runs = dict[str, tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    """Of each run: its exit code, standard output and standard error."""
+    """The exit code, standard output and standard error of each run."""
     command = [sys.executable, "-W", "ignore", str(SCRIPT)]
     kept = {name: value for name, value in os.environ.items() if "KVTIDE_" not in name}
     result = subprocess.run(
@@ -34,28 +34,28 @@ def runs() -> Runs:
 
 
 def report(runs: Runs, name: str) -> tuple[int, dict[str, Any]]:
-    """A run's exit code and the one object that it printed."""
+    """Returns a run's exit code and the JSON object that it printed."""
     code, out, _ = runs[name]
     return code, json.loads(out)
 
 
 def test_this_sglang_is_sound(runs: Runs) -> None:
-    """Hooks in place, all round trips exact, no class unknown."""
+    """The hooks are in place, all round trips are exact, and no class is unknown."""
     code, found = report(runs, "whole")
     assert (0, True, True, []) == (code, found["active"], found["ok"], found["gone"])
     assert [case.name for case in CASES] == [trip["name"] for trip in found["round_trips"]]
     assert {"exact"} == {trip["kvtide"]["verdict"] for trip in found["round_trips"]}
 
 
-def test_sglang_alone_stands_beside(runs: Runs) -> None:
-    """What its own copy made of each pool, and why."""
+def test_the_report_has_sglangs_own_results(runs: Runs) -> None:
+    """Each pool has the result of SGLang's own copy."""
     _, found = report(runs, "whole")
     alone = {trip["name"]: trip["sglang"]["verdict"] for trip in found["round_trips"]}
     assert {case.name: case.alone for case in CASES} == alone
 
 
-def test_every_class_is_there_with_its_verdict(runs: Runs) -> None:
-    """Those that kvtide moves were in a round trip; the others say why not."""
+def test_the_report_has_every_class_with_its_verdict(runs: Runs) -> None:
+    """A class has round trips, or a reason why it has none."""
     _, found = report(runs, "whole")
     words = {"known": "exact", "refused": "refused", "within": "part", "abstract": "abstract"}
     expected = [(kind.name, words[kind.verdict]) for kind in known_classes()]
@@ -64,8 +64,8 @@ def test_every_class_is_there_with_its_verdict(runs: Runs) -> None:
     assert [] == unsaid
 
 
-def test_a_person_sees_both_copies_and_the_verdict(runs: Runs) -> None:
-    """A line each, after what this SGLang is like; the last one is the verdict."""
+def test_the_printed_report_has_both_copies_and_the_verdict(runs: Runs) -> None:
+    """Each has a line, after the lines about SGLang; the last line is the verdict."""
     code, out, err = runs["few"]
     lines = out.splitlines()
     assert (0, "") == (code, err)
@@ -87,7 +87,7 @@ def test_the_verdict_names_the_servers_that_the_settings_cover(runs: Runs) -> No
 
 
 def test_a_wrong_describer_is_found(runs: Runs) -> None:
-    """By the bytes that it forgot, and with exit code 1."""
+    """The forgotten bytes are named, and the exit code is 1."""
     code, found = report(runs, "wrong describer")
     assert (1, 1) == (code, found["failed"])
     wrong = {trip["name"]: trip["kvtide"] for trip in found["round_trips"]}
@@ -100,7 +100,7 @@ def test_a_wrong_describer_is_found(runs: Runs) -> None:
 
 
 def test_an_unknown_class_is_found(runs: Runs) -> None:
-    """As a class, and as the case that isn't moved any more."""
+    """The report names the class, and the case that can't be moved any more."""
     code, found = report(runs, "unknown class")
     assert (1, 2) == (code, found["failed"])
     assert ["MHATokenToKOnlyPool"] == [
@@ -108,8 +108,8 @@ def test_an_unknown_class_is_found(runs: Runs) -> None:
     ]
 
 
-def test_what_sglang_has_no_longer_is_found(runs: Runs) -> None:
-    """By name; where kvtide wasn't tested with it, it isn't active either."""
+def test_attributes_that_sglang_no_longer_has_are_found(runs: Runs) -> None:
+    """They are named; with an untested version kvtide isn't active either."""
     names = ["ModelRunner.renamed", "class OncePool"]
     code, found = report(runs, "moved reads")
     assert (1, 1, names, True) == (code, found["failed"], found["gone"], found["active"])
@@ -124,7 +124,7 @@ def test_what_sglang_has_no_longer_is_found(runs: Runs) -> None:
 
 
 def test_hooks_that_are_missing_are_found(runs: Runs) -> None:
-    """By the names of SGLang's functions."""
+    """The report names SGLang's functions."""
     code, found = report(runs, "hooks missing")
     assert (1, False, 1) == (code, found["active"], found["failed"])
     assert "get_new_batch_prefill" in found["hooks"][-1]["reason"]
@@ -169,21 +169,21 @@ def test_a_size_without_its_unit_is_one_line(runs: Runs) -> None:
 
 
 def test_a_plugin_that_sglang_was_told_to_leave_out_is_found(runs: Runs) -> None:
-    """The variable is named."""
+    """The report names the variable."""
     code, found = report(runs, "left out")
     assert (1, False) == (code, found["active"])
     assert found["hooks"][0]["reason"].startswith("SGLANG_PLUGINS=this,that leaves it out")
 
 
 def test_an_invalid_setting_is_one_line(runs: Runs) -> None:
-    """The message that the server would end with."""
+    """The line is the error with which the server would end."""
     code, out, err = runs["an invalid setting"]
     assert (2, "", 1) == (code, out, len(err.splitlines()))
     assert "KVTIDE_SGLANG: 'yes' is none of 0, 1, strict" in err
 
 
 def test_a_pool_that_cannot_be_built_here_is_no_failure(runs: Runs) -> None:
-    """It is said, with the first line of the error."""
+    """The report has the first line of the error."""
     code, found = report(runs, "unbuilt")
     assert 0 == code
     assert "RuntimeError: no kernel for this machine" == found["round_trips"][0]["unbuilt"]
@@ -192,21 +192,21 @@ def test_a_pool_that_cannot_be_built_here_is_no_failure(runs: Runs) -> None:
     }
 
 
-def test_cases_that_sglang_has_moved_from_under_are_a_failure(runs: Runs) -> None:
-    """The classes are still listed: they come from the source."""
+def test_cases_that_cannot_be_imported_are_a_failure(runs: Runs) -> None:
+    """The classes are still listed, since they come from the source."""
     code, found = report(runs, "moved")
     assert 1 == code
     assert "no module of that name" in found["lost"]
     assert len(known_classes()) == len(found["classes"])
 
 
-def test_the_reference_engine_stays_out_of_it(runs: Runs) -> None:
-    """Its packages aren't SGLang's."""
+def test_the_doctor_does_not_import_the_reference_engine(runs: Runs) -> None:
+    """SGLang's environment lacks the reference engine's packages."""
     assert "[]" == runs["modules"][1]
 
 
 def test_sglang_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
-    """As on a machine without something that it needs; this is imported early."""
+    """A machine may lack a package that SGLang needs; orjson is imported early."""
     (tmp_path / "orjson.py").write_text("""raise ModuleNotFoundError("No module named 'orjson'")""")
     kept = {name: value for name, value in os.environ.items() if name != "SGLANG_USE_CPU_ENGINE"}
     kept["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])

@@ -1,4 +1,4 @@
-"""Where kvtide stands in SGLang: what goes through it, and what doesn't."""
+"""kvtide's hooks in SGLang: which calls they take over, and which they leave."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest_plugins = ["attached_case"]
 
 
 class Original:
-    """A function of SGLang's, which remembers what it was called with."""
+    """A function of SGLang that records its calls."""
 
     def __init__(self, result: Any = None) -> None:
         self.result = result
@@ -35,14 +35,14 @@ class Original:
         return self.result
 
 
-# ---- what goes through kvtide ----------------------------------------------------------
+# ---- calls that kvtide takes over ------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["cpu_tensor", "host_pool"])
-def test_a_retracted_request_goes_through_kvtide(
+def test_kvtide_saves_and_restores_a_retracted_request(
     place: Place, attachment: Attachment, backend: str
 ) -> None:
-    """There and back, whatever SGLang would have used."""
+    """This holds for every backend that SGLang would have used."""
     original, req = Original(), place.admit("a", 20)
     expected = place.rows_of(req)
     common = (object(), place.request_pool, place.allocator, backend)
@@ -57,15 +57,17 @@ def test_a_retracted_request_goes_through_kvtide(
 
 
 def test_an_operators_none_stays_none(place: Place, attachment: Attachment) -> None:
-    """Retracted requests are aborted then: that was asked for."""
+    """The operator asked for retracted requests to be aborted."""
     original, req = Original(False), place.admit("a", 20)
     arguments = (req, object(), place.request_pool, place.allocator, "none")
     assert not hooks.backup_kv_cache(original, *arguments)
     assert [arguments] == original.calls
 
 
-def test_what_kvtide_does_not_cover_goes_sglangs_way(place: Place, attachment: Attachment) -> None:
-    """Another allocator's slots, or no keeper, or no attachment yet."""
+def test_calls_that_kvtide_does_not_cover_reach_sglang(
+    place: Place, attachment: Attachment
+) -> None:
+    """The slots are another allocator's, or there is no keeper, or no attachment yet."""
     req, other = place.admit("a", 20), Place()
     arguments = (req, object(), place.request_pool, other.allocator, "cpu_tensor")
     original = Original(True)
@@ -79,8 +81,8 @@ def test_what_kvtide_does_not_cover_goes_sglangs_way(place: Place, attachment: A
     assert [arguments, (req, place.request_pool, other.allocator), given] == original.calls
 
 
-def test_a_backup_of_sglangs_own_goes_sglangs_way(place: Place, attachment: Attachment) -> None:
-    """A host pool keeps received KV in the same place."""
+def test_calls_with_a_backup_of_sglang_reach_sglang(place: Place, attachment: Attachment) -> None:
+    """A host pool keeps received KV in the same attribute."""
     req, original = place.admit("a", 20), Original()
     req.kv.retraction_backup = object()
     pools = (place.request_pool, place.allocator)
@@ -92,8 +94,8 @@ def test_a_backup_of_sglangs_own_goes_sglangs_way(place: Place, attachment: Atta
     ] == original.calls  # fmt: skip
 
 
-def test_a_full_arena_is_an_answer_and_no_error(place: Place, attachment: Attachment) -> None:
-    """SGLang aborts a request that can't be saved."""
+def test_a_full_arena_is_no_error(place: Place, attachment: Attachment) -> None:
+    """The hook returns False, and SGLang aborts the request."""
     arena = keeper_of(attachment).arena
     lease: Lease = arena.lease(arena.limit_bytes // arena.block_bytes)
     req = place.admit("a", 20)
@@ -106,10 +108,10 @@ def test_a_full_arena_is_an_answer_and_no_error(place: Place, attachment: Attach
 
 
 @pytest.mark.parametrize("is_half_written", [False, True])
-def test_who_could_not_be_restored_is_taken_out_and_aborted(
+def test_a_request_that_could_not_be_restored_is_removed_and_aborted(
     place: Place, attachment: Attachment, monkeypatch: pytest.MonkeyPatch, is_half_written: bool
 ) -> None:
-    """The others of the same round go on; the next round knows nothing of it."""
+    """The others of the same round go on, and the next round isn't affected."""
     ended: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
         "sglang.srt.disaggregation.utils.prepare_abort",
@@ -145,7 +147,7 @@ def test_who_could_not_be_restored_is_taken_out_and_aborted(
 
 
 def test_an_aborted_requests_backup_is_discarded(place: Place, attachment: Attachment) -> None:
-    """Its part of the arena is free, and SGLang isn't asked."""
+    """Its part of the arena is free, and SGLang isn't called."""
     req, original = place.admit("a", 20), Original()
     hooks.backup_kv_cache(original, req, None, place.request_pool, place.allocator, "host_pool")
     hooks.discard_kv_cache_backup(original, req, None, "host_pool")
@@ -154,7 +156,7 @@ def test_an_aborted_requests_backup_is_discarded(place: Place, attachment: Attac
 
 
 def test_direct_callers_are_covered_too(place: Place, attachment: Attachment) -> None:
-    """They get an error where the others get an answer."""
+    """They get an error where the other functions return False."""
     req, original = place.admit("a", 20), Original()
     expected = place.rows_of(req)
     hooks.offload_kv_cache(original, req, place.request_pool, place.allocator)
@@ -169,7 +171,7 @@ def test_direct_callers_are_covered_too(place: Place, attachment: Attachment) ->
 
 
 def test_a_covered_pool_needs_no_second_prefill(place: Place, attachment: Attachment) -> None:
-    """SGLang asks this of DeepSeek-V4's pools, which it can't copy."""
+    """SGLang asks this for DeepSeek-V4's pools, which it can't copy."""
     assert not hooks.dsv4_needs_rebootstrap(Original(True), place.allocator)
     assert hooks.dsv4_needs_rebootstrap(Original(True), Place().allocator)
 
@@ -187,7 +189,7 @@ def test_a_covered_pool_needs_no_second_prefill(place: Place, attachment: Attach
         ),
     ],
 )
-def test_an_open_choice_falls_on_the_backend_without_a_pool(
+def test_the_default_backend_is_the_one_without_a_pool(
     place: Place,
     configure: Config,
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +197,7 @@ def test_an_open_choice_falls_on_the_backend_without_a_pool(
     is_known: bool,
     chosen: str | None,
 ) -> None:
-    """Only where kvtide covers the pool, and nobody asked for another one."""
+    """kvtide chooses it only if it covers the pool and the operator chose none."""
     overrides: list[str] = []
     context = SimpleNamespace(override=lambda source, **fields: overrides.extend(fields.values()))
     monkeypatch.setattr(runtime_context, "get_context", lambda: context)
@@ -213,7 +215,7 @@ def test_an_open_choice_falls_on_the_backend_without_a_pool(
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """SGLang's, emptied for a test; the targets that are registered."""
+    """SGLang's registry, emptied for a test; the value lists the registered targets."""
     targets: list[str] = []
     hooks_of: dict[str, Any] = defaultdict(list)
     monkeypatch.setattr(HookRegistry, "_hooks", hooks_of)
@@ -229,14 +231,14 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_off_registers_nothing(registry: list[str]) -> None:
-    """KVTIDE_SGLANG=0: as if kvtide weren't installed."""
+    """KVTIDE_SGLANG=0 has the same effect as if kvtide weren't installed."""
     hooks.register_hooks(Settings("off", is_colocated=True))
     assert [] == registry
 
 
 @pytest.mark.parametrize("is_colocated", [False, True])
-def test_every_function_is_where_it_is_hooked(registry: list[str], is_colocated: bool) -> None:
-    """In the installed SGLang, those of ordinary servers only where they are asked for."""
+def test_every_hooked_function_exists(registry: list[str], is_colocated: bool) -> None:
+    """The installed SGLang has them all; those of ordinary servers are hooked only on request."""
     settings = Settings("strict", is_colocated)
     hooks.register_hooks(settings)
     assert [target for target, _, _ in hooks.hooks_for(settings)] == registry
@@ -262,7 +264,7 @@ def test_invalid_settings_end_the_process(
 def test_an_sglang_that_lacks_a_function_is_left_alone(
     registry: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """None of the hooks without all of them; under strict it doesn't start."""
+    """No hook is registered unless all can be; under strict the server doesn't start."""
     gone = [("sglang.srt.mem_cache.common.keep_kv_cache", hooks.end, "around")]
     known = hooks.hooks_for
     monkeypatch.setattr(hooks, "hooks_for", lambda settings: [*known(settings), *gone])
@@ -276,7 +278,7 @@ def test_an_sglang_that_lacks_a_function_is_left_alone(
 def test_a_hook_that_is_not_called_is_found(
     registry: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not applied; applied; hidden under another plugin's; gone round by an older import."""
+    """A hook may be missing, hidden by another plugin's, or bypassed by an older import."""
     made, importer = (types.ModuleType(f"sglang.srt.{name}") for name in ("made", "importer"))
     for module in (made, importer):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -293,10 +295,10 @@ def test_a_hook_that_is_not_called_is_found(
     assert ["sglang.srt.importer.saving"] == hooks.hooks_not_in_place(SETTINGS)
 
 
-def test_with_a_hook_missing_nothing_is_kvtides(
+def test_kvtide_does_nothing_if_a_hook_is_missing(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the hooks would save a request, and nobody would take out what can't be restored."""
+    """With half of the hooks a request that can't be restored would stay in the batch."""
     monkeypatch.setattr(hooks, "hooks_not_in_place", lambda settings: ["a.b"])
     scheduler, original = Scheduler(place.allocator, place.request_pool), Original(True)
     hooks._beginning(SETTINGS)(lambda *_: None, scheduler)

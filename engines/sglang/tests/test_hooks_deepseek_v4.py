@@ -1,4 +1,4 @@
-"""A retracted request of DeepSeek-V4: saved, or asked of the prefill server again as ever."""
+"""A retracted request of DeepSeek-V4 is saved, or asked of the prefill server again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvtide.plugin.sglang.settings import Settings
 pytest_plugins = ["attached_case"]
 
 HOOKS = {target: hook for target, hook, _ in hooks.hooks_for(Settings())}
-"""Those that are registered, by the names of the functions that they are around."""
+"""The registered hooks, by the names of the functions that they wrap."""
 COMMON, QUEUE = "sglang.srt.mem_cache.common", "sglang.srt.disaggregation.decode"
 
 
 class V4Place:
-    """A pool of DeepSeek-V4 and a request in it, with SGLang's own functions around kvtide's."""
+    """A pool of DeepSeek-V4 with a request in it, and SGLang's functions with kvtide's hooks."""
 
     def __init__(self, request_pool: ReqToTokenPool) -> None:
         self.built = next(case for case in CASES if case.name == "DeepSeek-V4").build()
@@ -45,14 +45,14 @@ class V4Place:
         )
 
     def retract(self, backend: str = "cpu_tensor") -> bool:
-        """As SGLang's release_req does."""
+        """Retracts the request as SGLang's release_req does."""
         arguments = (self.req, None, self.request_pool, self.built.allocator, backend)
         hook = HOOKS[f"{COMMON}.backup_kv_cache"]
         return bool(hook(common.backup_kv_cache, *arguments))
 
 
 class Queue:
-    """SGLang's DecodePreallocQueue, with what its `add` asks of it."""
+    """SGLang's DecodePreallocQueue, with all that its `add` reads."""
 
     def __init__(self, allocator: Any) -> None:
         self.token_to_kv_pool_allocator = allocator
@@ -61,7 +61,7 @@ class Queue:
         self.pending_reqs: list[Any] = []
 
     def add(self, req: Any, *arguments: Any, **more: Any) -> None:
-        """SGLang's own, with kvtide's hook around it."""
+        """Calls SGLang's own method with kvtide's hook around it."""
         hook = HOOKS[f"{QUEUE}.DecodePreallocQueue.add"]
         hook(decode.DecodePreallocQueue.add, self, req, *arguments, **more)
 
@@ -78,7 +78,7 @@ class Queue:
 
 @pytest.fixture
 def v4(configure: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[V4Place]:
-    """Attached, with the hook where SGLang's own functions look it up."""
+    """A place with kvtide attached, and the hook where SGLang's functions look it up."""
     hook = HOOKS[f"{COMMON}.dsv4_needs_rebootstrap"]
     hooked = partial(hook, common.dsv4_needs_rebootstrap)
     for module in (common, decode):
@@ -94,7 +94,7 @@ def v4(configure: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[V4Place]:
 
 @pytest.fixture
 def full(v4: V4Place) -> Iterator[None]:
-    """Its arena has no room left."""
+    """Leaves no room in the arena."""
     attachment = attached()
     assert attachment is not None
     arena = keeper_of(attachment).arena
@@ -104,7 +104,7 @@ def full(v4: V4Place) -> Iterator[None]:
 
 
 def test_deepseek_v4_that_is_saved_waits_for_its_restore(v4: V4Place) -> None:
-    """The prefill server isn't asked; the copy is discarded in the end."""
+    """The prefill server isn't asked, and the backup is discarded in the end."""
     queue = Queue(v4.built.allocator)
     assert v4.retract()
     assert is_saved(v4.req)
@@ -120,7 +120,7 @@ def test_deepseek_v4_that_is_saved_waits_for_its_restore(v4: V4Place) -> None:
 def test_deepseek_v4_goes_back_to_the_prefill_server_when_the_arena_is_full(
     v4: V4Place, backend: str, by_name: bool
 ) -> None:
-    """Instead of an abort: what SGLang does without kvtide."""
+    """SGLang does this without kvtide, so the request isn't aborted."""
     queue = Queue(v4.built.allocator)
     assert v4.retract(backend)
     assert v4.req.kv.retraction_backup is None
@@ -137,14 +137,14 @@ def test_deepseek_v4_goes_back_to_the_prefill_server_when_the_arena_is_full(
 def test_deepseek_v4_that_sglang_would_abort_is_aborted(
     v4: V4Place, inputs: object, backend: str
 ) -> None:
-    """The prefill server is told tokens alone; and `none` was asked for."""
+    """The prefill server gets only tokens, no images; `none` is the operator's choice."""
     v4.req.multimodal_inputs = inputs
     assert not v4.retract(backend)
 
 
 @pytest.mark.usefixtures("full")
-def test_an_error_of_sglangs_ends_the_yielding(v4: V4Place) -> None:
-    """Requests after it would be computed again for nothing."""
+def test_an_error_of_sglang_ends_the_way_back_to_the_prefill_server(v4: V4Place) -> None:
+    """Otherwise later requests would be computed again for nothing."""
     arguments = (v4.req, None, v4.request_pool, v4.built.allocator, "cpu_tensor")
     for hook, its in (
         (hooks.backup_kv_cache, arguments),
@@ -156,10 +156,10 @@ def test_an_error_of_sglangs_ends_the_yielding(v4: V4Place) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"is_rebootstrap": True}])
-def test_a_request_that_is_not_retracted_is_queued_as_ever(
+def test_a_request_that_is_not_retracted_is_queued_as_before(
     v4: V4Place, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    """New ones, and those whose KV is computed again because the weights changed."""
+    """New requests, and those that are computed again because the weights changed, are queued."""
     monkeypatch.setattr(decode, "is_unadmitted_reject", lambda req: False)
     queue = Queue(v4.built.allocator)
     queue.add(v4.req, **more)

@@ -1,4 +1,4 @@
-"""Keeper: a request of SGLang's out of its slots, into others, or an error that says why not."""
+"""Keeper moves a request of SGLang out of its slots and into others, or raises the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = Settings(host_memory_bytes=1 << 20)
 
 
 class FakeRanks(Ranks):
-    """Notes what this rank says, and hears what it is told to: of others on its host, first."""
+    """Records what this rank says; `others` are the numbers of other ranks on its host."""
 
     def __init__(
         self, answer: Callable[[int], int] = lambda value: value, others: Sequence[Any] = ()
@@ -42,12 +42,12 @@ class FakeRanks(Ranks):
         self._others = iter(others)
 
     def least(self, value: int) -> int:
-        """What the ranks in step come to."""
+        """Returns the answer of the ranks in step."""
         self.asked.append(value)
         return self.answer(value)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Each with the host's id."""
+        """Returns the numbers of all ranks, each with the host's id."""
         host, number = numbers
         self.said.append(number)
         return [[host, number], *([host, other] for other in next(self._others, ()))]
@@ -55,13 +55,13 @@ class FakeRanks(Ranks):
 
 @pytest.fixture
 def place() -> Place:
-    """A pool of three layers, a token a row."""
+    """A pool of three layers, with a row for each token."""
     return Place()
 
 
 @pytest.fixture
 def keeper(place: Place) -> Iterator[Keeper]:
-    """Of that pool, with room for all of it."""
+    """A keeper of that pool, with room for all of it."""
     keeper = keeper_over(place.allocator, place.request_pool, [], SETTINGS)
     yield keeper
     keeper.close()
@@ -69,7 +69,7 @@ def keeper(place: Place) -> Iterator[Keeper]:
 
 
 def test_a_request_comes_back_in_other_slots(place: Place, keeper: Keeper) -> None:
-    """Byte for byte, and its part of the arena is free again."""
+    """All bytes are equal, and its part of the arena is free again."""
     req = place.admit("a", seqlen=38)
     expected = place.rows_of(req)
     backup = keeper.save(req)
@@ -83,7 +83,7 @@ def test_a_request_comes_back_in_other_slots(place: Place, keeper: Keeper) -> No
 
 
 def test_nobody_elses_slots_change(place: Place, keeper: Keeper) -> None:
-    """Only the rows of the request that comes back."""
+    """Only the rows of the request that comes back change."""
     req, other = place.admit("a", 20), place.admit("b", 30, row=3)
     backup = keeper.save(req)
     before = place.rows_of(other)
@@ -94,7 +94,7 @@ def test_nobody_elses_slots_change(place: Place, keeper: Keeper) -> None:
 
 @pytest.mark.parametrize("seqlen", [1, 2])
 def test_the_last_token_has_nothing_to_save(place: Place, keeper: Keeper, seqlen: int) -> None:
-    """Its KV is computed in the next step: one token has none at all."""
+    """Its KV is computed in the next step, so a request of one token has none at all."""
     req = place.admit("a", seqlen)
     expected = place.rows_of(req)
     backup = keeper.save(req)
@@ -104,8 +104,8 @@ def test_the_last_token_has_nothing_to_save(place: Place, keeper: Keeper, seqlen
     assert same(expected, place.rows_of(req))
 
 
-def test_what_moves_is_counted(place: Place, keeper: Keeper) -> None:
-    """Bytes and seconds each way, and who follows hears of each."""
+def test_moves_are_counted(place: Place, keeper: Keeper) -> None:
+    """Bytes and seconds are counted in each direction, and followers are called for each move."""
     seen: list[tuple[int, int, int]] = []
     counters = keeper.counters
     keeper.follow(lambda _: seen.append((counters.saves, counters.restores, counters.discards)))
@@ -132,8 +132,8 @@ def test_a_full_arena_takes_nothing(place: Place) -> None:
     keeper.close()
 
 
-def test_a_changed_byte_is_found_and_nothing_is_written(place: Place, keeper: Keeper) -> None:
-    """The backup is gone: it is of no use to anybody."""
+def test_a_changed_byte_is_found_before_anything_is_written(place: Place, keeper: Keeper) -> None:
+    """The backup is discarded, since nobody can use it."""
     req = place.admit("a", 38)
     backup = keeper.save(req)
     backup.snapshot.lease.blocks[0].bytes_view(8)[7] ^= 4
@@ -145,7 +145,7 @@ def test_a_changed_byte_is_found_and_nothing_is_written(place: Place, keeper: Ke
 
 
 def test_a_backup_of_another_request_or_length_is_a_miss(place: Place, keeper: Keeper) -> None:
-    """KV of other tokens would be taken for the request's own."""
+    """Otherwise KV of other tokens would be used for the request."""
     req = place.admit("a", 20)
     backup = keeper.save(req)
     with pytest.raises(SnapshotMiss, match="key"):
@@ -159,14 +159,14 @@ def test_a_backup_of_another_request_or_length_is_a_miss(place: Place, keeper: K
 
 
 def test_invalid_slots_are_an_error(place: Place, keeper: Keeper) -> None:
-    """A row of the table that was never filled in."""
+    """The request's row of the table was never filled in."""
     with pytest.raises(SlotError, match="slot -1"):
         keeper.save(Req("a", 20, row=5))
     assert Counter(slots=1) == keeper.counters.refused_saves
 
 
 def test_a_token_without_a_slot_is_not_saved(place: Place, keeper: Keeper) -> None:
-    """SGLang's table has 0 there, the padding's slot, in which others' dummy output lies."""
+    """SGLang's table has 0 there, the padding slot, which holds other requests' dummy output."""
     req = place.admit("a", 20)
     backup = keeper.save(req)
     table = place.request_pool.req_to_token[req.kv.req_pool_idx]
@@ -180,8 +180,8 @@ def test_a_token_without_a_slot_is_not_saved(place: Place, keeper: Keeper) -> No
     assert same(before, [*place.pool.k_buffer, *place.pool.v_buffer])
 
 
-def test_a_recurrent_state_that_nothing_holds_is_not_dropped(place: Place, keeper: Keeper) -> None:
-    """A request would come back without it, and answer as if nothing were."""
+def test_a_recurrent_state_without_a_pool_is_not_dropped(place: Place, keeper: Keeper) -> None:
+    """Otherwise the request would come back without its state and answer wrongly."""
     req = place.admit("a", 20)
     backup = keeper.save(req)
     req.kv.mamba_pool_idx = torch.tensor(3)
@@ -194,7 +194,7 @@ def test_a_recurrent_state_that_nothing_holds_is_not_dropped(place: Place, keepe
 
 @pytest.mark.parametrize("mamba", [0, -1, 99, 1.5, "1"])
 def test_an_invalid_row_of_state_is_refused(mamba: Any) -> None:
-    """Row 0 is padding, and row -1 would be the last."""
+    """Row 0 is padding, and row -1 would be the last row."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state, page 1").build()
     request_pool = ReqToTokenPool()
     keeper = keeper_over(built.allocator, request_pool, [], SETTINGS)
@@ -207,10 +207,10 @@ def test_an_invalid_row_of_state_is_refused(mamba: Any) -> None:
     keeper.close()
 
 
-def test_a_failing_device_is_an_error_like_others(
+def test_a_failing_device_is_an_error_of_kvtide(
     place: Place, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch raises RuntimeError; the scheduler would end with it."""
+    """torch raises RuntimeError, which would end the scheduler."""
     req = place.admit("a", 20)
     backup = keeper.save(req)
     failure = raising(RuntimeError("no memory"))
@@ -223,10 +223,10 @@ def test_a_failing_device_is_an_error_like_others(
     assert Counter(device=1) == keeper.counters.refused_saves == keeper.counters.failed_restores
 
 
-def test_slots_that_a_restore_lost_are_counted_and_not_served(
+def test_slots_lost_in_a_restore_are_counted_and_not_served(
     place: Place, keeper: Keeper, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The device failed while it wrote: the request has no KV, and the log says what failed."""
+    """The device failed while it wrote: the request has no KV, and the log has the error."""
     req, other = place.admit("a", 20), place.admit("b", 30, row=3)
     backup, before = keeper.save(req), place.rows_of(other)
     device = keeper.tide.pool.device
@@ -251,7 +251,7 @@ def test_slots_that_a_restore_lost_are_counted_and_not_served(
 
 
 def test_ranks_save_together_or_not_at_all(place: Place) -> None:
-    """One asks in every case, its own failure included: the others wait for the answer."""
+    """A rank asks even after its own failure, since the others wait for the answer."""
     ranks = FakeRanks()
     keeper = keeper_over(place.allocator, place.request_pool, ranks=ranks)
     ranks.asked.clear()
@@ -267,7 +267,7 @@ def test_ranks_save_together_or_not_at_all(place: Place) -> None:
 
 
 def test_ranks_restore_together_or_not_at_all(place: Place, keeper: Keeper) -> None:
-    """What this rank wrote is of no use without the others' share."""
+    """The rows that this rank wrote are useless without the other ranks' share."""
     req = place.admit("a", 20)
     backup = keeper.save(req)
     keeper._ranks = FakeRanks(lambda value: 0)
@@ -276,10 +276,10 @@ def test_ranks_restore_together_or_not_at_all(place: Place, keeper: Keeper) -> N
     assert Counter(other_rank=1) == keeper.counters.failed_restores
 
 
-def test_the_limit_is_the_hosts_and_the_least_of_its_ranks(
+def test_the_limit_is_shared_by_the_ranks_of_a_host(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was set, or a quarter of what is free, divided among the ranks."""
+    """The ranks divide the set size or a quarter of the free memory, and use the smallest share."""
     ranks = FakeRanks(lambda limit_bytes: limit_bytes // 2, others=[[16 << 20], [64 << 20]] * 2)
     for settings in (Settings(host_memory_bytes=1 << 20, rank_count=4), Settings(rank_count=4)):
         monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 80 << 20)
@@ -291,7 +291,7 @@ def test_the_limit_is_the_hosts_and_the_least_of_its_ranks(
 
 
 def test_a_refused_pool_is_refused_on_all_ranks(place: Place) -> None:
-    """Each is asked once, whether it refuses itself or not, and in the same order."""
+    """Each rank asks once in the same order, whether it refuses the pool itself or not."""
     ranks = FakeRanks(lambda limit_bytes: -1)
     unknown = type("StrangeKVPool", (), {"device": "cpu"})()
     stranger = type("Allocator", (), {"get_kvcache": lambda self: unknown})()
@@ -304,8 +304,10 @@ def test_a_refused_pool_is_refused_on_all_ranks(place: Place) -> None:
 
 
 def test_an_unknown_cache_beside_the_pool_is_refused_by_name(place: Place) -> None:
-    """A request would come back without what is in it. A decode server's pool may have one, too:
-    it is of another class, with nothing in common but the name."""
+    """Otherwise a request would come back without the cache's content.
+
+    A decode server's pool may have such a cache, too: its class is another one of the same name.
+    """
     rows = memory_pool.ReqToTokenPool(8, 256, "cpu", False)
     for request_pool in (rows, DecodeReqToTokenPool(8, 256, "cpu", False, pre_alloc_size=4)):
         keeper_over(place.allocator, request_pool, [], SETTINGS).close()
@@ -318,7 +320,7 @@ def test_an_unknown_cache_beside_the_pool_is_refused_by_name(place: Place) -> No
 
 
 def test_a_drafts_kv_comes_back_with_the_targets(place: Place) -> None:
-    """They share their slots."""
+    """The draft and the target share their slots."""
     draft = Place(widths=(8, 8))
     keeper = keeper_over(place.allocator, place.request_pool, [draft.pool], SETTINGS)
     assert "" == keeper.draft_refusal
@@ -336,7 +338,7 @@ def test_a_drafts_kv_comes_back_with_the_targets(place: Place) -> None:
 
 
 def test_a_draft_that_is_refused_is_left_out(place: Place) -> None:
-    """Answers stay right without its KV: the target checks each token."""
+    """Answers stay right without the draft's KV, since the target checks each token."""
     unknown = type("StrangeDraftPool", (), {"device": "cpu"})()
     keeper = keeper_over(place.allocator, place.request_pool, [unknown], SETTINGS)
     assert "StrangeDraftPool isn't known" in keeper.draft_refusal
@@ -345,7 +347,7 @@ def test_a_draft_that_is_refused_is_left_out(place: Place) -> None:
 
 
 def test_a_window_is_saved_as_far_as_attention_looks_back() -> None:
-    """SGLang may give a request that comes back no rows for what it still had from before."""
+    """SGLang may give a request that comes back no rows for older tokens that it still had."""
     case = next(case for case in WINDOW_CASES if case.build().window_tokens)
     built, request_pool = case.build(), ReqToTokenPool()
     saved = []
@@ -357,8 +359,8 @@ def test_a_window_is_saved_as_far_as_attention_looks_back() -> None:
     assert [False, True] == saved
 
 
-def test_slots_that_left_a_model_of_windows_alone_are_not_asked_for() -> None:
-    """SGLang has handed them out again, to the request itself even."""
+def test_slots_that_left_the_window_of_all_layers_are_not_read() -> None:
+    """SGLang has handed them out again, even to the same request."""
     built = next(case for case in WINDOW_CASES if case.name == "windows alone").build()
     request_pool, pool = ReqToTokenPool(), built.pool
     keeper = keeper_over(built.allocator, request_pool, [], SETTINGS, window_tokens=20)
@@ -381,8 +383,8 @@ def test_slots_that_left_a_model_of_windows_alone_are_not_asked_for() -> None:
     keeper.close()
 
 
-def test_recurrent_state_goes_by_its_own_row() -> None:
-    """SGLang gives it as a tensor of one."""
+def test_recurrent_state_is_found_by_its_row() -> None:
+    """SGLang gives the row as a tensor of one element."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
     request_pool: Any = built.request_pool or ReqToTokenPool()
     keeper = keeper_over(built.allocator, request_pool, [], SETTINGS)
@@ -406,7 +408,7 @@ def test_recurrent_state_goes_by_its_own_row() -> None:
 
 
 def test_a_state_that_is_a_step_ahead_isnt_saved(place: Place) -> None:
-    """Its KV would go on from the wrong token; without such a state a step more is no matter."""
+    """Its state would continue from the wrong token; without state a step more doesn't matter."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
     request_pool: Any = built.request_pool or ReqToTokenPool()
     ahead = keeper_over(built.allocator, request_pool, [], SETTINGS, is_ahead=lambda req: True)
@@ -423,8 +425,8 @@ def test_a_state_that_is_a_step_ahead_isnt_saved(place: Place) -> None:
     stateless.close()
 
 
-def test_a_request_of_another_kind_counts_as_a_refusal(keeper: Keeper) -> None:
-    """Whoever follows the counters hears of it."""
+def test_a_declined_request_counts_as_a_refusal(keeper: Keeper) -> None:
+    """Followers of the counters are called."""
     seen: list[int] = []
     keeper.follow(lambda told: seen.append(told.counters.refused_saves["request"]))
     keeper.decline()

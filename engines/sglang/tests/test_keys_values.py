@@ -1,4 +1,4 @@
-"""Pools of keys and values that kvtide refuses, each for its reason."""
+"""Pools of keys and values that kvtide refuses, each with its reason."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ SIZES: dict[str, Any] = {
 
 
 def test_a_pool_that_holds_nothing_is_refused() -> None:
-    """Its one page stands in for all of them, and slots beyond it don't exist."""
+    """It has one page in place of all, and slots beyond it don't exist."""
     pool = memory_pool.NoOpMHATokenToKVPool(**SIZES)
     with pytest.raises(Refused, match="NoOpMHATokenToKVPool: it holds no keys"):
         describe(Subject(pool))
 
 
-def test_a_pool_whose_tokens_lie_on_the_host_is_refused() -> None:
-    """HiSparse's main pool is a cache of host memory that isn't reached from it."""
+def test_a_pool_whose_tokens_are_on_the_host_is_refused() -> None:
+    """HiSparse's main pool is a cache of host memory, which can't be reached from the pool."""
     with pytest.raises(Refused, match=r"HiSparseMHAMainPool: .* host memory"):
         describe(Subject(HiSparseMHAMainPool(**SIZES)))
 
 
 def test_a_pool_with_such_a_part_is_refused_for_that_part() -> None:
-    """MiniMax under HiSparse: its index keys alone wouldn't bring a request back."""
+    """MiniMax under HiSparse: a request can't come back with its index keys only."""
     pool = memory_pool.MiniMaxSparseKVPool(
         **{name: value for name, value in SIZES.items() if name != "layer_num"},
         idx_head_dim=16,
@@ -63,20 +63,20 @@ def test_a_pool_with_such_a_part_is_refused_for_that_part() -> None:
         (PageInterleaveMHATokenToKVPool, "may then belong on another"),
     ],
 )
-def test_a_pool_that_never_meets_a_retraction_is_refused(kind: Any, reason: str) -> None:
-    """By its class: neither can be made here, so nothing of it is read."""
+def test_a_pool_of_servers_without_retraction_is_refused(kind: Any, reason: str) -> None:
+    """The class decides: such a pool can't be made here, so its attributes aren't read."""
     with pytest.raises(Refused, match=f"{kind.__name__}: .*{reason}"):
         describe(Subject(object.__new__(kind)))
 
 
 def test_page_major_pools_still_cannot_be_made() -> None:
-    """Or else the reason above is no longer one."""
+    """If this fails, the reason above is no longer true."""
     with pytest.raises(NotImplementedError):
         memory_pool.PageMajorMHATokenToKVPool(**SIZES)
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    """Its label says how the bytes lie, and no other attribute does."""
+    """Only its label says how the bytes are ordered."""
     pool, allocator = mha()
     pool.kv_cache_layout = "spiral"
     with pytest.raises(Refused, match="layout 'spiral'"):
@@ -84,7 +84,7 @@ def test_an_unknown_layout_is_refused() -> None:
 
 
 def test_scales_that_two_requests_may_share_are_refused() -> None:
-    """NVFP4's native scales of 16 tokens lie together; pages of 8 are given to requests."""
+    """NVFP4's native scales of 16 tokens are together, but requests get pages of 8."""
     method = get_kv_cache_quant_method(
         "nvfp4", num_layers=3, device="cpu", page_size=16, native_scale_layout=True
     )
@@ -93,8 +93,8 @@ def test_scales_that_two_requests_may_share_are_refused() -> None:
         describe(Subject(pool, allocator))
 
 
-def test_pages_of_which_no_rank_can_write_a_share_are_refused() -> None:
-    """Ranks that share contexts write rows of their own, not parts of pages."""
+def test_pages_that_ranks_would_have_to_share_are_refused() -> None:
+    """Ranks that share contexts write whole rows, not parts of pages."""
     with get_parallel().override(attn_dcp_size=2, attn_dcp_rank=0):
         with environment(SGLANG_USE_HND_KVCACHE="1"):
             pool, allocator = mha(world=2)
@@ -102,15 +102,15 @@ def test_pages_of_which_no_rank_can_write_a_share_are_refused() -> None:
             describe(Subject(pool, allocator))
 
 
-def test_a_pool_that_holds_neither_a_share_nor_everything_is_refused() -> None:
-    """Ranks that share contexts, and an allocator that doesn't know of it."""
+def test_a_pool_of_neither_a_share_nor_all_slots_is_refused() -> None:
+    """Ranks share contexts, but the allocator doesn't know it."""
     with get_parallel().override(attn_dcp_size=3, attn_dcp_rank=0):
         pool, allocator = mha(16)
         with pytest.raises(Refused, match="neither a rank's share of the allocator's 16 nor all"):
             describe(Subject(pool, allocator))
 
 
-def test_a_draft_pool_beside_ranks_that_share_contexts_has_everything() -> None:
+def test_a_draft_pool_of_ranks_that_share_contexts_has_all_slots() -> None:
     """Its pages are as wide as the allocator's."""
     with get_parallel().override(attn_dcp_size=2, attn_dcp_rank=1):
         pool, allocator = mha(16)

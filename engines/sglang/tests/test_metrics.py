@@ -1,4 +1,4 @@
-"""kvtide's counters beside SGLang's, and how ranks come to one answer."""
+"""kvtide's counters are beside SGLang's, and ranks come to one answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = {"model_name": "tiny", "tp_rank": 0}
 
 
 def context(registry: CollectorRegistry | None, *, is_reporting: bool = True) -> Any:
-    """A scheduler's metrics as SGLang has them; kept in `registry`."""
+    """Makes a scheduler's metrics as SGLang has them, kept in `registry`."""
 
     def kind(metric: Any) -> Any:
         return lambda *args, **kwargs: metric(*args, **kwargs, registry=registry)
@@ -32,7 +32,7 @@ def context(registry: CollectorRegistry | None, *, is_reporting: bool = True) ->
 
 
 def test_metrics_follow_the_keeper() -> None:
-    """By SGLang's own kinds of metric, which another library may have put in their place."""
+    """The metrics are of SGLang's classes, which another library may have replaced."""
     place, registry = Place(), CollectorRegistry()
     settings = Settings(host_memory_bytes=200_000)
     keeper = keeper_over(place.allocator, place.request_pool, [], settings)
@@ -65,8 +65,8 @@ def test_metrics_follow_the_keeper() -> None:
     keeper.close()
 
 
-def test_a_rank_that_does_not_report_has_none() -> None:
-    """As SGLang's own: without --enable-metrics, or beside the rank that reports for all."""
+def test_a_rank_that_does_not_report_has_no_metrics() -> None:
+    """SGLang does the same without --enable-metrics, and beside the rank that reports for all."""
     assert metrics_of(context(None)) is None
     assert metrics_of(context(CollectorRegistry(), is_reporting=False)) is None
 
@@ -74,7 +74,7 @@ def test_a_rank_that_does_not_report_has_none() -> None:
 def test_ranks_that_schedule_in_step_are_told_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The least of what they ask with, however large, whatever other groups they are in."""
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")  # nothing of SGLang's is imported there
+    """They get the smallest of their values, however large these are, and whatever groups exist."""
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")  # SGLang isn't imported there
     asked = [[1, 1, 1 << 40, -1], [1, 0, 1 << 41, 5]]
     assert [[1, 0, 1 << 40, -1]] * 2 == two_ranks.ask(asked, tmp_path)

@@ -19,27 +19,27 @@ WINDOW = 20
 
 
 class Tree:
-    """A prefix cache that can do without as much as is asked, and notes how much that was."""
+    """A prefix cache that records how much it was asked to evict."""
 
     def __init__(self, *, is_shared: bool) -> None:
         self.is_shared = is_shared
         self.asked: list[tuple[int, int]] = []
 
     def supports_prefix_sharing(self) -> bool:
-        """Whether requests share prefixes."""
+        """Returns whether requests share prefixes."""
         return self.is_shared
 
     def supports_mamba(self) -> bool:
-        """It holds no states."""
+        """Returns False: the cache holds no states."""
         return False
 
     def evict_for_alloc(self, params: Any) -> None:
-        """Nothing is freed."""
+        """Records the call; nothing is freed."""
         self.asked.append((params.num_tokens, params.swa_num_tokens))
 
 
 def scheduler(page_size: int, *, is_shared: bool = False) -> Any:
-    """One with windows of 20 tokens: 512 slots, of which a window's layers have 256."""
+    """Makes a scheduler with windows of 20 tokens: 512 slots, 256 of them for a window's layers."""
     rows = ReqToTokenPool(size=2, max_context_len=600, device="cpu", enable_memory_saver=False)
     return SimpleNamespace(
         token_to_kv_pool_allocator=allocator_of(window_pool(page_size), page_size),
@@ -52,14 +52,14 @@ def scheduler(page_size: int, *, is_shared: bool = False) -> Any:
 
 
 def request(token_count: int) -> Any:
-    """One with so many tokens that have KV, and one that has none yet."""
+    """Makes a request with `token_count` tokens that have KV, and one that has none yet."""
     return SimpleNamespace(
         rid="one", seqlen=token_count + 1, kv=ReqKvInfo(), extend_end=None, is_dllm=lambda: False
     )
 
 
 def free(on: Any) -> tuple[int, int, int]:
-    """Slots of both kinds, and rows, that nobody has."""
+    """Returns the free slots of both kinds, and the free rows."""
     allocator = on.token_to_kv_pool_allocator
     slots = allocator.full_available_size(), allocator.swa_available_size()
     return (*slots, on.req_to_token_pool.available_size())
@@ -72,7 +72,7 @@ def free(on: Any) -> tuple[int, int, int]:
 def test_the_last_tokens_have_slots_in_each_layer(
     page_size: int, is_shared: bool, kept: int
 ) -> None:
-    """From a page's beginning on, and a page at least where prefixes are shared."""
+    """The slots begin with a page, and there is at least a page if prefixes are shared."""
     on, req = scheduler(page_size, is_shared=is_shared), request(178)
     before = free(on)
     assert take_slots(on, req)
@@ -91,7 +91,7 @@ def test_the_last_tokens_have_slots_in_each_layer(
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("lacking", ["full", "window", "row"])
 def test_without_room_nothing_is_taken(page_size: int, lacking: str) -> None:
-    """The prefix cache was asked for what is missing, and no more."""
+    """The prefix cache was asked only for what is missing."""
     on = scheduler(page_size, is_shared=True)
     allocator = on.token_to_kv_pool_allocator
     if lacking == "full":
@@ -107,8 +107,8 @@ def test_without_room_nothing_is_taken(page_size: int, lacking: str) -> None:
     assert expected[lacking] == on.tree_cache.asked
 
 
-def test_a_stale_slot_leads_to_no_window() -> None:
-    """Slots keep what they led to until somebody says otherwise."""
+def test_reused_slots_lead_to_no_window() -> None:
+    """Slots keep their old entries in the window's map until they are overwritten."""
     on = scheduler(1)
     allocator = on.token_to_kv_pool_allocator
     allocator.full_to_swa_index_mapping[:-1] = 7
@@ -118,8 +118,8 @@ def test_a_stale_slot_leads_to_no_window() -> None:
     assert [0] * 80 == allocator.full_to_swa_index_mapping[slots].tolist()
 
 
-def test_sglang_frees_what_was_taken() -> None:
-    """All of it: what it knows of the request is what the request has."""
+def test_sglang_frees_all_slots_that_were_taken() -> None:
+    """SGLang's fields of the request match the slots that it has."""
     from sglang.srt.mem_cache.common import free_kv_row_segments
 
     for page_size in (1, 4):
@@ -134,7 +134,7 @@ def test_sglang_frees_what_was_taken() -> None:
 
 
 def test_a_recurrent_state_isnt_cleared_by_the_next_step() -> None:
-    """And without a free one the request waits."""
+    """If no state is free, the request waits."""
     on, req = scheduler(4), request(40)
     on.req_to_token_pool = HybridReqToTokenPool(
         size=4,
@@ -154,8 +154,8 @@ def test_a_recurrent_state_isnt_cleared_by_the_next_step() -> None:
     assert before == free(on)
 
 
-def test_the_slots_are_not_those_of_others() -> None:
-    """Of neither kind."""
+def test_the_slots_belong_to_no_other_request() -> None:
+    """This holds for slots of both kinds."""
     on = scheduler(4)
     mapping = on.token_to_kv_pool_allocator.full_to_swa_index_mapping
     others = extend(on.token_to_kv_pool_allocator, 100)

@@ -1,4 +1,4 @@
-"""What an ordinary server with kvtide leaves to SGLang, and for which reasons."""
+"""An ordinary server with kvtide leaves some requests and servers to SGLang, with reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("reason", KINDS)
 def test_requests_of_some_kinds_arent_saved(reason: str) -> None:
-    """Each for a reason of its own, and counted; SGLang computes them again."""
+    """Each kind has its reason and is counted; SGLang computes such requests again."""
     shelf, keeper = shelved(Scheduler())
     shelf.keep(Req("special", **KINDS[reason]))
     assert (reason, ["decline"]) == (why_not(Req("special", **KINDS[reason])), keeper.calls)
@@ -33,30 +33,30 @@ def test_requests_of_some_kinds_arent_saved(reason: str) -> None:
 
 
 class TokenToKVPoolAllocator:
-    """Named as SGLang's."""
+    """A class with the name of SGLang's."""
 
     __module__ = "sglang.srt.mem_cache.allocator.token"
 
 
 class ReqToTokenPool:
-    """Named as SGLang's, with the methods that are looked for."""
+    """A class with the name of SGLang's, and with the methods that are looked for."""
 
     __module__ = "sglang.srt.mem_cache.memory_pool"
     available_size = alloc = write = alloc_aux_to_lengths = print
 
 
 class RadixCache:
-    """Named as SGLang's."""
+    """A class with the name of SGLang's."""
 
     __module__ = "sglang.srt.mem_cache.radix_cache"
 
 
 class ServerArgs(SimpleNamespace):
-    """Named as SGLang's."""
+    """A class with the name of SGLang's."""
 
 
 class ModelConfig(SimpleNamespace):
-    """Named as SGLang's."""
+    """A class with the name of SGLang's."""
 
 
 FLAGS = (
@@ -75,7 +75,7 @@ MODELS = ("is_encoder_decoder", "use_engram")
 
 
 def server(**changed: Any) -> Scheduler:
-    """An ordinary scheduler, but for what is changed."""
+    """Makes an ordinary scheduler with changes."""
     arguments = {
         "pp_size": 1,
         "dcp_size": 1,
@@ -121,15 +121,15 @@ SPECIAL: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("special", SPECIAL, ids=lambda special: next(iter(special)))
 def test_servers_of_some_kinds_arent_covered(special: dict[str, Any]) -> None:
-    """They are refused when they start, and an ordinary one isn't."""
+    """They are refused when they start; an ordinary server isn't."""
     refuse_server(server())
     with pytest.raises(Refused, match="colocated serving isn't covered with "):
         refuse_server(server(**special))
 
 
 @pytest.mark.parametrize("owner", ["token_to_kv_pool_allocator", "req_to_token_pool", "tree_cache"])
-def test_a_class_of_another_package_is_none_of_sglangs(owner: str) -> None:
-    """Whatever it is called: it may give a request more than is known."""
+def test_a_server_with_a_class_of_another_package_is_refused(owner: str) -> None:
+    """Such a class may give a request more than kvtide knows, though it has the same name."""
     ordinary = server()
     kind = type(getattr(ordinary, owner))
     setattr(ordinary, owner, type(kind.__name__, (kind,), {"__module__": "vendor.pools"})())
@@ -137,26 +137,26 @@ def test_a_class_of_another_package_is_none_of_sglangs(owner: str) -> None:
         refuse_server(ordinary)
 
 
-def test_what_will_be_needed_is_looked_for_at_the_start() -> None:
-    """Not in the middle of a retraction."""
+def test_attributes_are_looked_for_at_the_start() -> None:
+    """A missing attribute must not be found only in the middle of a retraction."""
     with pytest.raises(Refused, match="Scheduler has no 'future_map'"):
         refuse_server(server(future_map=None))
 
 
 class TpModelWorker(SimpleNamespace):
-    """Named as SGLang's."""
+    """A class with the name of SGLang's."""
 
 
 class ModelRunner(SimpleNamespace):
-    """Named as SGLang's."""
+    """A class with the name of SGLang's."""
 
 
 class LoRAManager(SimpleNamespace):
-    """Named as SGLang's."""
+    """A class with the name of SGLang's."""
 
 
-def test_a_server_with_adapters_is_covered_if_it_can_be_asked_for_their_places() -> None:
-    """Its requests are, too. Where nobody uses adapters nobody is asked."""
+def test_a_server_with_adapters_is_covered_if_it_can_count_their_places() -> None:
+    """Its requests are covered, too. A server without adapters isn't asked."""
     manager = LoRAManager(validate_lora_batch=print)
     worker = TpModelWorker(model_runner=ModelRunner(lora_manager=manager))
     refuse_server(server(enable_lora=True, tp_worker=worker))

@@ -18,7 +18,7 @@ from kvtide.plugin.sglang.ordinary.resume import batch_of
 
 
 class Unset:
-    """A setting that nobody made, and all that is asked of it: false."""
+    """A setting that nobody made; it and all its attributes are false."""
 
     def __getattr__(self, name: str) -> Unset:
         return self
@@ -29,7 +29,7 @@ class Unset:
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a server without arguments."""
+    """The settings of a server without arguments."""
     exactness = SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False)
     bags = {
         "spec": SimpleNamespace(speculative_algorithm=None),
@@ -40,7 +40,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scheduler() -> Any:
-    """One without a prefix cache that would take anything."""
+    """Makes a scheduler without a prefix cache."""
     rows = ReqToTokenPool(size=4, max_context_len=64, device="cpu", enable_memory_saver=False)
     return SimpleNamespace(
         req_to_token_pool=rows,
@@ -56,7 +56,7 @@ def scheduler() -> Any:
 
 
 def request(on: Any, prompt: int, answer: int, delta: int | None = None) -> Req:
-    """One with so many tokens, and slots; with an image that moves positions by `delta`."""
+    """Makes a request with tokens and slots; an image may move its positions by `delta`."""
     req = Req(f"{prompt}", "", array("q", range(prompt)), SamplingParams(), vocab_size=32)
     req.output_ids = array("q", range(answer))
     if delta is not None:
@@ -72,7 +72,7 @@ def request(on: Any, prompt: int, answer: int, delta: int | None = None) -> Req:
 
 
 def next_positions(batch: Any) -> list[list[int]]:
-    """Where the next step of the batch is, in time, height and width, by SGLang's rule."""
+    """Returns the next step's positions in time, height and width, by SGLang's rule."""
     lengths = batch.seq_lens + 1
     step = SimpleNamespace(seq_lens=lengths, seq_lens_cpu=lengths)
     step._expand_mrope_from_input = lambda *given: ForwardBatch._expand_mrope_from_input(
@@ -83,7 +83,7 @@ def next_positions(batch: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_who_has_seen_an_image_goes_on_where_it_was(is_first: bool) -> None:
+def test_a_request_with_an_image_keeps_its_positions(is_first: bool) -> None:
     """Images take fewer positions than tokens, in this request and in no other of its batch."""
     on = scheduler()
     reqs = [request(on, 9, 4, delta=-6), request(on, 5, 3)]

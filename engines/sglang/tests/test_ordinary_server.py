@@ -1,6 +1,6 @@
-"""An ordinary server, with kvtide, under memory pressure: a real engine on the CPU.
+"""An ordinary server with kvtide under memory pressure: a real engine on the CPU.
 
-Each engine is its own reference: it answers requests one after the other, when nothing is
+Each engine is its own reference: it answers requests one after the other, so that nothing is
 retracted, and then all at once.
 """
 
@@ -35,7 +35,7 @@ RANKED = [
 ]
 RISING = [{**request, "priority": rank} for rank, request in enumerate(GREEDY)]
 PROLONGED = requests(2, 40, "l")
-"""Few enough for all of their KV to stay in the prefix cache."""
+"""They are so few that all of their KV stays in the prefix cache."""
 UNLUCKY = [*requests(2, 40), *requests(2, 36, "abort"), *requests(2, 36, "spoil")]
 STEPS: dict[str, tuple[str, Any]] = {
     "greedy alone": ("alone", GREEDY),
@@ -64,12 +64,12 @@ SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "states-radix": ("states", {}),
     "adapters": ("llama", {}),
 }
-"""Steps overlap and prefixes are shared where nothing else is said; SGLang shares no prefix of a
-recurrent state while steps overlap."""
+"""By default steps overlap and prefixes are shared. SGLang shares no prefix of a recurrent state
+while steps overlap."""
 WHOLE = ("plain", "overlap-radix")
-"""Those that go through the further steps."""
+"""The servers that run the further steps, too."""
 BARE_STEPS: dict[str, tuple[str, Any]] = {"bare": ("alone", requests(3, 40, "bare"))}
-"""Those of the server with LoRA adapters that use none."""
+"""Steps of the server with LoRA adapters that use no adapter."""
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
-    """What each server made of its steps."""
+    """Each server's answers to its steps."""
     model, server = SERVERS[request.param]
     steps = {**STEPS, **(FURTHER_STEPS if request.param in WHOLE else {})}
     if request.param == "adapters":
@@ -96,7 +96,7 @@ def served(
 
 
 def with_adapters(models: Path, most: int) -> dict[str, Any]:
-    """A server's arguments for LoRA adapters, with so many in a batch, or none as one of them."""
+    """Returns a server's arguments for LoRA adapters; "no adapter" counts as one of `most`."""
     paths = {name: str(models / name) for name in ADAPTERS}
     return {"lora_paths": paths, "lora_backend": "torch_native", "max_loras_per_batch": most}
 
@@ -108,26 +108,26 @@ def _adapted(steps: dict[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
     }
 
 
-def test_answers_are_those_of_a_server_that_retracts_nothing(served: Served) -> None:
-    """Token for token; the alone ones were never retracted, several of the others were."""
+def test_answers_equal_those_without_retraction(served: Served) -> None:
+    """Every token is equal; requests alone were never retracted, and several of the others were."""
     assert [0] * len(GREEDY) == _retractions(served.answers["greedy alone"])
     assert sum(_retractions(served.answers["greedy"])) >= 5
     assert _tokens(served.answers["greedy alone"]) == _tokens(served.answers["greedy"])
 
 
 @pytest.mark.parametrize("served", ["plain"], indirect=True)
-def test_penalties_go_on_where_they_were(served: Served) -> None:
-    """Frequency, presence and repetition of all tokens since the request's beginning count.
+def test_penalties_continue_after_a_retraction(served: Served) -> None:
+    """Penalties of frequency, presence and repetition count all tokens since the beginning.
 
-    With overlapped scheduling SGLang counts by what else happens to run, so that two of its
-    answers needn't be equal; see test_ordinary_shelf for what kvtide counts then.
+    With overlapped scheduling SGLang counts by what else happens to run, so that two of its answers
+    needn't be equal; test_ordinary_shelf tests what kvtide counts then.
     """
     assert sum(_retractions(served.answers["penalised"])) >= 4
     assert _tokens(served.answers["penalised alone"]) == _tokens(served.answers["penalised"])
 
 
-def test_grammars_go_on_where_they_were(served: Served) -> None:
-    """Each token is the one that its number in the answer allows; see on_cpu for the grammar."""
+def test_grammars_continue_after_a_retraction(served: Served) -> None:
+    """The grammar of on_cpu allows each token by its number in the answer."""
     answers = served.answers["constrained"]
     assert sum(_retractions(answers)) >= 4
     assert _tokens(served.answers["constrained alone"]) == _tokens(answers)
@@ -135,8 +135,8 @@ def test_grammars_go_on_where_they_were(served: Served) -> None:
         assert [number % 5 for number in range(len(tokens))] == [token % 5 for token in tokens]
 
 
-def test_what_came_back_may_be_shared(served: Served) -> None:
-    """Requests whose prompts are other requests' answers go on as these did."""
+def test_restored_kv_may_be_shared(served: Served) -> None:
+    """Requests whose prompts are other requests' answers continue as these did."""
     answers, rests = served.answers["prolonged"]["answers"], served.answers["prolonged"]["rests"]
     assert sum(_retractions(answers)) >= 1
     wholes = zip(_tokens(answers), _tokens(rests), strict=True)
@@ -148,13 +148,13 @@ def test_what_came_back_may_be_shared(served: Served) -> None:
     "served", ["overlap-radix", "latents", "windows", "adapters"], indirect=True
 )
 def test_answers_are_in_the_prefix_cache(served: Served) -> None:
-    """More of them than the prompts: what came back has been taken in."""
+    """More tokens than the prompts' are cached, so restored KV is in the prefix cache."""
     cached = [rest["meta_info"]["cached_tokens"] for rest in served.answers["prolonged"]["rests"]]
     assert min(cached) > max(len(request["input_ids"]) for request in PROLONGED)
 
 
 def test_log_probabilities_are_given_for_each_token_once(served: Served) -> None:
-    """As many as tokens, those of the tokens, and as without retraction."""
+    """They belong to the tokens, and equal those without retraction."""
     pairs = zip(served.answers["greedy alone"], served.answers["greedy"], strict=True)
     for alone, together in pairs:
         expected = alone["meta_info"]["output_token_logprobs"]
@@ -166,8 +166,8 @@ def test_log_probabilities_are_given_for_each_token_once(served: Served) -> None
 
 
 @pytest.mark.parametrize("served", WHOLE, indirect=True)
-def test_sampled_answers_are_the_models(served: Served) -> None:
-    """Each token was drawn with the probability that the model gives it after those before it."""
+def test_sampled_answers_have_the_models_probabilities(served: Served) -> None:
+    """Each token was drawn with the probability that the model gives it after the earlier ones."""
     answers, scores = served.answers["sampled"]["answers"], served.answers["sampled"]["scores"]
     assert sum(_retractions(answers)) >= 4
     for request, answer, score in zip(SAMPLED, answers, scores, strict=True):
@@ -177,7 +177,7 @@ def test_sampled_answers_are_the_models(served: Served) -> None:
 
 
 def test_every_restore_is_exact(served: Served) -> None:
-    """Bytes are compared around each, in slots that held something else."""
+    """The watcher compares bytes around each restore, in slots that held something else."""
     restores = served.run.events_of("restore")
     assert len(restores) >= 20
     assert [] == [event for event in restores if not event["exact"] or event["empty"]]
@@ -185,9 +185,10 @@ def test_every_restore_is_exact(served: Served) -> None:
 
 
 def test_nothing_is_computed_twice(served: Served) -> None:
-    """Each request is in one prefill only in each step that it is part of.
+    """Each request is in only one prefill in each step that it is part of.
 
-    But for those that SGLang retracts before it has the prefill's own token, or that were spoilt.
+    Exceptions are requests that SGLang retracts before they have the prefill's own token, and those
+    that were spoilt.
     """
     assert [] == served.run.events_of("refused")
     assert {"spoil"} == {event["rid"].rstrip("01") for event in served.run.events_of("failed")}
@@ -202,12 +203,12 @@ def test_nothing_is_computed_twice(served: Served) -> None:
         re.findall(rf"request '(\S+)' will be computed again: (?:{reasons})", served.run.log)
     )
     for rid, count in finished.items():
-        last_step = 1  # the one that the engine is shut down in may have begun it as well
+        last_step = 1  # the step in which the engine shuts down may have begun it, too
         assert count <= prefills[rid] - again[rid] <= count + last_step
 
 
-def test_a_request_may_be_aborted_while_it_is_in_the_arena(served: Served) -> None:
-    """It ends as aborted, its part of the arena is free at once, the others are answered."""
+def test_a_retracted_request_may_be_aborted(served: Served) -> None:
+    """It ends as aborted, its part of the arena is free at once, and the others are answered."""
     aborts = served.run.events_of("abort")
     assert aborts
     assert all(event["after"] < event["before"] for event in aborts)
@@ -220,7 +221,7 @@ def test_a_request_may_be_aborted_while_it_is_in_the_arena(served: Served) -> No
 
 
 def test_damaged_kv_is_computed_again(served: Served) -> None:
-    """It is found before anything is written, the slots are given back, and the answer is right."""
+    """The damage is found before anything is written, and the answer is right."""
     assert {"SnapshotDamaged"} == {event["why"] for event in served.run.events_of("failed")}
     answers = dict(
         zip([request["rid"] for request in UNLUCKY], served.answers["unlucky"], strict=True)
@@ -231,7 +232,7 @@ def test_damaged_kv_is_computed_again(served: Served) -> None:
 
 
 def test_nothing_is_left_behind(served: Served) -> None:
-    """Idle at last, all slots, rows and the whole arena are free; SGLang's own checks ran."""
+    """When the server is idle, slots, rows and the arena are free; SGLang checks it, too."""
     idle = served.run.events_of("idle")[-1]
     for kind in ("slots", "rows", "window_slots", "states"):
         assert idle[kind] == idle[f"{kind}_free"]
@@ -246,7 +247,7 @@ def test_sglang_warns_of_no_hook(served: Served) -> None:
 
 @pytest.mark.parametrize("served", ["adapters"], indirect=True)
 def test_adapters_change_the_answers(served: Served) -> None:
-    """The control: to the same prompts, and not to the first, which is asked without one."""
+    """A control: prompts get other answers with an adapter; the first is asked without one."""
     adapted_answers = _tokens(served.answers["greedy alone"])[:3]
     pairs = zip(adapted_answers, _tokens(served.answers["bare"]), strict=True)
     assert [True, False, False] == [answer == other for answer, other in pairs]
@@ -254,12 +255,12 @@ def test_adapters_change_the_answers(served: Served) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "states"])
 def test_without_restores_the_answers_differ(name: str, models: Path, tmp_path: Path) -> None:
-    """The control: what the tests above look at does depend on restored KV, or state."""
+    """A control: the answers of the tests above depend on restored KV or state."""
     model, server = SERVERS[name]
     steps = {step: STEPS[step] for step in ("greedy alone", "greedy")}
     outcome = run_ordinary(models / model, tmp_path, steps, server, KVTIDE_WATCH_SKIP="1")
     assert _tokens(outcome.answers["greedy alone"]) != _tokens(outcome.answers["greedy"])
-    # Whoever came back with poison may have been saved with it, and come back "exact" later.
+    # A request that came back with poison may be saved with it, and come back "exact" later.
     restores = outcome.run.events_of("restore")
     first = {event["rid"]: event["exact"] for event in reversed(restores)}
     assert first
@@ -270,10 +271,10 @@ def test_without_restores_the_answers_differ(name: str, models: Path, tmp_path: 
 def crowded(
     request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
-    """Priorities; with chunked prefills, mixed with decodes, and an arena with room for one.
+    """Servers with priorities and with an arena that has room for one request.
 
-    Or with priorities such that a better request's adapter takes the place of one in the arena,
-    when there are two places for three; and with drains.
+    One has chunked prefills, mixed with decodes. One has adapters and drains: there are two places
+    for three adapters, and a better request's adapter takes the place of one in the arena.
     """
     servers: dict[str, dict[str, Any]] = {
         "llama": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
@@ -299,8 +300,8 @@ def crowded(
 
 
 @pytest.mark.parametrize("crowded", ["llama"], indirect=True)
-def test_what_the_arena_refuses_is_computed_again(crowded: Served) -> None:
-    """Some are saved, some are refused, and all are answered all the same."""
+def test_requests_that_the_arena_refuses_are_computed_again(crowded: Served) -> None:
+    """Some requests are saved and some are refused, and all get their answers."""
     assert {"ArenaFull"} == {event["why"] for event in crowded.run.events_of("refused")}
     assert crowded.run.events_of("restore")
     assert [] == [event for event in crowded.run.events_of("restore") if not event["exact"]]
@@ -309,7 +310,7 @@ def test_what_the_arena_refuses_is_computed_again(crowded: Served) -> None:
 
 
 def test_priorities_change_no_answer(crowded: Served) -> None:
-    """Whoever is let in first, and whoever is preempted for a better one."""
+    """The order in which requests are let in or preempted doesn't matter."""
     assert sum(_retractions(crowded.answers["ranked"])) >= 4
     assert _tokens(crowded.answers["greedy alone"]) == _tokens(crowded.answers["ranked"])
     assert crowded.run.events_of("restore")

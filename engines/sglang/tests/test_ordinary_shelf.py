@@ -1,4 +1,4 @@
-"""The shelf of saved requests in an ordinary server, step by step: a scheduler that is made up."""
+"""The shelf of saved requests in an ordinary server, step by step, with a fake scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Place = SimpleNamespace
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """What SGLang's pool says to a request that comes back; `room` and `slots` may be changed."""
+    """Fakes the pool's answers for a request that comes back; `room` and `slots` may be changed."""
     said = Place(room=True, slots=True, given_back=[])
     monkeypatch.setattr(shelving, "bind_to_root", lambda scheduler, req: None)
     monkeypatch.setattr(shelving, "has_room", lambda scheduler, req, running: said.room)
@@ -36,7 +36,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def plan(scheduler: Scheduler, running: Batch) -> tuple[list[str], list[str] | None]:
-    """Who runs after planning, and whom SGLang was shown meanwhile; None if it wasn't asked."""
+    """Returns who runs after planning, and the queue that SGLang saw; None if it saw none."""
     shown: list[list[str]] = []
 
     def original(scheduler: Scheduler, running: Batch) -> Any:
@@ -47,8 +47,8 @@ def plan(scheduler: Scheduler, running: Batch) -> tuple[list[str], list[str] | N
     return _names(planned.running_batch.reqs), shown[0] if shown else None
 
 
-def test_the_saved_come_back_first_and_in_order(place: Place) -> None:
-    """Then SGLang lets others in."""
+def test_saved_requests_come_back_first_and_in_order(place: Place) -> None:
+    """SGLang lets others in after them."""
     first, second, new = Req("first"), Req("second"), Req("new")
     scheduler = Scheduler(new, second, first)
     _, keeper = shelved(scheduler, first, second)
@@ -57,8 +57,8 @@ def test_the_saved_come_back_first_and_in_order(place: Place) -> None:
     assert ["new"] == _names(scheduler.waiting_queue)
 
 
-def test_nobody_overtakes_who_is_saved(place: Place) -> None:
-    """Without room they wait, and SGLang isn't asked to let others in."""
+def test_nobody_overtakes_a_saved_request(place: Place) -> None:
+    """Without room saved requests wait, and SGLang isn't asked to let others in."""
     saved, new = Req("saved"), Req("new")
     scheduler = Scheduler(new, saved)
     _, keeper = shelved(scheduler, saved)
@@ -68,8 +68,8 @@ def test_nobody_overtakes_who_is_saved(place: Place) -> None:
     assert [] == keeper.calls
 
 
-def test_compiled_grammars_are_looked_for_all_the_same(place: Place) -> None:
-    """Who waited for one joins the queue, though nobody is let in."""
+def test_requests_with_compiled_grammars_join_the_queue(place: Place) -> None:
+    """They do so even if nobody is let in."""
     saved, compiled = Req("saved"), Req("compiled")
     scheduler = Scheduler(saved)
     scheduler.grammar_manager = SimpleNamespace(
@@ -83,7 +83,7 @@ def test_compiled_grammars_are_looked_for_all_the_same(place: Place) -> None:
 
 
 def test_a_better_priority_overtakes(place: Place) -> None:
-    """It is shown to SGLang, alone, and the saved one doesn't take its room."""
+    """SGLang sees only the better request, and the saved one doesn't take its room."""
     saved, better, equal = Req("saved", 1), Req("better", 2), Req("equal", 1)
     scheduler = Scheduler(saved, better, equal, enable_priority_scheduling=True)
     _, keeper = shelved(scheduler, saved)
@@ -93,7 +93,7 @@ def test_a_better_priority_overtakes(place: Place) -> None:
 
 
 def with_adapters(*waiting: Req, places: int, **changed: Any) -> Scheduler:
-    """A scheduler with so many places for LoRA adapters in a batch, as SGLang counts them."""
+    """Makes a scheduler with `places` for LoRA adapters in a batch, as SGLang counts them."""
     adapters = SimpleNamespace(max_loras_per_batch=places, num_pinned_loras=0)
     manager = SimpleNamespace(
         validate_lora_batch=lambda names: LoRAManager.validate_lora_batch(adapters, names)
@@ -102,8 +102,8 @@ def with_adapters(*waiting: Req, places: int, **changed: Any) -> Scheduler:
     return Scheduler(*waiting, enable_lora=True, tp_worker=worker, **changed)
 
 
-def test_who_finds_no_place_for_an_adapter_waits(place: Place) -> None:
-    """No adapter is one of them. Others on the shelf come back, and nobody new is let in."""
+def test_a_request_without_a_place_for_its_adapter_waits(place: Place) -> None:
+    """No adapter counts as one. Others on the shelf come back, and nobody new is let in."""
     bare, right, left = Req("bare"), Req("right", lora_id="r"), Req("left", lora_id="l")
     new, running = Req("new", lora_id="l"), [Req("one", lora_id="r"), Req("two", lora_id="l")]
     scheduler = with_adapters(new, bare, right, left, places=2)
@@ -114,8 +114,8 @@ def test_who_finds_no_place_for_an_adapter_waits(place: Place) -> None:
     assert (["one", "two", "bare"], ["new"]) == plan(scheduler, Batch(*running))
 
 
-def test_adapters_that_come_back_count_for_the_next(place: Place) -> None:
-    """One after the other, and what came back first keeps its place."""
+def test_adapters_of_restored_requests_take_places(place: Place) -> None:
+    """Requests come back one after the other, and the first ones keep their places."""
     saved = [Req(name, lora_id=name) for name in ("first", "second", "third")]
     scheduler = with_adapters(*saved, places=2)
     shelved(scheduler, *saved)
@@ -123,8 +123,8 @@ def test_adapters_that_come_back_count_for_the_next(place: Place) -> None:
     assert ["third"] == _names(scheduler.waiting_queue)
 
 
-def test_an_adapter_that_is_drained_comes_back_all_the_same(place: Place) -> None:
-    """SGLang sees no end of a drain while it isn't asked to let anybody in."""
+def test_a_request_of_a_drained_adapter_comes_back(place: Place) -> None:
+    """SGLang doesn't notice the end of a drain while it isn't asked to let anybody in."""
     saved, new = Req("saved", lora_id="l"), Req("new", lora_id="r")
     drainer = LoRADrainer(2)
     drainer.adapter_to_stats["l"].is_draining_for = "r"
@@ -134,7 +134,7 @@ def test_an_adapter_that_is_drained_comes_back_all_the_same(place: Place) -> Non
 
 
 def test_a_chunked_prefill_is_finished_first(place: Place) -> None:
-    """SGLang goes on with it, and sees nobody else."""
+    """SGLang continues it, and sees nobody else."""
     saved, new = Req("saved"), Req("new")
     scheduler = Scheduler(new, saved, chunked_req=Req("chunked"))
     _, keeper = shelved(scheduler, saved)
@@ -142,8 +142,8 @@ def test_a_chunked_prefill_is_finished_first(place: Place) -> None:
     assert [] == keeper.calls
 
 
-def test_alone_a_request_comes_back_whatever_the_estimate(place: Place) -> None:
-    """SGLang's estimate is of what others will need."""
+def test_a_request_alone_comes_back_whatever_the_estimate(place: Place) -> None:
+    """SGLang estimates what other requests will need."""
     saved = Req("saved")
     scheduler = Scheduler(saved)
     shelved(scheduler, saved)
@@ -151,8 +151,8 @@ def test_alone_a_request_comes_back_whatever_the_estimate(place: Place) -> None:
     assert ["saved"] == plan(scheduler, Batch())[0]
 
 
-def test_without_room_even_alone_it_is_left_to_sglang(place: Place) -> None:
-    """Its backup is discarded; only once no result is outstanding that may free slots."""
+def test_a_request_without_room_even_alone_is_left_to_sglang(place: Place) -> None:
+    """Its backup is discarded, but only when no pending result may free slots."""
     saved = Req("saved")
     scheduler = Scheduler(saved, last_batch=Batch(Req("finished")))
     _, keeper = shelved(scheduler, saved)
@@ -174,8 +174,8 @@ def test_a_failed_restore_is_left_to_sglang(place: Place, error: KvtideError) ->
     assert (["saved"], 0) == (place.given_back, len(shelf))
 
 
-def test_what_cant_be_saved_is_left_to_sglang() -> None:
-    """The arena's refusal is no error."""
+def test_a_request_that_cannot_be_saved_is_left_to_sglang() -> None:
+    """A full arena is no error."""
     scheduler = Scheduler()
     shelf, keeper = shelved(scheduler)
     keeper.error = ArenaFull("no room")
@@ -183,8 +183,8 @@ def test_what_cant_be_saved_is_left_to_sglang() -> None:
     assert (["save refused"], 0) == (keeper.calls, len(shelf))
 
 
-def test_sglang_says_when_a_backup_is_of_no_use() -> None:
-    """A request that it aborts, or will compute under other weights, isn't saved."""
+def test_requests_that_sglang_gives_up_are_not_saved() -> None:
+    """A request that SGLang aborts, or will compute with other weights, isn't saved."""
     scheduler = Scheduler()
     _, keeper = shelved(scheduler)
     hooks._keep(req=Req("aborted"), tree_cache=scheduler.tree_cache, offload_kv=False)
@@ -192,8 +192,8 @@ def test_sglang_says_when_a_backup_is_of_no_use() -> None:
     assert [] == keeper.calls
 
 
-def test_who_waits_no_more_has_no_backup() -> None:
-    """Aborted, timed out, pushed out of a full queue: the shelf looks at the queue."""
+def test_requests_that_left_the_queue_have_no_backup() -> None:
+    """They were aborted, timed out, or pushed out of a full queue: the shelf looks at the queue."""
     gone, there = Req("gone"), Req("there")
     scheduler = Scheduler(gone, there)
     _, keeper = shelved(scheduler, gone, there)
@@ -213,7 +213,7 @@ def test_who_waits_no_more_has_no_backup() -> None:
     ids=["flushed", "not flushed", "other weights", "shutdown"],
 )
 def test_stale_backups_are_discarded(happen: Callable[[Any], Any], discarded: bool) -> None:
-    """Their requests wait on, and are computed again."""
+    """Their requests stay in the queue, and are computed again."""
     saved = Req("saved")
     scheduler = Scheduler(saved)
     shelf, keeper = shelved(scheduler, saved)
@@ -225,8 +225,8 @@ def test_stale_backups_are_discarded(happen: Callable[[Any], Any], discarded: bo
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("given", [1, 2, 5])
-def test_penalties_count_as_if_nothing_had_happened(is_late: bool, given: int) -> None:
-    """At each step after the return: the tokens that an undisturbed decode would have counted."""
+def test_penalties_count_as_without_a_retraction(is_late: bool, given: int) -> None:
+    """Each step after the return counts the tokens that an undisturbed decode would count."""
     req = Req("penalised", output_ids=list(range(100, 100 + given)))
     counted: list[int] = []
     penalties = SimpleNamespace(
@@ -261,7 +261,7 @@ def _names(reqs: list[Req]) -> list[str]:
 
 
 def test_a_request_that_cannot_be_read_is_computed_again(place: Place) -> None:
-    """It is SGLang's then; the scheduler goes on."""
+    """SGLang computes it, and the scheduler goes on."""
     odd = Req("odd", return_routed_experts=None)
     shelf, keeper = shelved(Scheduler(odd))
     shelf.keep(odd)
@@ -272,10 +272,10 @@ def test_a_request_that_cannot_be_read_is_computed_again(place: Place) -> None:
     assert [] == keeper.calls
 
 
-def test_what_nobody_thought_of_closes_the_shelf(
+def test_an_unexpected_error_closes_the_shelf(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is on it waits where SGLang left it, without slots, and is computed again."""
+    """Saved requests stay in SGLang's queue without slots, and are computed again."""
 
     def moved(scheduler: Scheduler, req: Req) -> Batch:
         raise AttributeError("moved")
@@ -292,10 +292,10 @@ def test_what_nobody_thought_of_closes_the_shelf(
 
 
 @pytest.mark.parametrize("name", ["has_room", "take_slots"])
-def test_so_does_what_comes_before_a_restore(
+def test_an_unexpected_error_before_a_restore_closes_the_shelf(
     name: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing has been restored then, and nothing taken that could be given back."""
+    """Nothing has been restored then, and nothing was taken that must be given back."""
 
     def moved(*_: object) -> bool:
         raise AssertionError("moved")
@@ -312,7 +312,7 @@ def test_so_does_what_comes_before_a_restore(
 def test_a_request_that_is_retracted_again_is_not_late(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If it is computed again, SGLang counts its tokens as any other's."""
+    """If it is computed again, SGLang counts its tokens like those of others."""
     monkeypatch.setattr(shelving, "recount_penalties", lambda batch, req, is_late: True)
     req = Req("late", output_ids=[5, 6])
     scheduler = Scheduler(req, enable_overlap=True)

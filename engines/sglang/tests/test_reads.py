@@ -1,4 +1,4 @@
-"""What kvtide reads of SGLang's objects, against the text of the installed SGLang."""
+"""The attributes that kvtide reads exist in the source of the installed SGLang."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvtide.plugin.source import Source, gone
 
 @pytest.fixture(scope="module")
 def installed() -> Source:
-    """The text of the SGLang in this environment."""
+    """The source of the installed SGLang."""
     return SGLANG.source()
 
 
-def test_all_that_is_read_is_where_the_tables_say(installed: Source) -> None:
-    """By the name of its class, or of one that this derives from."""
+def test_all_attributes_of_the_tables_exist(installed: Source) -> None:
+    """An attribute belongs to the named class, or to one of its bases."""
     assert len(tables()) >= 6, "the modules that describe pools have tables"
     lost = gone(installed, tables())
     assert not lost, f"this SGLang has no longer: {', '.join(lost)}"
 
 
-def test_what_is_gone_is_named_all_at_once(installed: Source) -> None:
-    """A class that isn't there, and attributes that its classes don't have."""
+def test_all_missing_attributes_are_named_at_once(installed: Source) -> None:
+    """A missing class and missing attributes are named."""
     table = {
         "MHATokenToKVPool": ("k_buffer", "k_bufer?", "page_size"),
         "MHATokenToKVPoolMX7": ("k_buffer",),

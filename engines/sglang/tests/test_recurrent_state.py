@@ -21,8 +21,8 @@ REFUSED = [*recurrent_state.REFUSED, *sliding_window.REFUSED, *unified_memory.RE
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.name)
-def test_what_cannot_be_moved_is_refused_with_its_reason(refusal: Refusal) -> None:
-    """At the start, by the class's name."""
+def test_pools_that_cannot_be_moved_are_refused_with_the_reason(refusal: Refusal) -> None:
+    """The refusal comes at the start, and names the class."""
     built = refusal.build()
     name = type(built.pool).__name__
     with pytest.raises(Refused, match=f"^{name}: .*{refusal.reason}"):
@@ -30,7 +30,7 @@ def test_what_cannot_be_moved_is_refused_with_its_reason(refusal: Refusal) -> No
 
 
 def kept(count: int, page_size: int, token_count: int, *more: Rule) -> list[int]:
-    """The tokens of a request that have a row, by a rule of its last ones and others after it."""
+    """Returns the tokens of a request that have a row, by LastTokens and the rules after it."""
     rules = [LastTokens(count, page_size), *more]
     slots = np.arange(16, 16 + token_count)
     maps = {"shifted": lambda ids: ids + 16}
@@ -45,22 +45,22 @@ def kept(count: int, page_size: int, token_count: int, *more: Rule) -> list[int]
 def test_the_last_tokens_of_a_request_begin_with_a_page(
     count: int, page_size: int, expected: list[int]
 ) -> None:
-    """Of 13."""
+    """The request has 13 tokens."""
     assert expected == kept(count, page_size, 13)
 
 
-def test_a_request_within_its_window_has_all_of_its_tokens() -> None:
-    """Or none at all."""
+def test_a_request_shorter_than_its_window_has_all_of_its_tokens() -> None:
+    """A request without tokens has none."""
     assert ([0, 1, 2], []) == (kept(5, 4, 3), kept(5, 4, 0))
 
 
 def test_pages_of_a_window_move_whole() -> None:
-    """Through a map, and four to a row."""
+    """The rows go through a map, and four tokens share a row."""
     assert [8, 12] == kept(5, 4, 13, Mapped("shifted"), EveryNth(4))
 
 
-def test_more_rows_than_the_target_has_are_lost_only_if_the_window_is_known() -> None:
-    """Else they may be needed: the restore is refused."""
+def test_rows_that_the_target_lacks_are_dropped_only_if_the_window_is_known() -> None:
+    """Otherwise they may be needed, so the restore is refused."""
 
     def build() -> Any:
         built = sliding_window.with_tail(sliding_window.windowed(16, 16))
@@ -72,8 +72,8 @@ def test_more_rows_than_the_target_has_are_lost_only_if_the_window_is_known() ->
     assert outcome.detail.startswith("SnapshotMiss: snapshot has a row for token 16")
 
 
-def test_rows_for_what_had_left_the_window_are_left_alone_only_if_it_is_known() -> None:
-    """Else they would be taken for the request's, with what somebody else left in them."""
+def test_rows_outside_of_the_window_stay_only_if_the_window_is_known() -> None:
+    """Otherwise they would be used for the request, with another request's content."""
 
     def build() -> Any:
         built = sliding_window.windowed(16, 32)
@@ -86,7 +86,7 @@ def test_rows_for_what_had_left_the_window_are_left_alone_only_if_it_is_known() 
 
 
 def test_a_slot_without_a_row_is_an_error_where_each_must_have_one() -> None:
-    """A window's slots may lack one."""
+    """A slot may have no row if the table is a window's."""
     allocator = unified_memory.hybrid_bundle().token_to_kv_pool_allocator
     slots = allocator.alloc(16).numpy()
     owner = allocator.full_attn_allocator
@@ -99,7 +99,7 @@ def test_a_slot_without_a_row_is_an_error_where_each_must_have_one() -> None:
 
 
 def test_a_draft_must_have_all_of_the_targets_slots() -> None:
-    """The one that has too few is named, with both numbers."""
+    """The error names the pool with too few slots, and both numbers."""
     target, allocator = keys_values.mha()
     draft, _ = keys_values.mha(size=128)
     with pytest.raises(Refused, match=r"^MHATokenToKVPool: .* 144 slots, .* 272:"):
@@ -107,14 +107,14 @@ def test_a_draft_must_have_all_of_the_targets_slots() -> None:
 
 
 def test_a_draft_that_is_refused_refuses_its_target_with_it() -> None:
-    """All or nothing."""
+    """Either both are described or neither."""
     target, allocator = keys_values.mha()
     with pytest.raises(Refused, match=r"^pool class builtins.object isn't known"):
         describe_with_draft(Subject(target, allocator), [object()])
 
 
 def test_without_a_draft_it_is_the_targets_description() -> None:
-    """By its parts."""
+    """The description has the target's parts."""
     target, allocator = keys_values.mha()
     found = describe_with_draft(Subject(target, allocator), [])
     assert ["k", "v"] == [part.name for part in found.parts]

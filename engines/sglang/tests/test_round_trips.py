@@ -8,11 +8,11 @@ from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, TripResult, 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kvtide_moves_every_byte(case: Case) -> None:
-    """Into other slots, and no byte of anybody else's."""
+    """The bytes go into other slots, and no other request's byte changes."""
     assert TripResult("exact") == round_trip(case, KvtideWay())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sglang_alone_is_as_the_table_says(case: Case) -> None:
-    """The control: the same pool, the same comparison, SGLang's own methods."""
+    """A control: the same pool and comparison with SGLang's own methods."""
     assert case.alone == round_trip(case, Way()).verdict

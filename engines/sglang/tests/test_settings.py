@@ -1,4 +1,4 @@
-"""What an operator may set, and what is refused by name."""
+"""An operator's settings, and the values that are refused by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtide.errors import UsageError
 from kvtide.plugin.sglang.settings import Settings, read_settings
 
 
-def test_nothing_set_is_on_with_a_default_limit() -> None:
-    """Installed means active; an empty variable is one that isn't set."""
+def test_by_default_kvtide_is_on_with_a_default_limit() -> None:
+    """An installed kvtide is active; an empty variable counts as one that isn't set."""
     assert Settings("on", False, None) == read_settings({})
     empty = {"KVTIDE_SGLANG": "", "KVTIDE_HOST_MEMORY": " ", "KVTIDE_CONFIG": ""}
     assert Settings("on", False, None) == read_settings(empty)
 
 
-def test_everything_set() -> None:
+def test_all_variables_can_be_set() -> None:
     """Each variable arrives in its field."""
     environment = {
         "KVTIDE_SGLANG": "strict",
@@ -53,7 +53,7 @@ def test_a_hostile_value_is_refused_by_name(name: str, value: str, said: str) ->
 
 
 def test_a_file_has_the_same_names_and_the_environment_wins(tmp_path: Path) -> None:
-    """TOML's own numbers and booleans will do as well as strings."""
+    """TOML's numbers and booleans are accepted like strings."""
     config = tmp_path / "kvtide.toml"
     config.write_text(
         'KVTIDE_SGLANG = "strict"\nKVTIDE_SGLANG_COLOCATED = true\nKVTIDE_HOST_MEMORY = 4194304\n'
@@ -85,8 +85,8 @@ def test_a_hostile_file_is_refused_by_name(tmp_path: Path, content: bytes, said:
         read_settings({"KVTIDE_CONFIG": str(config)})
 
 
-def test_a_bad_value_in_a_file_is_refused_as_one_in_the_environment(tmp_path: Path) -> None:
-    """A number that isn't a size."""
+def test_an_invalid_value_in_a_file_is_refused_like_a_variable(tmp_path: Path) -> None:
+    """A negative number isn't a size."""
     config = tmp_path / "kvtide.toml"
     config.write_text("KVTIDE_HOST_MEMORY = -1")
     with pytest.raises(UsageError, match=r"^KVTIDE_HOST_MEMORY: '-1' is not a size"):
@@ -103,7 +103,7 @@ def test_an_unknown_variable_is_no_error_and_is_kept() -> None:
 
 
 def test_a_python_without_a_parser_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """3.10 has none; the package that 3.11's came from serves as well."""
+    """Python 3.10 has none; the package tomli serves as well."""
     known = importlib.import_module
 
     def without(*missing: str) -> Any:

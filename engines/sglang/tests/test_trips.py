@@ -20,7 +20,7 @@ RING = next(case for case in recurrent_state.CASES if "of the request's" in case
 
 
 class Careless(KvtideWay):
-    """Loads what it should, and zeroes a row of somebody else's."""
+    """Loads correctly, but zeroes a row of another request."""
 
     def __init__(self, field: str, kind: str, row: int) -> None:
         self.field, self.kind, self.row = field, kind, row
@@ -37,20 +37,20 @@ class Careless(KvtideWay):
 @pytest.mark.parametrize(("field", "name"), [("conv", "conv0"), ("temporal", "temporal")])
 @pytest.mark.parametrize("row", [2, 6])
 def test_damage_to_the_state_of_another_request_is_found(field: str, name: str, row: int) -> None:
-    """Whose row is neither the source's nor the target's."""
+    """The row is neither the source's nor the target's."""
     outcome = round_trip(BESIDE_STATE, Careless(field, "mamba", row))
     assert TripResult("wrong", f"{name} of others") == outcome
 
 
-def test_damage_to_a_row_that_goes_with_another_request_is_found() -> None:
-    """A ring that has one row for each row in req_to_token."""
+def test_damage_to_the_ring_of_another_request_is_found() -> None:
+    """The ring has a row for each row in req_to_token."""
     outcome = round_trip(RING, Careless("replayssm_k", "request", 2))
     assert TripResult("wrong", "ring_k of others") == outcome
 
 
 @pytest.mark.parametrize("descends", [(True, False), (False, True)])
 def test_shared_keys_are_compared_in_the_order_of_their_tokens(descends: tuple[bool, bool]) -> None:
-    """The source's pages may come in another order than the target's."""
+    """The source's pages may be in another order than the target's."""
 
     def build() -> Built:
         built, order = QSA.build(), [*descends]
@@ -67,14 +67,14 @@ def test_shared_keys_are_compared_in_the_order_of_their_tokens(descends: tuple[b
 
 
 def description(*tensors: torch.Tensor) -> Description:
-    """Keys in two layers of 32 slots, and a part `idx` of the tensors."""
+    """Makes keys in two layers of 32 slots, and a part `idx` of the tensors."""
     keys = [torch.zeros(32, 4) for _ in range(2)]
     return Description("Pool", (Part("k", keys), Part("idx", tensors)), 16, 32)
 
 
 @pytest.mark.parametrize("empty", [0, 1])
 def test_a_part_with_some_empty_tensors_is_an_error(empty: int) -> None:
-    """Were it left out, the bytes in the others would be lost."""
+    """If such a part were left out, the bytes in its other tensors would be lost."""
     tensors = [torch.zeros(32, 4), torch.zeros(32, 4)]
     tensors[empty] = torch.zeros(0, 4)
     with (
@@ -86,7 +86,7 @@ def test_a_part_with_some_empty_tensors_is_an_error(empty: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_part_without_any_bytes_is_left_out(count: int) -> None:
-    """Some pools have empty buffers for what their model lacks."""
+    """Some pools have empty buffers for planes that their model lacks."""
     with closing(open_device("cpu")) as device:
         geometry = description(*[torch.zeros(0, 4)] * count).adopt(device).geometry
     assert ["k"] == [plane.name for plane in geometry.planes]

@@ -1,4 +1,4 @@
-"""Results that are on their way when SGLang retracts, and recurrent states that they concern."""
+"""Results that are pending when SGLang retracts, and the recurrent states that they change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvtide.plugin.sglang.settings import Settings
 
 
 class Decoding(Batch):
-    """A batch that may not fit the next time."""
+    """A batch that may not fit in the next step."""
 
     def __init__(self, *reqs: Req, fits: bool) -> None:
         super().__init__(*reqs)
@@ -27,7 +27,7 @@ class Decoding(Batch):
 
 
 def attached(scheduler: Scheduler, *, has_state: bool = True) -> Attachment:
-    """Makes kvtide the scheduler's."""
+    """Attaches kvtide to the scheduler."""
     found = Attachment(scheduler, Settings())
     found.keeper = SimpleNamespace(request_kinds={"mamba"} if has_state else {})  # type: ignore[assignment]
     attachment._attachments[:] = [found]
@@ -37,9 +37,9 @@ def attached(scheduler: Scheduler, *, has_state: bool = True) -> Attachment:
 def retracting(
     scheduler: Scheduler, running: Batch, prepare: Callable[[], Any] = lambda: None
 ) -> list[str]:
-    """What is done when SGLang updates the running batch, and later comes to the results.
+    """Lists the calls while SGLang updates the running batch and later processes the results.
 
-    `prepare` is its preparation of the next step.
+    `prepare` is called when SGLang prepares the next step.
     """
     done: list[str] = []
 
@@ -68,8 +68,8 @@ def _nobody_attached() -> Any:
     attachment._attachments.clear()
 
 
-def test_results_are_looked_at_before_a_retraction() -> None:
-    """Once each, and SGLang takes none of its requests for one whose last token is on its way."""
+def test_results_are_processed_before_a_retraction() -> None:
+    """Each is processed once, and SGLang sees no request with a pending last token."""
     scheduler = Scheduler()
     scheduler.result_queue.append((Batch(Req("one")), "result"))
     attached(scheduler)
@@ -81,8 +81,10 @@ def test_results_are_looked_at_before_a_retraction() -> None:
     ("fits", "has_state", "speculates"),
     [(True, True, False), (False, False, False), (False, True, True)],
 )
-def test_otherwise_steps_overlap_as_ever(fits: bool, has_state: bool, speculates: bool) -> None:
-    """Where nobody is retracted, where no state is carried on, and where SGLang speculates."""
+def test_steps_overlap_if_no_state_is_retracted(
+    fits: bool, has_state: bool, speculates: bool
+) -> None:
+    """Nobody is retracted, or no state is carried on, or SGLang speculates."""
     scheduler = Scheduler(spec_algorithm=SimpleNamespace(is_none=lambda: not speculates))
     scheduler.result_queue.append((Batch(Req("one")), "result"))
     attached(scheduler, has_state=has_state)
@@ -91,15 +93,15 @@ def test_otherwise_steps_overlap_as_ever(fits: bool, has_state: bool, speculates
 
 
 def test_without_kvtide_nothing_changes() -> None:
-    """The hooks are SGLang's own functions then."""
+    """The hooks only call SGLang's functions."""
     scheduler = Scheduler()
     scheduler.result_queue.append((Batch(Req("one")), "result"))
     done = retracting(scheduler, Decoding(Req("one"), fits=False))
     assert ["update with 1 on their way", "loop over 1", "process result"] == done
 
 
-def test_a_request_is_concerned_until_its_result_is_looked_at() -> None:
-    """By identity: ids may repeat."""
+def test_a_request_is_concerned_until_its_result_is_processed() -> None:
+    """Requests are compared by identity, since ids may repeat."""
     scheduler, mine = Scheduler(), Req("mine")
     scheduler.result_queue.append((Batch(mine), "result"))
     results = attached(scheduler).results
@@ -108,10 +110,10 @@ def test_a_request_is_concerned_until_its_result_is_looked_at() -> None:
     assert not results.concern(mine)
 
 
-def test_a_decode_server_doesnt_save_what_is_a_step_ahead(
+def test_a_decode_server_does_not_save_a_state_that_is_a_step_ahead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """SGLang ends the request, as it does where its backup finds no room."""
+    """SGLang ends the request, as it does if its backup finds no room."""
     built = next(case for case in STATE_CASES if case.name == "MHA beside state").build()
     req = requests_of.Req("mine", 33, built.sources["request"], built.sources["mamba"])
     scheduler = Scheduler()
@@ -131,7 +133,7 @@ def test_a_decode_server_doesnt_save_what_is_a_step_ahead(
 
 
 def test_penalties_count_each_token_once() -> None:
-    """SGLang counts the token before the last; the last of a result looked at early is hidden."""
+    """SGLang counts the token before the last, so a token that came early is hidden."""
     scheduler, early, other = Scheduler(), Req("early"), Req("other")
     early.output_ids, other.output_ids = [1, 2, 3], [4, 5]
     scheduler.result_queue.append((Batch(early), "result"))
@@ -149,8 +151,8 @@ def test_penalties_count_each_token_once() -> None:
     assert [[2, 5], [3, 5]] == counted
 
 
-def test_a_later_count_is_of_all_tokens() -> None:
-    """Even if nothing was counted when the result was looked at: nobody left had penalties."""
+def test_a_later_count_counts_all_tokens() -> None:
+    """It does so even if nothing was counted before, because no request left had penalties."""
     scheduler, early = Scheduler(), Req("early")
     early.output_ids = [1, 2, 3]
     scheduler.result_queue.append((Batch(early), "result"))
@@ -183,9 +185,10 @@ class Checkpointed(Batch):
 
 
 def checkpoints(processor: Any, looked_at_before: int) -> list[tuple[int, int]]:
-    """Of a request's steps the lengths at which its state is kept, and in which slot.
+    """Returns the lengths at which a request's state is kept, and in which slot.
 
-    SGLang's own bookkeeping; before the step that makes it so long a request is retracted.
+    SGLang keeps these counts. The request is retracted before the step that gives it the length
+    `looked_at_before`.
     """
     req: Any = Req("one", decode_batch_idx=0, finished=lambda: False)
     req.origin_input_ids = [5] * 4
@@ -223,8 +226,8 @@ def checkpoints(processor: Any, looked_at_before: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("length", range(14, 20))
-def test_a_states_checkpoints_go_on_in_turn(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that the request names, for the prefix cache, isn't the one that is overwritten."""
+def test_checkpoints_of_a_state_alternate(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint that the request names for the prefix cache is not overwritten."""
     from sglang.srt.managers.scheduler_components import batch_result_processor
 
     mamba = SimpleNamespace(enable_mamba_extra_buffer_lazy=False)

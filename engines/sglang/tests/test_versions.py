@@ -1,4 +1,4 @@
-"""What becomes of kvtide in an SGLang that it wasn't tested with."""
+"""kvtide in an SGLang that it wasn't tested with."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from kvtide.plugin.source import Source
 
 @pytest.fixture(scope="module")
 def source() -> Source:
-    """The source, for all tests: that takes two seconds."""
+    """SGLang's source, read once for all tests, since that takes two seconds."""
     return SGLANG.source()
 
 
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
-    """Nothing is read again."""
+    """Makes all tests use the source that was read."""
     monkeypatch.setattr(Source, "of_installed", lambda *_: source)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, number: str, more: Table) -> None:
-    """SGLang of that version, of which kvtide reads these things as well."""
+    """Pretends that SGLang has this version, and that kvtide reads these attributes, too."""
     monkeypatch.setattr(package, "installed_version", lambda name: number)
     monkeypatch.setattr(keys_values, "READS", {**keys_values.READS, **more})
 
 
-def test_the_installed_sglang_is_a_tested_one() -> None:
-    """By the version of its package, and with all that kvtide reads."""
+def test_the_installed_sglang_is_a_tested_version() -> None:
+    """The package's version is listed, and all attributes that kvtide reads exist."""
     assert version("sglang") == SGLANG.version
     assert SGLANG.version in SGLANG.tested
     assert [] == reads.what_is_gone()
 
 
-def test_a_tested_sglang_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank would wait for it at each start."""
+def test_the_source_of_a_tested_sglang_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each rank would wait for it at each start."""
     install(monkeypatch, SGLANG.tested[0], {"OncePool": ("k_buffer",)})
     monkeypatch.setattr(reads, "what_is_gone", lambda: pytest.fail("it looked"))
     refuse_if_moved()
 
 
-def test_another_sglang_that_has_it_all_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may be absent has to be somewhere in its source, too."""
+def test_another_sglang_with_all_attributes_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attribute that an object may lack must be in the source, too."""
     install(monkeypatch, "0.6.0", {"ModelRunner": ("token_to_kv_pool?",)})
     refuse_if_moved()
 
 
-def test_another_sglang_that_lacks_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the name of what may be absent; a describer would leave it out without a word."""
+def test_another_sglang_without_an_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optional attribute counts: a describer would leave it out without an error."""
     install(monkeypatch, "0.6.0", {"ModelRunner": ("token_to_kv_pool", "renamed?")})
     with pytest.raises(Refused) as caught:
         refuse_if_moved()
@@ -68,10 +68,10 @@ def test_another_sglang_that_lacks_something_is_refused(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("count", "said"), [(5, ".n4; "), (7, ".n4 and 2 more; ")])
-def test_five_are_named_and_the_others_counted(
+def test_five_attributes_are_named_and_the_others_counted(
     monkeypatch: pytest.MonkeyPatch, count: int, said: str
 ) -> None:
-    """The message is a line of a server's log."""
+    """The message is a line in a server's log."""
     install(monkeypatch, "0.6.0", {"ModelRunner": tuple(f"n{number}" for number in range(count))})
     with pytest.raises(Refused, match="lacks what kvtide reads: ModelRunner") as caught:
         refuse_if_moved()
@@ -82,7 +82,7 @@ def test_five_are_named_and_the_others_counted(
 def test_another_sglang_whose_source_cannot_be_read_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing is known of it then; that is no reason for a server to end."""
+    """Nothing is known about it then, but the server doesn't end."""
     (tmp_path / "memory_pool.py").write_text("class ModelRunner:\n    def (")
     install(monkeypatch, "of unknown version", {})
     monkeypatch.setattr(Source, "of_installed", lambda *_: Source(tmp_path))

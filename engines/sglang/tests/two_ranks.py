@@ -1,4 +1,4 @@
-"""Two ranks of a server, as far as they have to agree: a process each, over gloo.
+"""Two ranks of a server, as far as they have to agree: two processes that use gloo.
 
 They are forked from a process that has imported torch.
 """
@@ -15,7 +15,7 @@ from kvtide.plugin.ranks import Ranks
 
 
 def ask(values: list[list[int]], folder: Path) -> list[list[int]]:
-    """What each of two ranks is told, when they ask with these values one after another."""
+    """Asks the ranks to agree on these values one after another, and returns what each is told."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     ranks = [context.Process(target=_rank, args=(rank, values, str(folder))) for rank in range(2)]

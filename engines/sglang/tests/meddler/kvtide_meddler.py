@@ -1,20 +1,20 @@
-"""A plugin of SGLang's that makes things go wrong in a decode server, by a request's id:
+"""A plugin of SGLang that makes things go wrong in a decode server, by a request's id:
 
-    full-…    finds the arena full when it is retracted
-    damage-…  comes back to a backup of which a bit has changed
-    full1-…, damage1-…   the same on the first of several ranks only
-    skip-…    comes back, and nothing is restored: a control
-    ahead-…   is saved although its last step's result is on its way: another control
-    abort-…   is aborted while it is retracted
-    stay-…    is retracted and never comes back
-    lone-…    finds no slot left in the pool for its next token
-    crowd-…   is retracted only if the pool is full, whatever SGLANG_TEST_RETRACT says
+  full-…    finds the arena full when it is retracted
+  damage-…  comes back to a backup of which a bit has changed
+  full1-…, damage1-…   the same on the first of several ranks only
+  skip-…    comes back, and nothing is restored: a control
+  ahead-…   is saved although its last step's result is pending: another control
+  abort-…   is aborted while it is retracted
+  stay-…    is retracted and never comes back
+  lone-…    finds no slot left in the pool for its next token
+  crowd-…   is retracted only if the pool is full, whatever SGLANG_TEST_RETRACT says
 
-It stands where SGLang retracts and resumes, outside of kvtide, and compares a request's bytes there
-as well: read from the pool's own tensors, overwritten as soon as the request has given up its
-slots. There is no prefill server, so a prompt's KV and state are made of the request's id here: who
-asks again is answered the same. KVTIDE_WATCH names the file that it writes to: one JSON object a
-line. KVTIDE_MEDDLE=refuse makes kvtide refuse every pool.
+It hooks SGLang's retracting and resuming, outside of kvtide, and compares a request's bytes there:
+it reads them from the pool's own tensors, and overwrites them when the request gives up its slots.
+There is no prefill server, so a prompt's KV and state are made from the request's id: a repeated
+request gets the same answer. KVTIDE_WATCH names the file that it writes, one JSON object a line.
+KVTIDE_MEDDLE=refuse makes kvtide refuse every pool.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEPT: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
 
 def register() -> None:
-    """SGLang's plugin interface."""
+    """SGLang calls this to load the plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     managers = "sglang.srt.managers"
@@ -60,13 +60,13 @@ def register() -> None:
 
 
 def _begin(_: None, scheduler: Any, *__: Any) -> None:
-    """A pool without a row that is like another, or zero."""
+    """Fills the pool with random numbers, so that no row equals another or is zero."""
     for buffer in _buffers(scheduler.token_to_kv_pool_allocator):
         buffer.normal_()
 
 
 def _send(_: None, queue: Any, transfer: Any) -> None:
-    """What a prefill server would have written into the request's slots."""
+    """Writes the KV that a prefill server would have written into the request's slots."""
     req, scheduler = transfer.req, queue.scheduler
     random = torch.Generator().manual_seed(zlib.crc32(req.rid.encode()))
     allocator, request_pool = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
@@ -80,7 +80,7 @@ def _send(_: None, queue: Any, transfer: Any) -> None:
 
 
 def _unseen(found: list[Any], _: Any) -> list[Any]:
-    """kvtide isn't told of results of whoever is to be saved without them."""
+    """Hides pending results of requests that are to be saved without them."""
     return [
         (batch, result)
         for batch, result in found
@@ -189,7 +189,7 @@ def _nothing_restored(is_skipped: bool) -> Iterator[None]:
 
 def _buffers(allocator: Any) -> list[torch.Tensor]:
     pool = allocator.get_kvcache()
-    pool = getattr(pool, "full_kv_pool", pool)  # beside it there is recurrent state
+    pool = getattr(pool, "full_kv_pool", pool)  # the other part holds recurrent state
     return [*pool.k_buffer, *pool.v_buffer]
 
 

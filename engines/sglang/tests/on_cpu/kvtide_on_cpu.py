@@ -1,9 +1,9 @@
-"""A plugin of SGLang's that gives it, in plain torch, what models of the tests need on a CPU.
+"""A plugin of SGLang with plain torch code for models of the tests that a CPU can't run.
 
 SGLang 0.5.23's torch_native attention reads a window's rows by the full layers' slots, and takes
-latents for keys in a prefill; its short convolutions are CUDA's or Triton's; with LoRA adapters it
-wants pinned memory. Without a tokenizer there is no backend for grammars, so one is here, of a
-single grammar: the n-th token of an answer is n modulo 5.
+latents for keys in a prefill. Its short convolutions are CUDA's or Triton's, and LoRA adapters need
+pinned memory. Without a tokenizer there is no backend for grammars; the one here has a single
+grammar: the n-th token of an answer is n modulo 5.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULO = 5
 
 
 def register() -> None:
-    """SGLang's plugin interface."""
+    """SGLang calls this to load the plugin."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as latents
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -59,7 +59,7 @@ def _replace_convolutions() -> None:
     from sglang.srt.models import lfm2
 
     lfm2.causal_conv1d_fn, lfm2.causal_conv1d_update = _convolve, _convolve_one
-    # Imported beside the backend that LFM2 has, and not to be had without kernels.
+    # LFM2's backend imports these, and they need kernels that aren't here.
     for name in ("gdn_backend", "kda_backend", "lightning_backend"):
         module = types.ModuleType(f"sglang.srt.layers.attention.linear.{name}")
         module.__getattr__ = lambda wanted: type(wanted, (), {})  # type: ignore[method-assign]
@@ -67,7 +67,7 @@ def _replace_convolutions() -> None:
 
 
 def _leave_pageable() -> None:
-    """Whatever SGLang's LoRA would pin, which torch does only where there is an accelerator."""
+    """Leaves the memory of LoRA adapters pageable: torch pins only beside an accelerator."""
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
@@ -90,7 +90,7 @@ def _convolve(
     conv_states: torch.Tensor,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Prompts [channel, token] one after another, each after its state [channel, width - 1]."""
+    """Convolves prompts [channel, token], each after its state [channel, width - 1]."""
     assert activation is None
     starts = query_start_loc.tolist()
     answer = torch.empty_like(x)
@@ -112,7 +112,7 @@ def _convolve_one(
     activation: str | None,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """A token [request, channel] of each request, after its state."""
+    """Convolves a token [request, channel] of each request, after its state."""
     assert activation is None
     whole = torch.cat([conv_state[conv_state_indices], x[:, :, None]], 2)
     conv_state[conv_state_indices] = whole[:, :, 1:]
@@ -165,7 +165,7 @@ def _counting_backend() -> Any:
             return Counting()
 
     class CountingBackend(BaseGrammarBackend):  # type: ignore[misc]
-        """Of one grammar, whatever is asked for."""
+        """Has a single grammar, whichever is requested."""
 
         def dispatch_regex(self, key_string: str) -> Counting:
             return Counting()

@@ -1,8 +1,8 @@
-"""A plugin of SGLang's by which any model's attention depends on MiniCPM's compressed keys.
+"""A plugin of SGLang that makes any model's attention depend on MiniCPM's compressed keys.
 
-SGLang's backend for that model needs CUDA's kernels. This one gives torch_native the same cache,
-attached in the same place. It writes the keys of a step where SGLang's kernel would, and reads
-those of earlier steps from there: their mean is added to what each token's attention gives.
+SGLang's backend for that model needs CUDA's kernels. This plugin attaches the same cache in the
+same place to torch_native. It writes the keys of a step where SGLang's kernel would, and reads
+those of earlier steps from there: their mean is added to each token's attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIZE, STRIDE = 4, 2
 
 
 def register() -> None:
-    """SGLang's plugin interface."""
+    """SGLang calls this to load the plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -68,14 +68,14 @@ def _attend(
 
 
 def _complete(length: int, times: int) -> int:
-    """How many entries so many tokens have."""
+    """Returns how many entries `length` tokens have."""
     return max(0, (length - SIZE * times) // (STRIDE * times) + 1)
 
 
 def _compress(
     pool: Any, keys: torch.Tensor, row: int, old: int, length: int, times: int
 ) -> torch.Tensor:
-    """All entries of a request, [entry, head, head_dim], whose tokens from `old` on are new."""
+    """Returns all entries of a request, [entry, head, head_dim]; tokens from `old` on are new."""
     tokens = pool.req_to_token[row, :length].long()
     table = pool.req_to_sparse_k1_token if times == 1 else pool.req_to_sparse_k2_token
     slots = table[row, : _complete(length, times)].long()

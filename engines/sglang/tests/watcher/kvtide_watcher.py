@@ -1,10 +1,10 @@
-"""A plugin of SGLang's beside kvtide's: it writes down what happens to requests' KV in an engine.
+"""A plugin of SGLang beside kvtide's, which records what happens to requests' KV in an engine.
 
-It compares bytes by itself, by the pool's own tensors, and overwrites what a request gave up, and
-what it gets before a restore, so that nothing is right by chance. KVTIDE_WATCH names the file:
-one JSON object a line. KVTIDE_WATCH_SKIP=1 leaves restores out, as a control. In an ordinary server
-a request whose id begins with `abort` is aborted while its KV is in the arena, and a bit of one's
-that begins with `spoil` is changed there.
+It compares bytes independently, by the pool's own tensors. It overwrites slots that a request gave
+up, and the slots that it gets before a restore, so that nothing is right by chance. KVTIDE_WATCH
+names the file, with one JSON object a line. KVTIDE_WATCH_SKIP=1 skips restores, as a control. In an
+ordinary server a request whose id begins with `abort` is aborted while its KV is in the arena, and
+one whose id begins with `spoil` has a bit of its KV changed there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 POISON = 777.0
 
 _KEPT: dict[str, tuple[torch.Tensor, list[Rows]]] = {}
-"""Of a saved request, by its id: its slots, and what it has of every buffer."""
+"""For each saved request, by its id: its slots, and its rows of every buffer."""
 
 _LAST: dict[str, Any] = {}
 
 
 @dataclass
 class Rows:
-    """What a request has of a buffer: which rows, and their bytes; rows of 0 have left a window."""
+    """A request's rows of a buffer and their bytes; rows of 0 have left a window."""
 
     buffer: torch.Tensor
     ids: torch.Tensor
@@ -38,19 +38,19 @@ class Rows:
         self.content = self.buffer[self.ids].clone()
 
     def are_kept_by(self, other: Rows) -> bool:
-        """Whether another place of the same request has the same, wherever it has a row at all."""
+        """Returns whether another place of the request has the same bytes in all of its rows."""
         there = other.ids > 0
         had = self.ids[there] > 0
         return bool(had.all()) and torch.equal(self.content[there], other.content[there])
 
     def poison(self, first_token: int = 0) -> None:
-        """From one token on; the state of a request is all of the request's."""
+        """Overwrites the rows from a token on, and a state as a whole."""
         ids = self.ids[first_token:] if self.is_of_tokens else self.ids
         self.buffer[ids[ids > 0]] = POISON
 
 
 def register() -> None:
-    """SGLang's plugin interface."""
+    """SGLang calls this to load the plugin."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
@@ -144,7 +144,7 @@ def _idle(scheduler: Any) -> None:
 
 
 def _arena_bytes() -> int | None:
-    """What kvtide's arenas in this process hold; None without any."""
+    """Returns the bytes that kvtide's arenas hold in this process; None if there is no arena."""
     import gc
 
     from kvtide.arena import HostArena
