@@ -90,6 +90,26 @@ def test_a_shape_that_does_not_fit_is_named_with_both(folder: Path) -> None:
     assert "makes it [64, 112]" in line
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("hidden_size", "abc", "hidden_size in its configuration is 'abc', which is of the wrong"),
+        ("head_dim", "a", "head_dim in its configuration is 'a', which is of the wrong type"),
+        ("rms_norm_eps", [], "rms_norm_eps in its configuration is [], which is of the wrong type"),
+        ("num_attention_heads", 3, "The hidden size (64) is not a multiple of the number of"),
+    ],
+)
+def test_a_wrong_configuration_is_said_without_a_library_s_words(
+    folder: Path, field: str, value: object, reason: str
+) -> None:
+    """The field and its value, and nothing of how they were checked."""
+    change_config(folder, **{field: value})
+    line = refusal(folder)
+    assert reason in line
+    for word in ("alidat", "TypeError", "ValueError", "<class", "expected"):
+        assert word not in line
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", [LAYER + "mlp.up_proj.weight", "model.norm.weight"])
 def test_nan_and_infinity_are_found_by_their_tensor(folder: Path, name: str, number: float) -> None:

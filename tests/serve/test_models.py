@@ -123,7 +123,13 @@ def test_opening_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
     assert ("", "") == capfd.readouterr()
 
 
-@pytest.mark.parametrize("name", ["", "gpt", "./no/such", "a b", "no-such.gguf", "org/no.gguf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "gpt", "./no/such", "a b", "no-such.gguf", "org/no.gguf"),
+        *("org/a..b", "a--b/c", "org/a.git"),
+    ],
+)
 @pytest.mark.usefixtures("offline")
 def test_unknown_name_lists_the_names_there_are(name: str) -> None:
     """A misspelt name isn't looked up on the network."""

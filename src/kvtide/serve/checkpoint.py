@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from kvtide.errors import UsageError
+from kvtide.errors import UsageError, shortened
 from kvtide.serve.adapter import PreTrainedModel, PreTrainedTokenizerBase
 from kvtide.serve.adapter_files import (
     Loading,
@@ -143,6 +145,8 @@ def one_line(what: str) -> Iterator[None]:
 
 def short_reason(error: BaseException) -> str:
     """The first line of an error's message, or the error's class if it has no message."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        return _wrong_value(str(error), error.__cause__)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     head = lines[0] if lines else type(error).__name__
     if head.endswith(":") and len(lines) > 1:
@@ -150,6 +154,19 @@ def short_reason(error: BaseException) -> str:
     if isinstance(error, LookupError):  # its text is a bare key
         head = f"{type(error).__name__} {head}"
     return head.rstrip(".")[:300]
+
+
+def _wrong_value(message: str, cause: BaseException) -> str:
+    """What is wrong with a configuration, without the words of the library that checked it."""
+    reason = short_reason(cause)
+    field = re.search(r"error for field '(.+?)'", message)
+    if field is None:  # several fields contradict each other, and the cause says which
+        return reason
+    value = re.search(r"\(value: (.+)\)$|with value (.+?) doesn't match", reason)
+    if value is None:
+        return f"{field[1]} in its configuration is wrong: {reason}"
+    shown = shortened(value[1] or value[2], 80)
+    return f"{field[1]} in its configuration is {shown}, which is of the wrong type"
 
 
 @contextlib.contextmanager

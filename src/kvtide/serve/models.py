@@ -11,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+from huggingface_hub.errors import HFValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvtide.errors import UsageError, shortened
@@ -110,6 +111,8 @@ def _fetch_from_hub(name: str, report: Progress) -> Path:
             folder = huggingface_hub.snapshot_download(
                 name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
             )
+    except HFValidationError as error:  # a name that no model of the hub can have
+        raise UsageError(f"there is no model {shortened(name, 80)!r}: name {_ACCEPTED}") from error
     # The hub raises its HTTP client's errors, and changes the client between releases.
     except Exception as error:
         raise UsageError(
