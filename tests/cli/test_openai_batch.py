@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.cli.prompts import Prompt, parse_batch_line
+from kvtide.cli.prompts import BODY_KEYS, Prompt, parse_batch_line
 from kvtide.errors import UsageError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -176,7 +176,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )
-BODY_KEYS = ["messages", "prompt", "n", "stop", "logprobs", "tools", "logit_bias", "model"]
 
 
 @given(st.dictionaries(st.sampled_from(BODY_KEYS) | st.text(), json_values), st.booleans())

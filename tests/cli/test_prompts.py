@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.cli.prompts import KEYS, Prompt, parse_prompt, read_prompts
+from kvtide.cli.prompts import BODY_KEYS, KEYS, Prompt, parse_prompt, read_prompts
 from kvtide.errors import UsageError
 
 USER = {"role": "user", "content": "Hi"}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "prompts.md"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 
 
@@ -249,6 +251,16 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match=r"cannot read prompts from .*: Is a directory"):
         read_prompts(str(tmp_path))
+
+
+def test_documented_lines_can_be_read_and_every_key_is_documented(tmp_path: Path) -> None:
+    """Of kvtide's own lines and of the batch format."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    plain, batch = re.findall(r"^```json\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert ["sky", "two"] == [prompt.id for prompt in read_prompts(_write(tmp_path, plain))]
+    assert [True] == [prompt.is_openai for prompt in read_prompts(_write(tmp_path, batch))]
+    unnamed = [key for key in (*KEYS, *BODY_KEYS) if f"`{key}`" not in text]
+    assert [] == unnamed
 
 
 json_values = st.recursive(

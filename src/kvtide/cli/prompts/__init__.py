@@ -2,7 +2,7 @@
 
 from kvtide.cli.prompts.fields import check_temperature
 from kvtide.cli.prompts.lines import KEYS, parse_prompt, single_prompt
-from kvtide.cli.prompts.openai import parse_batch_line
+from kvtide.cli.prompts.openai import BODY_KEYS, parse_batch_line
 from kvtide.cli.prompts.prompt import Message, Prompt
 from kvtide.cli.prompts.reader import read_prompts
 from kvtide.cli.prompts.settings import (
@@ -13,6 +13,7 @@ from kvtide.cli.prompts.settings import (
 )
 
 __all__ = [
+    "BODY_KEYS",
     "KEYS",
     "LARGEST_NEW_TOKENS",
     "LARGEST_SEED",

@@ -72,6 +72,9 @@ _REFUSED = (
     "web_search_options",
 )
 
+BODY_KEYS = tuple(sorted({*_CHAT_KEYS, *_TEXT_KEYS, *_HARMLESS, *_NEUTRAL}))
+"""The keys of a body that may have a value."""
+
 
 def is_batch_line(fields: Mapping[str, object]) -> bool:
     """Whether a JSON object has the keys of OpenAI's batch format, which kvtide's lines lack."""
