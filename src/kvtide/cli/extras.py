@@ -29,7 +29,5 @@ def describe_missing(error: ModuleNotFoundError) -> str:
     what = package if extra is None else f"'kvtide[{extra}]'"
     needs = ""
     if extra == "serve" and sys.version_info < (3, 11):
-        needs = (
-            f", under Python 3.11 or later (this is {sys.version_info[0]}.{sys.version_info[1]})"
-        )
+        needs = f" in Python 3.11 or later; this is {sys.version_info[0]}.{sys.version_info[1]}"
     return f"{package} is not installed; this command needs: pip install {what}{needs}"

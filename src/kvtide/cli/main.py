@@ -19,11 +19,13 @@ from kvtide.cli.display import printable
 from kvtide.cli.doctor import doctor
 from kvtide.cli.events import event_line
 from kvtide.cli.extras import describe_missing
+from kvtide.cli.help import DOCTOR_EXAMPLES, PLAN_EXAMPLES, RUN_EXAMPLES, epilog
 from kvtide.cli.invocation import Invocation
 from kvtide.cli.plan import plan
 from kvtide.cli.run import run
 from kvtide.cli.serving import LibraryServing, Serving
 from kvtide.cli.session import EXIT_INTERRUPTED
+from kvtide.cli.usage import describe_usage
 from kvtide.errors import KvtideError, UsageError
 
 EXIT_FAILED = 1
@@ -33,11 +35,12 @@ app = typer.Typer(
     name="kvtide",
     help="Serve many requests in little KV memory: move their KV off and back, byte for byte.",
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=epilog({}),
     pretty_exceptions_enable=False,
 )
-app.command()(run)
-app.command()(doctor)
-app.command()(plan)
+app.command(epilog=epilog(RUN_EXAMPLES))(run)
+app.command(epilog=epilog(DOCTOR_EXAMPLES))(doctor)
+app.command(epilog=epilog(PLAN_EXAMPLES))(plan)
 app.add_typer(bench, name="bench")
 
 
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, *, serving: Serving | None = No
     try:
         code: int = app(words, prog_name="kvtide", obj=invocation, standalone_mode=False) or 0
     except typer.TyperException as error:
-        return _complain(invocation, error.format_message(), EXIT_USAGE)
+        return _complain(invocation, describe_usage(error), EXIT_USAGE)
     except UsageError as error:
         return _complain(invocation, str(error), EXIT_USAGE)
     except KvtideError as error:

@@ -18,6 +18,7 @@ import typer
 
 from kvtide.cli.config import defaults_of, read_config
 from kvtide.cli.prompts import LARGEST_NEW_TOKENS, MOST_LOGPROBS, MOST_SAMPLES
+from kvtide.models.names import BUILT_IN
 
 
 class OnPressure(str, Enum):
@@ -50,6 +51,11 @@ class LogFormat(str, Enum):
     json = "json"
 
 
+def _complete_model(incomplete: str) -> list[str]:
+    """The names of models that start so; where there is none, a shell completes names of files."""
+    return [name for name in BUILT_IN if name.startswith(incomplete)]
+
+
 class _Panel:
     """Makes the options of one panel of the help."""
 
@@ -58,6 +64,10 @@ class _Panel:
 
     def __call__(self, text: str, *names: str, **settings: Any) -> Any:
         return typer.Option(*names, help=text, rich_help_panel=self._title, **settings)
+
+    def flag(self, text: str, *names: str) -> Any:
+        """An option without a value, of which typer says otherwise that it takes a bool."""
+        return self(text, *names, metavar="")
 
 
 _input, _model, _memory = _Panel("Input"), _Panel("Model"), _Panel("Memory")
@@ -89,9 +99,12 @@ class InputOptions:
     prompt: Annotated[
         str | None, _input("Answer this prompt instead of a file.", "-p", "--prompt")
     ] = None
-    input_format: Annotated[InputFormat, _input("How the file is written.")] = InputFormat.auto
+    input_format: Annotated[
+        InputFormat,
+        _input("How the file is written: auto, jsonl, openai or text.", metavar="FORMAT"),
+    ] = InputFormat.auto
     special_tokens: Annotated[
-        bool, _input("Read <|im_end|> and the like in prompts as tokens.", "--special-tokens")
+        bool, _input.flag("Read <|im_end|> and the like in prompts as tokens.", "--special-tokens")
     ] = False
 
 
@@ -99,12 +112,16 @@ class InputOptions:
 class ModelOptions:
     """What computes the answers, and where."""
 
-    model: Annotated[str, _model("A folder, a GGUF file, a hub id, smollm2 or tiny-random.")] = (
-        "smollm2"
-    )
+    model: Annotated[
+        str,
+        _model(
+            "A folder, a GGUF file, a hub id, smollm2 or tiny-random.",
+            autocompletion=_complete_model,
+        ),
+    ] = "smollm2"
     dtype: Annotated[DType, _model("Dtype of weights and KV.")] = DType.bfloat16
     device: Annotated[str, _model("Where the model and the pool are.")] = "cpu"
-    simulate: Annotated[bool, _model("Simulate that device.", "--simulate")] = False
+    simulate: Annotated[bool, _model.flag("Simulate that device.", "--simulate")] = False
     schedule: Annotated[
         str | None,
         _model("When it works: lazy, eager, random:SEED, thread.", show_default="lazy"),
@@ -113,7 +130,7 @@ class ModelOptions:
         int | None, _model("Compute threads.", min=1, max=1024, show_default="torch's")
     ] = None
     exact: Annotated[
-        bool, _model("Answers independent of the batch, or speed.", "--exact/--fast")
+        bool, _model.flag("Answers independent of the batch, or speed.", "--exact/--fast")
     ] = True
 
 
@@ -157,10 +174,10 @@ class OutputOptions:
     out: Annotated[
         Path | None, _output("Write answers here, one JSON line each.", show_default="stdout")
     ] = None
-    resume: Annotated[bool, _output("Keep the answers that --out has.", "--resume")] = False
-    overwrite: Annotated[bool, _output("Replace the answers that --out has.", "--overwrite")] = (
-        False
-    )
+    resume: Annotated[bool, _output.flag("Keep the answers that --out has.", "--resume")] = False
+    overwrite: Annotated[
+        bool, _output.flag("Replace the answers that --out has.", "--overwrite")
+    ] = False
     logprobs: Annotated[
         int | None,
         _output(
@@ -170,9 +187,9 @@ class OutputOptions:
             metavar="N",
         ),
     ] = None
-    verify: Annotated[bool, _output("Compare with a run in a pool that holds all.", "--verify")] = (
-        False
-    )
+    verify: Annotated[
+        bool, _output.flag("Compare with a run in a pool that holds all.", "--verify")
+    ] = False
     report: Annotated[Path | None, _output("Write one JSON object of counts here.")] = None
 
 
@@ -180,7 +197,7 @@ class OutputOptions:
 class LogOptions:
     """What is shown meanwhile, and where the options come from."""
 
-    quiet: Annotated[bool, _run("Show errors alone, and no table.", "--quiet", "-q")] = False
+    quiet: Annotated[bool, _run.flag("Show errors alone, and no table.", "--quiet", "-q")] = False
     log_format: Annotated[
         LogFormat,
         _run("Of stderr: text, or JSON objects.", is_eager=True, callback=_use_log_format),

@@ -1,0 +1,45 @@
+"""What `--help` says below the options: examples, and exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.markup import escape
+
+EXIT_CODES = {
+    "0": "done",
+    "1": "something failed, or a check of the doctor's did",
+    "2": "bad input",
+    "3": "--verify found a difference",
+    "4": "every request failed",
+    "129, 130, 143": "ended by SIGHUP, Ctrl-C, SIGTERM",
+}
+
+RUN_EXAMPLES = {
+    "kvtide run prompts.jsonl --out answers.jsonl": "",
+    "kvtide run prompts.jsonl --out answers.jsonl --resume": "goes on after any end",
+    "kvtide run -p 'Why is the sky blue?' | jq -r .text": "",
+    "kvtide run - < prompts.txt > answers.jsonl": "a prompt a line",
+    "kvtide run prompts.jsonl --config night.toml": "its table [run] has options",
+}
+DOCTOR_EXAMPLES = {
+    "kvtide doctor": "the accelerator here",
+    "kvtide doctor --device npu --json": "",
+    "kvtide doctor --sglang": "this environment's SGLang",
+}
+PLAN_EXAMPLES = {
+    "kvtide plan Qwen/Qwen3-8B --tp 2": "",
+    "kvtide plan model.gguf --tokens 4096": "",
+}
+
+
+def epilog(examples: Mapping[str, str]) -> str:
+    """Examples with what they are for, then the exit codes, as typer prints them."""
+    width = max(map(len, EXIT_CODES))
+    lines = ["[bold]Examples[/]"] if examples else []
+    for command, note in examples.items():
+        lines.append(f"{escape(command)}" + (f"  [dim]# {escape(note)}[/]" if note else ""))
+    lines += [""] if examples else []
+    lines += ["[bold]Exit codes[/]"]
+    lines += [f"{code:<{width}}  {meaning}" for code, meaning in EXIT_CODES.items()]
+    return "\n".join(lines)

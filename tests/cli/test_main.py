@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtide.cli.extras import EXTRAS, describe_missing
+from kvtide.cli.help import EXIT_CODES
+from kvtide.cli.main import main
+from support.fake_serving import FakeServing, press_ctrl_c
+from test_documents import unknown_in_commands
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert 0 == main([*words])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["run"], ["doctor"], ["plan"], ["bench"], ["bench", "copy"]], ids=" ".join
+)
+def test_short_help_is_the_long_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command knows `-h`."""
+    assert _help_of(capsys, *words, "--help") == _help_of(capsys, *words, "-h") != ""
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["plan"]], ids=" ".join)
+def test_help_has_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each stands in a line of its own, with what it means."""
+    lines = [line.strip() for line in _help_of(capsys, *words, "-h").splitlines()]
+    for code, meaning in EXIT_CODES.items():
+        assert [meaning] == [
+            line.removeprefix(code).strip() for line in lines if line.startswith(f"{code} ")
+        ]
+
+
+@pytest.mark.parametrize("verb", ["run", "doctor", "plan"])
+def test_examples_of_the_help_have_options_that_exist(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person copies them."""
+    monkeypatch.setenv("COLUMNS", "140")
+    found = re.findall(rf"^ +(kvtide {verb} .*?)(?:  #.*)?$", _help_of(capsys, verb, "-h"), re.M)
+    assert len(found) >= 2
+    assert [] == unknown_in_commands("```\n" + "\n".join(found) + "\n```")
+
+
+def test_help_names_no_option_in_part(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 60 columns all names of options are whole."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "…" not in _help_of(capsys, "run", "-h")
+
+
+def test_python_m_kvtide_is_kvtide() -> None:
+    """It is the same command, under the same name."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtide", "run", "--kv-memory", "lots", "-p", "Hi"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (2, "") == (done.returncode, done.stdout)
+    assert done.stderr.startswith("kvtide: --kv-memory: 'lots' is not a size")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("kvtide do", ["doctor"]),
+        ("kvtide run --log-f", ["--log-format"]),
+        ("kvtide run --log-format j", ["json"]),
+        ("kvtide run --model s", ["smollm2"]),
+        ("kvtide run --model ./s", []),
+    ],
+)
+def test_a_shell_completes_names(line: str, expected: list[str]) -> None:
+    """Commands, options, and values that are known; for the rest a shell offers files."""
+    code = "import sys; from kvtide.cli import start; sys.exit(start())"
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | words | {"_KVTIDE_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (expected, "") == (done.stdout.split(), done.stderr)
+
+
+def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the two options that programs of typer have."""
+    found = _help_of(capsys, "-h")
+    assert "--install-completion" in found
+    assert "--show-completion" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--log-format", "json", "-p", "Hi", "--kv-memory", "lots"], "--kv-memory: 'lots'"),
+        (["run", "--log-format=json", "--colour"], "No such option: --colour"),
+        (["run", "-p", "Hi", "--top-k", "x", "--log-format", "json"], "--top-k is 'x'"),
+        (["run", "/no/such/file", "--log-format", "json"], "cannot read prompts from /no/such"),
+    ],
+)
+def test_errors_are_events_too(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--log-format json`, whatever is wrong, and wherever it is found."""
+    assert 2 == main(words, serving=FakeServing())
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    found = json.loads(line)
+    assert ("error", 2, "") == (found["event"], found["exit_code"], captured.out)
+    assert message in found["message"]
+
+
+def test_ctrl_c_is_an_event_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes last."""
+    serving = FakeServing()
+    monkeypatch.setattr(serving, "open_model", lambda *args, **options: press_ctrl_c())
+    assert 130 == main(["run", "-p", "Hi", "--log-format", "json"], serving=serving)
+    found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert {"event": "error", "message": "interrupted", "exit_code": 130} == found[-1]
+
+
+def test_quiet_run_says_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """If it succeeds."""
+    words = ["run", "-p", "Hi", "--out", str(tmp_path / "o"), "--quiet", "--verify"]
+    assert 0 == main(words, serving=FakeServing())
+    assert ("", "") == capsys.readouterr()
+
+
+def test_quiet_run_tells_of_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line, as ever."""
+    assert 2 == main(["run", "-p", "Hi", "--quiet", "--device", "abacus"], serving=FakeServing())
+    assert "kvtide: there is no device 'abacus'\n" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [
+        ("rich.console", "pip install 'kvtide[cli]'"),
+        ("transformers", "pip install 'kvtide[serve]'"),
+        ("tokenizers.models", "pip install 'kvtide[serve]'"),
+        ("abacus", "pip install abacus"),
+    ],
+)
+def test_missing_package_is_told_with_its_extra(package: str, remedy: str) -> None:
+    """A package of no extra is told by itself."""
+    error = ModuleNotFoundError(f"No module named '{package}'", name=package)
+    name = package.partition(".")[0]
+    assert f"{name} is not installed; this command needs: {remedy}" == describe_missing(error)
+
+
+def test_old_python_is_told_that_serve_needs_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation of the extra would fail there."""
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    error = ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    assert describe_missing(error).endswith(
+        "pip install 'kvtide[serve]' in Python 3.11 or later; this is 3.10"
+    )
+
+
+def test_package_that_is_missing_while_a_command_runs_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvtide run` after an installation of the extra `cli` alone."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "kvtide.serve.adapter", raising=False)
+
+    def open_model(*_args: object, **_options: object) -> None:
+        import transformers  # noqa: F401
+
+    serving = FakeServing()
+    monkeypatch.setattr(serving, "open_model", open_model)
+    assert 2 == main(["run", "-p", "Hi"], serving=serving)
+    expected = "transformers is not installed; this command needs: pip install 'kvtide[serve]'"
+    assert f"kvtide: {expected}" == capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_module_of_kvtide_that_is_missing_is_a_bug() -> None:
+    """No installation would help."""
+    error = ModuleNotFoundError("No module named 'kvtide.abacus'", name="kvtide.abacus")
+    with pytest.raises(ModuleNotFoundError, match="abacus"):
+        describe_missing(error)
+
+
+def test_extras_have_the_packages_that_errors_name_for_them() -> None:
+    """In pyproject.toml; `serve` has all of `cli`."""
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    for extra, packages in EXTRAS.items():
+        (block,) = re.findall(rf"^{extra} = \[\n(.*?)^\]", text, re.M | re.S)
+        names = re.findall(r'^    "([\w\[\]-]+)', block, re.M)
+        expected = [*packages, *(["kvtide[cli]"] if extra == "serve" else [])]
+        assert sorted(expected) == sorted(name.replace("-", "_") for name in names)
