@@ -1,12 +1,12 @@
-"""Is a move as fast as it was? Compares this source tree with another one, call by call.
+"""Is a move as fast as before? Compares this source tree with another one, call by call.
 
-    python benchmarks/copy/compare.py OTHER/src [--size 32] [--rounds 11] [--pairs 5] [--json]
+  python benchmarks/copy/compare.py OTHER/src [--size 32] [--rounds 11] [--pairs 5] [--json]
 
-A process for each tree makes the same pools and arenas. Then the two take turns, one call each, and
-change who begins; so both meet the same machine at the same moments. Where a process's memory lies
-makes some percent of difference as long as it lives, so several pairs of processes are compared,
-one after the other. What is printed are medians over the pairs: milliseconds of wall time, and the
-ratios of wall and CPU time, new to old. Both trees are used by kvtide's public names alone.
+A process for each tree makes the same pools and arenas. The two processes take turns, one call
+each, and alternate who begins, so that both meet the same machine at the same moments. The place of
+a process's memory makes some percent of difference as long as the process lives, so several pairs
+of processes are compared one after the other. The output has medians over the pairs: milliseconds
+of wall time, and the ratios of wall and CPU time, new to old. Only kvtide's public names are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEW = Path(__file__).parent.parent.parent / "src"
 
 
 def make_calls(size_bytes: int) -> dict[str, Call]:
-    """Each case's offload and restore of so many bytes, by name; an offload comes first."""
+    """Makes each case's offload and restore of `size_bytes`, by name; an offload comes first."""
     import numpy as np
     import torch
 
@@ -81,7 +81,7 @@ def make_calls(size_bytes: int) -> dict[str, Call]:
 
 
 def serve(size_bytes: int) -> None:
-    """A tree's process: does the calls that it is asked for, and says how long each took."""
+    """Runs in a tree's process: does the requested calls, and prints how long each took."""
     calls = make_calls(size_bytes)
     print(json.dumps([*calls]), flush=True)
     for line in sys.stdin:
@@ -93,7 +93,7 @@ def serve(size_bytes: int) -> None:
 
 
 class Tree:
-    """A source tree's process."""
+    """The process of a source tree."""
 
     def __init__(self, source: Path, size_mib: int) -> None:
         self.process = subprocess.Popen(
@@ -107,7 +107,7 @@ class Tree:
         self.seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in self.names}
 
     def call(self, name: str, *, is_counted: bool) -> None:
-        """Makes one call there, and keeps its wall and CPU seconds."""
+        """Makes a call in the process, and keeps its wall and CPU seconds."""
         assert self.process.stdin is not None
         print(name, file=self.process.stdin, flush=True)
         wall, cpu = self._answer()
@@ -115,7 +115,7 @@ class Tree:
             self.seconds[name].append((wall, cpu))
 
     def medians(self, name: str) -> tuple[float, float]:
-        """Wall and CPU seconds of a call."""
+        """Returns median wall and CPU seconds of a call."""
         walls, cpus = zip(*self.seconds[name], strict=True)
         return statistics.median(walls), statistics.median(cpus)
 
@@ -131,7 +131,7 @@ class Tree:
 
 
 def compare(old: Tree, new: Tree, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of each call in both trees, over so many rounds after two to warm up."""
+    """Returns medians of each call in both trees, after two rounds to warm up."""
     for number in range(rounds + 2):
         for name in old.names:
             for tree in (old, new) if number % 2 else (new, old):
@@ -151,7 +151,7 @@ def compare(old: Tree, new: Tree, rounds: int) -> dict[str, dict[str, float]]:
 def compare_pairs(
     source: Path, size_mib: int, rounds: int, pairs: int
 ) -> dict[str, dict[str, float]]:
-    """Medians over so many pairs of processes."""
+    """Returns medians over some pairs of processes."""
     runs = []
     for _ in range(pairs):
         trees = Tree(source, size_mib), Tree(NEW, size_mib)
@@ -168,7 +168,7 @@ def compare_pairs(
 
 
 def main() -> None:
-    """See the module."""
+    """Reads the options, compares, and prints."""
     parser = argparse.ArgumentParser(description="compares the speed of moves of two source trees")
     parser.add_argument("old", type=Path, help="the other tree's src")
     parser.add_argument("--size", type=int, default=32, help="MiB that a call moves")

@@ -1,15 +1,15 @@
 """How fast is the reference engine, beside what transformers itself offers?
 
-Four contenders answer the same random prompts, all of one length, with as many new tokens each,
-greedily and without end-of-text: the engine in exact mode and in fast mode, `generate` on the
-whole batch at once, and `generate_batch` (continuous batching). They take turns within each
-round, so that what else the machine does hits all alike; given are medians over the rounds,
-wall time and CPU time, and the ratios of tokens a second. Loading, the engine's self-check and
-one unmeasured round come before. With --busy other processes want the same cores meanwhile; how
-threads wait for each other then matters, which OMP_WAIT_POLICY and GOMP_SPINCOUNT say (kvtide's
-command sets them to passive and 1000, this script leaves them).
+Four contenders answer the same random prompts of equal length with equally many new tokens,
+greedily and without an end: the engine in exact mode and in fast mode, `generate` on the whole
+batch at once, and `generate_batch` (continuous batching). They take turns within each round, so
+that other work of the machine slows all alike. The output has medians over the rounds, wall time
+and CPU time, and the ratios of tokens a second. Loading, the engine's self-check and one unmeasured
+round come first. With --busy other processes need the same cores. Then it matters how threads wait
+for each other, which OMP_WAIT_POLICY and GOMP_SPINCOUNT set; kvtide's command sets them to passive
+and 1000, and this script leaves them unchanged.
 
-    python benchmarks/engine/bench.py --batch 16 --dtype bfloat16 --threads 2 [--busy 2] [--json]
+  python benchmarks/engine/bench.py --batch 16 --dtype bfloat16 --threads 2 [--busy 2] [--json]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Contender = Callable[[], list[list[int]]]
 
 
 def main() -> None:
-    """Reads the options, measures, prints."""
+    """Reads the options, measures, and prints."""
     options = _options()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -76,7 +76,7 @@ def _options() -> argparse.Namespace:
 
 
 def _contenders(prompts: list[list[int]], options: argparse.Namespace) -> dict[str, Contender]:
-    """Each with a model of its own, ready to run."""
+    """Makes the contenders, each with its own model, ready to run."""
     return {
         "exact": _engine(prompts, options, exact=True),
         "fast": _engine(prompts, options, exact=False),
@@ -147,7 +147,7 @@ def _generate_batch(prompts: list[list[int]], options: argparse.Namespace) -> Co
 
 @contextlib.contextmanager
 def _others_busy(count: int) -> Iterator[None]:
-    """So many processes count meanwhile, for an hour at most."""
+    """Keeps `count` processes busy meanwhile, for an hour at most."""
     spin = "import time; end = time.time() + 3600\nwhile time.time() < end: sum(range(10000))"
     others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
     try:
@@ -159,7 +159,7 @@ def _others_busy(count: int) -> Iterator[None]:
 
 
 def _measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[tuple[Timing, int]]]:
-    """What each contender took in each round, and how many new tokens it made."""
+    """Measures each contender in each round, and counts its new tokens."""
     found: dict[str, list[tuple[Timing, int]]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():

@@ -1,10 +1,10 @@
-"""What does it save to bring a request's KV back, beside computing it again?
+"""How much time does bringing a request's KV back save, beside computing it again?
 
-For each prompt length a request is prefilled, alone, and then retracted to host memory and resumed.
-The three take turns over the rounds; printed are medians. Prefill is in fast mode, which computes a
-prompt in the largest passes, so the comparison favours computing.
+For each prompt length a request is prefilled alone, retracted to host memory, and resumed. The
+lengths take turns over the rounds, and the output has medians. Prefill is in fast mode, which
+computes a prompt in the largest passes, so the comparison favours computing.
 
-    python benchmarks/engine/resume.py [--model smollm2] [--tokens 100 300 900] [--rounds 7]
+  python benchmarks/engine/resume.py [--model smollm2] [--tokens 100 300 900] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtide.serve.request import Request, SamplingParams
 
 
 def measure(engine: Engine, prompt: list[int], name: str) -> tuple[float, float, float]:
-    """Seconds of a prefill, of a retraction, and of a resumption of so many tokens."""
+    """Returns the seconds of a prefill, a retraction and a resumption of the prompt."""
     request = Request(name, prompt, SamplingParams(max_new_tokens=2))
     engine.add(request)
     start = time.perf_counter()
@@ -43,7 +43,7 @@ def measure(engine: Engine, prompt: list[int], name: str) -> tuple[float, float,
 
 
 def main() -> None:
-    """See the module."""
+    """Reads the options, measures, and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, nargs="+", default=[100, 300, 900])

@@ -1,14 +1,14 @@
-"""Is what the self-check accepts exact? Forty small models of unlike shapes, and not one exception.
+"""Is every model that the self-check accepts exact? Tries forty small models of different shapes.
 
 Each model is random and gets the same requests in three engines: all at once in a pool that holds
 everything, one request at a time, and in a pool so small that requests are retracted. The logits of
-every token must be the same bits. A model for which the self-check finds no safe rows isn't an
+every token must have the same bits. A model for which the self-check finds no safe rows is no
 exception: it is refused, and listed as such.
 
-    python benchmarks/exact/bench.py [--models 40] [--dtype float32 ...] [--threads 1 2] [--json]
+  python benchmarks/exact/bench.py [--models 40] [--dtype float32 ...] [--threads 1 2] [--json]
 
-The exit code is 1 where something accepted isn't exact. What the libraries underneath do may be
-chosen by the environment before they load, as another make of processor would: MKL_CBWR,
+The exit code is 1 if an accepted model isn't exact. Environment variables can make the libraries
+choose kernels as on another processor, if they are set before the start: MKL_CBWR,
 ONEDNN_MAX_CPU_ISA, ATEN_CPU_CAPABILITY. With --mkl-as-it-likes MKL isn't told to repeat its
 results.
 """
@@ -39,8 +39,8 @@ from kvtide.serve.selfcheck import RowCheck
 from kvtide.serve.supported import geometry_of
 
 _SETTINGS = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "OMP_WAIT_POLICY")
-# (heads, key heads, head_dim, layers, width of the feed-forward): among them the shapes that were
-# once accepted wrongly, and widths that no vector length divides.
+# (heads, key heads, head_dim, layers, width of the feed-forward). Some of these shapes were once
+# accepted wrongly, and some widths are divided by no vector length.
 SHAPES = [
     (5, 1, 64, 2, 856),
     (9, 3, 64, 2, 512),
@@ -63,26 +63,26 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one model."""
+    """The result for a model."""
 
     shape: tuple[int, ...]
     dtype: str
     threads: int
     exact_rows: str | None
-    """The rows that the self-check found, or None where it refused the model."""
+    """The rows that the self-check found, or None if it refused the model."""
     detail: str
     selfcheck_seconds: float
     compared: int
-    """Logits of single tokens that were compared."""
+    """How many tokens' logits were compared."""
     differing: int
     retractions: int
 
 
 def main() -> int:
-    """Reads the options, tries each model, prints; 1 where what was accepted isn't exact."""
+    """Reads the options, tries each model, and prints; 1 if an accepted model isn't exact."""
     options = _options()
     if options.mkl_as_it_likes:
-        os.environ.pop(MKL_MODE, None)  # MKL looks at its first product, which is still to come
+        os.environ.pop(MKL_MODE, None)  # MKL reads it at its first product, which comes later
     numbers = random.Random(options.seed)
     findings = []
     for shape in _shapes(options.models, numbers):
@@ -138,7 +138,7 @@ def try_shape(shape: tuple[int, ...], dtype: str, seed: int, requests: int) -> F
 def _answers(
     source: OpenModel, options: EngineOptions, check: RowCheck, asked: list[Request]
 ) -> tuple[list[int], int]:
-    """Digests of the logits of all tokens, and how often a request was retracted."""
+    """Returns digests of the logits of all tokens, and how often a request was retracted."""
     engine = Engine.build(source, options, asked, check=check)
     for request in asked:
         engine.add(request)
@@ -152,7 +152,7 @@ def _answers(
 
 
 def small_model(shape: tuple[int, ...], dtype: str, seed: int) -> OpenModel:
-    """A random Llama of this shape, with numbers large enough that rounding shows everywhere."""
+    """Makes a random Llama of this shape, with numbers so large that rounding shows everywhere."""
     heads, key_heads, head_dim, layers, width = shape
     tiny = open_model("tiny-random", dtype=dtype)
     model = random_llama(
@@ -176,7 +176,7 @@ def small_model(shape: tuple[int, ...], dtype: str, seed: int) -> OpenModel:
 
 
 def make_requests(seed: int, count: int) -> list[Request]:
-    """Prompts of 1 to 150 tokens, answers of 1 to 24."""
+    """Makes prompts of 1 to 150 tokens with answers of 1 to 24."""
     numbers = random.Random(seed)
     return [
         Request(
@@ -189,7 +189,7 @@ def make_requests(seed: int, count: int) -> list[Request]:
 
 
 def _tight(source: OpenModel, asked: list[Request]) -> EngineOptions:
-    """A pool of one and a half times the longest request."""
+    """Makes options for a pool of one and a half times the longest request."""
     options = EngineOptions(keep_logits=True)
     geometry = geometry_of(source.model.config, source.model.dtype, options.page_size)
     longest = max(request.longest for request in asked)
@@ -198,7 +198,7 @@ def _tight(source: OpenModel, asked: list[Request]) -> EngineOptions:
 
 
 def _shapes(count: int, numbers: random.Random) -> list[tuple[int, ...]]:
-    """The listed shapes, and random ones up to ``count``."""
+    """Returns the listed shapes, and random ones up to `count`."""
     found = SHAPES[:count]
     while len(found) < count:
         key_heads = numbers.choice((1, 2, 3, 4))

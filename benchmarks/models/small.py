@@ -1,7 +1,7 @@
-"""A small model of any of transformers' causal architectures, with weights that look about.
+"""A small model of any of transformers' causal architectures, with weights that show attention.
 
-What a configuration calls its sizes differs; a size that isn't named here stays as its type has
-it, and a model that comes out too large because of it is never built.
+Configurations have different names for their sizes. A size that isn't named here stays as its type
+has it, and a model that would be too large because of it is never built.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-"""Those of `AutoModelForCausalLM` in the transformers that is installed."""
+"""The model types of `AutoModelForCausalLM` in the installed transformers."""
 VOCABULARY = 260
 _LARGEST_PARAMETERS = 50_000_000
 _LAYERS = 4
@@ -70,10 +70,10 @@ _BY_SIZE: dict[int, str] = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
 }
 _SIZES: dict[str, Any] = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
-# Tied to the embeddings, a model mostly says again what it was told, whatever it attends to.
+# If it is tied to the embeddings, a model mostly repeats its input, whatever it attends to.
 _SIZES |= {"forced_eos_token_id": None, "tie_word_embeddings": False}
 
-# What these sizes would contradict, or what a type needs beside them.
+# Fields that these sizes would contradict, or that a type needs besides.
 _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "bamba": {"attn_layer_indices": [1]},
@@ -98,11 +98,10 @@ class NotSmallError(Exception):
 
 
 def small_model(model_type: str, **changes: Any) -> PreTrainedModel:
-    """A model in float32 with random weights, the same each time.
+    """Makes a model in float32 with random weights, which are the same each time.
 
-    ``changes`` are fields of its text configuration; those that it doesn't have are left out.
-    Raises NotSmallError for one that would be large, and whatever transformers raises for what it
-    can't build.
+    `changes` are fields of its text configuration; fields that it doesn't have are left out. Raises
+    NotSmallError if the model would be large, and transformers' error if it can't be built.
     """
     config = _small_config(CONFIG_MAPPING[model_type], model_type, changes)
     with torch.device("meta"):
@@ -118,7 +117,7 @@ def small_model(model_type: str, **changes: Any) -> PreTrainedModel:
 
 
 def without_windows(model_type: str) -> dict[str, Any]:
-    """Changes that make all layers attend in full; some types have another way to say so."""
+    """Returns changes that make all layers attend in full; some types need other fields for it."""
     if model_type in ("cwm", "exaone4", "gpt_oss", "gemma2", "gemma3_text", "cohere2", "olmo3"):
         return {"sliding_window": 512, "layer_types": ["full_attention"] * _LAYERS}
     return {"sliding_window": None, "layer_types": ["full_attention"] * _LAYERS}
@@ -127,7 +126,7 @@ def without_windows(model_type: str) -> dict[str, Any]:
 def _small_config(kind: Any, model_type: str, changes: dict[str, Any]) -> Any:
     names = {field.name for field in dataclasses.fields(kind)}
     sizes = {name: size for name, size in _SIZES.items() if name in names}
-    if "kv_lora_rank" in names:  # latents are shared by all heads, so none has fewer of keys
+    if "kv_lora_rank" in names:  # all heads share a latent, so there are no fewer key heads
         sizes["num_key_value_heads"] = _HEADS
     sizes |= _OWN.get(model_type, {})
     sizes |= {name: value for name, value in changes.items() if name in names}
@@ -140,7 +139,7 @@ def _small_config(kind: Any, model_type: str, changes: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def _make_lively(model: PreTrainedModel) -> None:
-    """By transformers' own initialisation tokens hardly see each other."""
+    """Sets larger weights: with transformers' initialisation tokens hardly affect each other."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in sorted(model.named_parameters()):
         if weight.dim() >= 2 and "conv" not in name:

@@ -1,15 +1,15 @@
 """Which models does kvtide serve, and does each answer as it does by itself?
 
-Every causal architecture of the transformers that is installed is made small, with random weights,
-and answers three prompts: by its own `generate`, one by one, and through kvtide's engine, all at
-once, in exact mode and in fast mode. All tokens must be the same. Most that aren't served are
-refused, each with its reason; those that can't be made small are listed as not tried. A type that
-is refused for its windows, or for not being a decoder, is tried once more without them or as one.
+Every causal architecture of the installed transformers is made small, with random weights. It
+answers three prompts by its own `generate`, one by one, and through kvtide's engine, all at once,
+in exact mode and in fast mode. All tokens must be equal. Most other models are refused, each with
+its reason; those that can't be made small are listed as not tried. A type that is refused for its
+windows is tried once more without them, and one that isn't a decoder is tried as one.
 
-    python benchmarks/models/sweep.py [--json FILE] [--against RESULT] [MODEL_TYPE ...]
+  python benchmarks/models/sweep.py [--json FILE] [--against RESULT] [MODEL_TYPE ...]
 
-Ends with 1 if a model was served and answered otherwise, or if a verdict isn't that of an earlier
-result. Takes some three minutes on one core; no model gets more than two.
+The exit code is 1 if a served model answered otherwise, or if a verdict differs from that of an
+earlier result. It takes about three minutes on one core; each model gets at most two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NEW_TOKENS = 12
 
 
 def main() -> int:
-    """Reads the options, tries each type in a process of its own, prints, writes."""
+    """Reads the options, tries each type in its own process, prints, and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--against", type=Path)
@@ -93,7 +93,7 @@ def _report(counts: dict[str, int], found: dict[str, dict[str, str]]) -> dict[st
 
 
 def _in_a_process(model_type: str) -> dict[str, str]:
-    """A type that hangs or takes the process along spoils nobody else's result."""
+    """Tries a type in a new process: a type that hangs or crashes spoils no other result."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         child = os.fork()
         if child == 0:
@@ -113,7 +113,7 @@ def _row(verdict: str, why: str = "") -> dict[str, str]:
 
 
 def _try_all(model_type: str) -> dict[str, str]:
-    """The type as it is, and if that is refused as it may be served."""
+    """Tries the type unchanged, and if that is refused, in a form that may be served."""
     row = _try(model_type, {})
     ways = [
         ("sliding window", "without windows", without_windows(model_type)),
@@ -136,7 +136,7 @@ def _try(model_type: str, changes: dict[str, Any]) -> dict[str, str]:
         expected = [_generated(model, prompt) for prompt in _prompts()]
     except NotSmallError as error:
         return _row(NOT_TRIED, str(error))
-    # Each of two hundred architectures fails in its own way over sizes that don't suit it.
+    # Each of two hundred architectures may fail in another way if sizes don't suit it.
     except Exception as error:
         return _row(NOT_TRIED, f"by itself it ends with {type(error).__name__}: {str(error)[:120]}")
     tokenizer = open_model("tiny-random", dtype="float32").tokenizer
@@ -146,7 +146,7 @@ def _try(model_type: str, changes: dict[str, Any]) -> dict[str, str]:
             answers = _answers(source, exact=exact)
         except UsageError as error:
             return _row(REFUSED, str(error))
-        # Whatever else comes of it, no user should see it.
+        # No user should see any other error.
         except Exception as error:
             return _row(OTHER, f"it ends with {type(error).__name__}: {str(error)[:120]}")
         if answers != expected:

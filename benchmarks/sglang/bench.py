@@ -1,12 +1,12 @@
 """How fast does a request leave SGLang's pools and come back: by SGLang's own methods, by kvtide?
 
-Both take turns within each round, on the same pool, slots and tokens, each for 30 ms of which the
-last move is measured. Given are medians over the rounds, wall time and CPU time, of saving and of
-loading. kvtide seals what it saves and checks it
-before it writes; SGLang does neither. SGLang's environment runs this (`make test-sglang` makes it):
+Both take turns within each round, on the same pool, slots and tokens. Each turn lasts 30 ms, and
+its last move is measured. The output has medians over the rounds, wall time and CPU time, of saving
+and of loading. kvtide seals what it saves and checks it before it writes; SGLang does neither.
+SGLang's environment runs this script (`make test-sglang` makes it):
 
-    cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins \\
-      ../../.venv-sglang/bin/python ../../benchmarks/sglang/bench.py [--json]
+  cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins \\
+    ../../.venv-sglang/bin/python ../../benchmarks/sglang/bench.py [--json]
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ WARM_UP_S = 0.03
 
 
 Times = dict[str, list[Timing]]
-"""What each move took, by its name."""
+"""The timings of each move, by its name."""
 
 
 @dataclass
 class Subjects:
-    """A pool with what a request owns in it."""
+    """A pool with a request's rows in it."""
 
     pool: Any
     page_size: int
@@ -53,7 +53,7 @@ class Subjects:
 
 
 def mha() -> Subjects:
-    """16 layers of 8 heads of 128, bfloat16: 64 KiB a token."""
+    """Makes 16 layers of 8 heads of 128 in bfloat16: 64 KiB a token."""
     pool = memory_pool.MHATokenToKVPool(
         size=SLOTS, page_size=16, dtype=torch.bfloat16, head_num=8, head_dim=128, layer_num=16,
         **ON_CPU,
@@ -62,7 +62,7 @@ def mha() -> Subjects:
 
 
 def mha_of_slots() -> Subjects:
-    """The same in pages of one slot, handed out in no order."""
+    """Makes the same pool in pages of one slot, which are handed out in random order."""
     pool = memory_pool.MHATokenToKVPool(
         size=SLOTS, page_size=1, dtype=torch.bfloat16, head_num=8, head_dim=128, layer_num=16,
         **ON_CPU,
@@ -71,7 +71,7 @@ def mha_of_slots() -> Subjects:
 
 
 def mla() -> Subjects:
-    """27 layers of 512 + 64, bfloat16, as DeepSeek-V2-Lite: 30 KiB a token."""
+    """Makes 27 layers of 512 + 64 in bfloat16, like DeepSeek-V2-Lite: 30 KiB a token."""
     pool = memory_pool.MLATokenToKVPool(
         size=SLOTS, page_size=64, dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64,
         layer_num=27, **ON_CPU,
@@ -80,7 +80,7 @@ def mla() -> Subjects:
 
 
 def hybrid() -> Subjects:
-    """4 layers of attention beside 12 of recurrent state: 16 KiB a token, 13 MiB a request."""
+    """Makes 4 layers of attention and 12 of recurrent state: 16 KiB a token, 13 MiB a request."""
     layers = list(range(12))
     shape = Mamba2StateShape.create(
         tp_world_size=1, intermediate_size=2048, n_groups=1, num_heads=32, head_dim=64,
@@ -107,7 +107,7 @@ SUBJECTS: Mapping[str, Callable[[], Subjects]] = {
 
 
 def main() -> None:
-    """Reads the options, measures, prints."""
+    """Reads the options, measures, and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 4000])
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def measure(name: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Medians of one pool and length; ratios above 1 say that kvtide is the faster one."""
+    """Returns medians for a pool and a length; ratios above 1 say that kvtide is faster."""
     subject = SUBJECTS[name]()
     pool, page = subject.pool, subject.page_size
     allocator = PagedTokenToKVPoolAllocator(SLOTS, page, torch.bfloat16, "cpu", pool, False)
@@ -189,10 +189,10 @@ def measure(name: str, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def in_turns(movers: Sequence[Callable[[Times], None]], rounds: int) -> Times:
-    """Each mover in its turn, again and again for a while; the last time is measured.
+    """Runs each mover again and again in its turn; the last run of a turn is measured.
 
-    By then the other mover's OpenMP threads sleep: they spin for milliseconds on a core
-    that this one needs. And what both movers call is in the processor's caches.
+    By then the other mover's OpenMP threads sleep: they spin for milliseconds on a core that this
+    mover needs. And the code of both movers is in the processor's caches.
     """
     times: Times = {}
     for _ in range(rounds):
@@ -205,7 +205,7 @@ def in_turns(movers: Sequence[Callable[[Times], None]], rounds: int) -> Times:
 
 
 def note(times: Times, name: str, call: Callable[[], Any]) -> Any:
-    """The call's result; what it took is added to `times`."""
+    """Calls, adds the time to `times`, and returns the call's result."""
     result, timing = timed(call)
     times.setdefault(name, []).append(timing)
     return result

@@ -1,8 +1,8 @@
-"""Which of kvtide's classes a request's KV meets on its way to host memory and back.
+"""Which of kvtide's classes does a request's KV meet on its way to host memory and back?
 
-One blocking `Tide.offload` and one `Tide.restore` on the CPU device are traced, in the lanes'
-threads too. A class is met when one of its methods runs. Errors and row rules don't count: there
-are as many of them as there are things that can go wrong, and layouts.
+A blocking `Tide.offload` and a `Tide.restore` on the CPU device are traced, also in the lanes'
+threads. A class is met when one of its methods runs. Errors and row rules don't count: there are
+as many as there are things that can go wrong, and layouts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ _SELF = ("self", "cls", "_cls")
 
 @dataclass
 class MetClasses:
-    """`run` maps a class to its methods that ran, `protocols` a protocol to the names of those of
-    these classes that have its methods. `passed` are classes of arguments and results none of whose
-    methods ran."""
+    """The classes that a request's KV meets.
+
+    `run` maps a class to its methods that ran. `protocols` maps a protocol to the names of those of
+    these classes that have its methods. `passed` has classes of arguments and results whose methods
+    did not run.
+    """
 
     run: dict[type, set[str]] = field(default_factory=dict)
     passed: set[type] = field(default_factory=set)
@@ -36,7 +39,7 @@ class MetClasses:
 
 
 class _Trace:
-    """A profile function: notes the class of what each call belongs to, and is given."""
+    """A profile function: records the classes of each call's object, arguments and result."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -58,7 +61,7 @@ class _Trace:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """It is called for this thread, and for those that are started meanwhile."""
+        """Traces this thread, and threads that start meanwhile."""
         threading.setprofile(self)
         sys.setprofile(self)
         try:
@@ -69,10 +72,10 @@ class _Trace:
 
 
 def met_classes() -> MetClasses:
-    """The classes that one offload and one restore meet, of a request of several chunks."""
+    """Returns the classes that an offload and a restore of several chunks meet."""
     trace = _Trace()
     thread_count = torch.get_num_threads()
-    torch.set_num_threads(2)  # or there are no lanes
+    torch.set_num_threads(2)  # with one thread there are no lanes
     try:
         with trace.installed(), closing(open_device("cpu")) as device:
             _go(device, trace)
@@ -99,18 +102,18 @@ def _go(device: kvtide.Device, trace: _Trace) -> None:
 
 
 def _counts(kind: type) -> bool:
-    """Whether it is a class of kvtide's, and neither an error nor a row rule."""
+    """Returns whether it is a class of kvtide, and neither an error nor a row rule."""
     is_rule = hasattr(kind, "apply")
     return kind.__module__.startswith("kvtide.") and not (issubclass(kind, Exception) or is_rule)
 
 
 def _protocols(run: dict[type, set[str]]) -> dict[type, set[str]]:
-    """kvtide's protocols that some of these classes have all the methods of."""
+    """Returns kvtide's protocols whose methods all are in one of these classes."""
     found: dict[type, set[str]] = {}
     modules = [module for name, module in sys.modules.items() if name.startswith("kvtide.")]
     kinds = {kind for module in modules for kind in vars(module).values() if _is_protocol(kind)}
     for protocol in filter(_counts, kinds):
-        # Not its attributes: a class may have them in its instances alone.
+        # Attributes don't count: a class may have them only in its instances.
         methods = [
             name for name, value in vars(protocol).items() if isinstance(value, FunctionType)
         ]

@@ -1,9 +1,9 @@
-"""How large is the code to a reader? Lines, functions, and the classes that a request's KV meets.
+"""How much code is there to read? Lines, functions, and the classes that a request's KV meets.
 
-    python benchmarks/structure/figures.py [--json]
+  python benchmarks/structure/figures.py [--json]
 
-A function's length is counted from its `def` to its last line, docstring included; functions within
-functions count too. Classes are counted by tracing (see classes.py).
+A function's length is counted from its `def` to its last line, with its docstring; functions within
+functions count, too. Classes are counted by tracing (see classes.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PartFigures:
 
 
 def part_figures(package: Path) -> list[PartFigures]:
-    """The figures of each part, which is a folder or a module of `package`, and then of all."""
+    """Returns the figures of each part, which is a folder or a module, and then of all."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
     parts: dict[str, list[str]] = {}
     for path, text in texts.items():
@@ -64,14 +64,14 @@ def _figures(part: str, texts: Iterable[str]) -> PartFigures:
 
 
 def function_lengths(text: str) -> Iterator[int]:
-    """The length of each function in a module's text, in lines."""
+    """Yields the length of each function in a module's text, in lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def long_modules(package: Path) -> dict[str, int]:
-    """Lines of each module with more than 300 of them, the longest first."""
+    """Returns the lines of each module with more than 300, the longest first."""
     counts = {
         path.relative_to(package).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in package.rglob("*.py")
@@ -81,7 +81,7 @@ def long_modules(package: Path) -> dict[str, int]:
 
 
 def by_part(kinds: Iterable[type]) -> dict[str, list[str]]:
-    """Names of classes, by the part of kvtide that defines them."""
+    """Returns names of classes, by the part of kvtide that defines them."""
     parts: dict[str, list[str]] = {}
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__name__)):
         parts.setdefault(kind.__module__.split(".")[1], []).append(kind.__name__)
@@ -89,7 +89,7 @@ def by_part(kinds: Iterable[type]) -> dict[str, list[str]]:
 
 
 def to_json(sizes: list[PartFigures], met: MetClasses) -> dict[str, object]:
-    """What `--json` prints."""
+    """Returns the object that `--json` prints."""
     return {
         "parts": [asdict(figures) for figures in sizes],
         "long_modules": long_modules(PACKAGE),
