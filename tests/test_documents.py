@@ -186,7 +186,14 @@ def test_picture_ends_as_a_run_ends_today() -> None:
     steps = int(re.findall(r"logitsof([\d,]+)steps", screen)[0].replace(",", ""))
     counts = [1] * 23 + [steps - 23]
     requests: list[Any] = [
-        SimpleNamespace(id="", error=None, output_ids=[0] * count, logit_digests=[0] * count)
+        SimpleNamespace(
+            id="",
+            error=None,
+            retractions=0,
+            finish_reason="stop",
+            output_ids=[0] * count,
+            logit_digests=[0] * count,
+        )
         for count in counts
     ]
     assert f"verified: {compare_runs(requests, requests)}".replace(" ", "") in screen

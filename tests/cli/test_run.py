@@ -197,15 +197,16 @@ def test_recomputed_request_is_reported_as_not_exact(
     assert "exact: false (1 request recomputed in different steps)" in capsys.readouterr().err
 
 
-def test_verify_runs_again_in_a_pool_for_all_without_what_failed(
+def test_verify_runs_again_without_retractions_and_what_failed(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second pool has no limit; both engines keep digests, and both are closed."""
+    """In the second run requests wait; both engines keep digests, and both are closed."""
     serving, report = FakeServing(), tmp_path / "r.json"
     options = ["--kv-memory", "24MiB", "--verify", "--report", str(report)]
     assert main(["run", prompts, *options], serving=serving) == 0
     first, second = serving.engines
     assert (25_165_824, None) == (first.options.kv_memory_bytes, second.options.kv_memory_bytes)
+    assert ("offload", "wait") == (first.options.on_pressure, second.options.on_pressure)
     assert first.options.keep_logits
     assert second.options.keep_logits
     assert ["first", "moved", "last"] == [request.id for request in second.requests]

@@ -207,8 +207,8 @@ def test_one_line_decides_nothing_for_the_others(
     """
     monkeypatch.setattr("kvtide.serve.sizing.free_memory_bytes", lambda: 1 << 20)
     monkeypatch.setattr("kvtide.serve.engine._context_limit_of", lambda _: 512)
-    lines: list[dict[str, Any]] = [{"id": str(i), "prompt": "ab"} for i in range(100)]
-    lines += [{"id": "endless", "prompt": "x" * 400, "max_new_tokens": 1_000_000}]
+    lines: list[dict[str, Any]] = [{"id": str(i), "prompt": "ab"} for i in range(70)]
+    lines += [{"id": "endless", "prompt": "x" * 470, "max_new_tokens": 1_000_000}]
     lines += [{"id": "long", "prompt": "x" * 600}]
     prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
     few = ["--model", "tiny-random", "--max-new-tokens", "2", "--out", str(out)]
@@ -219,6 +219,20 @@ def test_one_line_decides_nothing_for_the_others(
     assert "tokens, the model has 512 positions; shorten the prompt" in long["error"]
     said = capsys.readouterr().err
     assert 1 == said.count("1 request may have fewer new tokens than max_new_tokens says")
+
+
+def test_what_can_be_answered_can_be_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that is free is never enough for all requests at once."""
+    monkeypatch.setattr("kvtide.serve.sizing.free_memory_bytes", lambda: 64 << 10)
+    lines = [{"id": str(i), "prompt": "ab" * i} for i in range(1, 5)]
+    options = ["--model", "tiny-random", "--kv-memory", "32KiB", "--host-memory", "16KiB"]
+    few = ["--max-new-tokens", "8", "--verify"]
+    assert main(["run", _write(tmp_path, lines), *options, *few]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("verified: true (4 requests: all tokens")
+    assert "a run in which nothing was retracted" in last
 
 
 def test_fast_run_does_not_claim_to_be_exact(prompts: str, tmp_path: Path) -> None:

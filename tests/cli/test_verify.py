@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvtide.cli.verify import compare_runs
+from kvtide.cli.verify import KeptLine, compare_runs, reference_options, reference_requests
+from kvtide.serve.options import EngineOptions
 from kvtide.serve.request import Request
 from support.fake_serving import make_request
 
@@ -16,7 +19,7 @@ def _answered(request_id: str, tokens: list[int], digests: list[int]) -> Request
 def test_equal_runs_are_verified_with_the_count_of_what_was_compared() -> None:
     """The verdict counts the compared requests and steps."""
     runs = [[_answered("a", [1, 2], [11, 12]), _answered("b", [3], [13])] for _ in range(2)]
-    verdict = compare_runs(*runs)
+    verdict = compare_runs(runs[0], runs[1])
     assert verdict.verified
     assert "true (2 requests: all tokens, and the logits of 3 steps bit for bit" in str(verdict)
 
@@ -40,13 +43,88 @@ def test_first_difference_is_named(tokens: list[int], digests: list[int], reason
     assert f"request 'b', {reason}" == verdict.reason
 
 
-def test_failure_in_the_large_pool_is_a_difference() -> None:
+def test_an_end_that_the_other_run_does_not_have_is_a_difference() -> None:
+    """The other run gets no more tokens than the answer has, so its end shows as a length."""
+    runs = [[_answered("a", [1, 2], [11, 12])] for _ in range(2)]
+    runs[0][0].finish_reason = "stop"
+    assert (
+        "request 'a', step 2: the end is 'stop', not 'length'"
+        == compare_runs(runs[0], runs[1]).reason
+    )
+
+
+def test_failure_in_the_reference_run_is_a_difference() -> None:
     """An answer is not verified if the reference run has no answer."""
     failed = make_request("a", finish_reason="error", error="no memory")
     verdict = compare_runs([_answered("a", [1], [11])], [failed])
-    assert "false (request 'a', which failed in the pool that holds everything: no memory)" == str(
-        verdict
+    expected = "false (request 'a', which failed in the run without retractions: no memory)"
+    assert expected == str(verdict)
+
+
+def test_a_reference_run_with_retractions_is_our_mistake() -> None:
+    """Nothing can be verified by a run that retracted something itself."""
+    runs = [[_answered("a", [1], [11])] for _ in range(2)]
+    runs[1][0].retractions = 1
+    with pytest.raises(AssertionError, match="had retractions"):
+        compare_runs(runs[0], runs[1])
+
+
+def test_reference_requests_need_no_more_room_than_the_answers() -> None:
+    """An answer that ended by itself is short; one that ended by its length keeps its parameters.
+
+    So the reference run shows it if an answer ended before its length.
+    """
+    stopped, full = make_request("a", output_ids=[5, 6]), make_request("b", output_ids=[5, 6])
+    stopped.finish_reason, full.finish_reason = "stop", "length"
+    references = reference_requests([stopped, full])
+    assert [("a", 2), ("b", 64)] == [(r.id, r.params.max_new_tokens) for r in references]
+    assert [4, 66] == [request.longest for request in references]
+    assert [[], []] == [request.output_ids for request in references]
+
+
+def test_nothing_is_retracted_in_the_reference_run() -> None:
+    """Requests wait; what changes an answer is as in the first run, and no memory is prescribed."""
+    first = EngineOptions(kv_memory_bytes=1, host_memory_bytes=2, exact=False, chunk_tokens=7)
+    expected = EngineOptions(
+        host_memory_bytes=0, exact=False, chunk_tokens=7, on_pressure="wait", keep_logits=True
     )
+    assert expected == reference_options(replace(first, keep_logits=True))
+
+
+def _line(**fields: object) -> dict[str, object]:
+    return {"id": "a", "text": "x", "token_ids": [1], "retractions": 0, **fields}
+
+
+def test_lines_of_earlier_runs_are_compared_without_their_logits() -> None:
+    """The verdict says what couldn't be compared. Retractions and keys may differ."""
+    kept = KeptLine("a", _line(retractions=3, key="0f"), _line())
+    verdict = compare_runs([], [], [kept])
+    assert verdict.verified
+    assert "1 answer of earlier runs" in verdict.reason
+    assert "no logits of theirs are left" in verdict.reason
+    samples = KeptLine(
+        "a", {"id": "a", "samples": [_line(retractions=1)]}, {"id": "a", "samples": [_line()]}
+    )
+    assert compare_runs([], [], [samples]).verified
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        (_line(token_ids=[2]), "token_ids"),
+        (_line(text="y"), "text"),
+        (_line(more=1), "more"),
+        ({"id": "a", "text": "x"}, "token_ids"),
+        ({"id": "a", "samples": 7, "text": "x", "token_ids": [1]}, "samples"),
+        ({"id": "a", "samples": [7], "text": "x", "token_ids": [1]}, "samples"),
+    ],
+)
+def test_a_line_that_differs_is_named(line: dict[str, object], field: str) -> None:
+    """A line is read from a file, so it may hold anything."""
+    both = [_answered("b", [1], [11])]
+    verdict = compare_runs(both, both, [KeptLine("a", line, _line())])
+    assert not verdict.verified
+    assert f"request 'a', an answer of an earlier run: its {field!r} is not that" in verdict.reason
 
 
 def test_nothing_to_compare_is_not_verified() -> None:

@@ -80,7 +80,8 @@ class FakeEngine:
             request.finish_reason = "error"
             request.error = f"needs 99 tokens of KV, the pool holds {POOL_TOKENS}"
             return
-        if request.id.startswith("moved") and not request.output_ids:
+        retracts = self.options.on_pressure != "wait" and not request.output_ids
+        if request.id.startswith("moved") and retracts:
             request.retractions += 1
             self.counts["retractions"] += 1
             self.counts["resumes"] += 1

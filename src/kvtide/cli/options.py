@@ -187,9 +187,9 @@ class OutputOptions:
             metavar="N",
         ),
     ] = None
-    verify: Annotated[
-        bool, _output.flag("Compare with a run in a pool that holds all.", "--verify")
-    ] = False
+    verify: Annotated[bool, _output.flag("Compare with a run without retractions.", "--verify")] = (
+        False
+    )
     report: Annotated[Path | None, _output("Write one JSON object of counts here.")] = None
 
 

@@ -17,7 +17,7 @@ from kvtide.cli.interrupt import Interrupt
 from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
 from kvtide.cli.report import describe_check, describe_cuts, make_report, summarize, write_report
 from kvtide.cli.serving import Serving
-from kvtide.cli.verify import Verdict, compare_runs
+from kvtide.cli.verify import Verdict, compare_runs, reference_options, reference_requests
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineStats
@@ -98,7 +98,7 @@ def execute(settings: RunSettings, serving: Serving) -> int:
         if settings.verify:
             # Write the report now: verifying may run out of memory or be interrupted.
             _report(settings, outcome, None)
-        verdict = session.verify(prompts, outcome) if settings.verify else None
+        verdict = session.verify(outcome) if settings.verify else None
         _conclude(settings, outcome, verdict, display)
     return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS
 
@@ -160,22 +160,17 @@ class _Session:
                     write_answers(self._settings.out, answers, model=self._settings.model)
         return replace(outcome, interrupted=interrupt.requested)
 
-    def verify(self, prompts: Sequence[Prompt], outcome: Outcome) -> Verdict:
-        """Answers again, in a pool that holds all requests, all that didn't fail; compares."""
-        again = [request for prompt in prompts for request in self._make_requests(prompt)]
-        pairs = [
-            (request, other)
-            for request, other in zip(outcome.requests, again, strict=True)
-            if request.error is None
-        ]
-        others = [other for _, other in pairs]
-        roomy = replace(self._settings.engine, kv_memory_bytes=None)
-        engine = self._build_engine(roomy, others, outcome.exact_check)
+    def verify(self, outcome: Outcome) -> Verdict:
+        """Answers again, without retractions, all that didn't fail, and compares."""
+        answered = [request for request in outcome.requests if request.error is None]
+        others = reference_requests(answered)
+        options = reference_options(self._settings.engine)
+        engine = self._build_engine(options, others, outcome.exact_check)
         with Interrupt() as interrupt:
             reference = self._drive(engine, others, "verifying", interrupt, echo=False)
         if interrupt.requested:
             raise KeyboardInterrupt
-        return compare_runs([request for request, _ in pairs], reference.requests)
+        return compare_runs(answered, reference.requests)
 
     def _drive(
         self,
