@@ -41,7 +41,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderTensors:
     """The tensors by name, of the files that transformers loads."""
 
     tensors: dict[str, Stored]
@@ -60,7 +60,7 @@ def refuse_pointer(path: Path) -> None:
         )
 
 
-def read_folder(folder: Path) -> Folder:
+def read_folder(folder: Path) -> FolderTensors:
     """Lists a folder's tensors. Raises UsageError for files that are false or would be ignored."""
     _refuse_other_kinds(folder)
     for mask in _READ:
@@ -77,7 +77,7 @@ def read_folder(folder: Path) -> Folder:
         _refuse_without_scale(tensors)
     else:
         _refuse_integers(tensors)
-    return Folder(tensors, is_quantized)
+    return FolderTensors(tensors, is_quantized)
 
 
 def _refuse_other_kinds(folder: Path) -> None:
