@@ -87,12 +87,12 @@ def saves_before_the_slots_are_reused(device: AcceleratorDevice) -> bool:
     def release_and_overwrite(pages: Iterable[int]) -> None:
         given = list(pages)
         release(given)
-        write_later(tide.pool, tide.slots_of(given).tolist(), 7)
+        write_later(tide.pool, tide.pool.slots_of(given).tolist(), 7)
         torch.accelerator.synchronize()
 
     books.release = release_and_overwrite  # type: ignore[method-assign]
     snapshot = tide.retract(pages, 10)
-    source = tide.slots_of(pages)
+    source = tide.pool.slots_of(pages)
     tide.restore(snapshot, range(2, 12))
     sevens = {part: np.full_like(rows, 7) for part, rows in before.items()}
     expected = with_rows(before, source, sevens, source)
@@ -261,7 +261,7 @@ def pages_freed_early(patch: pytest.MonkeyPatch) -> None:
     """`retract` releases the pages when the offload is queued."""
 
     def retract(tide: Tide, pages: Any, token_count: int, *, key: str = "") -> Snapshot:
-        ticket = tide.start_offload(tide.slots_of(pages)[:token_count], key=key)
+        ticket = tide.start_offload(tide.pool.slots_of(pages)[:token_count], key=key)
         tide._books.release(pages)
         return ticket.wait()
 

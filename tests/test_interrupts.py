@@ -54,7 +54,7 @@ class Case:
         """Returns whether the request comes back byte for byte, with nothing held afterwards."""
         pages = self.tide.resume(snapshot, 2, key="r")
         assert pages is not None
-        target, source = (self.tide.slots_of(p)[:7] for p in (pages, self.pages))
+        target, source = (self.tide.pool.slots_of(p)[:7] for p in (pages, self.pages))
         is_same = same_image(
             with_rows(image_of(self.tide.pool), target, self.before, source),
             image_of(self.tide.pool),

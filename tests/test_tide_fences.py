@@ -77,7 +77,7 @@ def test_pages_are_not_released_before_the_offload_has_run() -> None:
     poison(tide.pool, range(20))
     tide.restore(snapshot, range(12, 19))
     poisoned = {part: np.full_like(rows, 0xA5) for part, rows in before.items()}
-    slots = tide.slots_of(pages)[:7]
+    slots = tide.pool.slots_of(pages)[:7]
     assert same_image(with_rows(poisoned, range(12, 19), before, slots), image_of(tide.pool))
     tide.discard(snapshot)
 

@@ -45,20 +45,20 @@ def test_a_request_resumes_in_other_pages(device: CPUDevice, token_count: int) -
     blocks = -(-token_count // 4)
     assert (4, 1, blocks * BLOCK_BYTES) == books(tide)
     held = acquire(tide, 1)
-    poison(tide.pool, tide.slots_of([*pages, *held]))
+    poison(tide.pool, tide.pool.slots_of([*pages, *held]))
     poisoned = image_of(tide.pool)
     resumed = tide.resume(snapshot, 2, key="r")
     assert resumed is not None
     assert (1, 4, 0) == books(tide)
-    target, source = (tide.slots_of(p)[:token_count] for p in (resumed, pages))
+    target, source = (tide.pool.slots_of(p)[:token_count] for p in (resumed, pages))
     assert same_image(with_rows(poisoned, target, before, source), image_of(tide.pool))
 
 
 def test_slots_follow_the_order_of_pages() -> None:
     """Page p has the slots from p * page_size on."""
     tide = make_tide(LazyDevice())
-    assert [12, 13, 14, 15, 0, 1, 2, 3] == tide.slots_of([3, 0]).tolist()
-    assert ([], "int64") == (tide.slots_of([]).tolist(), tide.slots_of([]).dtype.name)
+    assert [12, 13, 14, 15, 0, 1, 2, 3] == tide.pool.slots_of([3, 0]).tolist()
+    assert ([], "int64") == (tide.pool.slots_of([]).tolist(), tide.pool.slots_of([]).dtype.name)
 
 
 def test_a_full_arena_leaves_a_request_its_pages(device: CPUDevice) -> None:
@@ -140,9 +140,9 @@ def test_slots_lost_in_a_resume_are_released() -> None:
     device.breaks_at = None
     resumed = tide.resume(snapshot, 2)
     assert resumed is not None
-    after, slots = image_of(tide.pool), tide.slots_of(resumed)[:7]
+    after, slots = image_of(tide.pool), tide.pool.slots_of(resumed)[:7]
     assert all(
-        np.array_equal(rows[tide.slots_of(pages)[:7]], after[part][slots])
+        np.array_equal(rows[tide.pool.slots_of(pages)[:7]], after[part][slots])
         for part, rows in before.items()
     )
     device.close()
@@ -230,11 +230,11 @@ class TideMachine(RuleBasedStateMachine):
     def slots(self, request: Held) -> Any:
         """Returns the slots of the request's tokens."""
         assert request.pages is not None
-        return self.tide.slots_of(request.pages)[: request.token_count]
+        return self.tide.pool.slots_of(request.pages)[: request.token_count]
 
     def free(self, pages: list[int]) -> None:
         """Poisons pages that nobody holds now."""
-        poison(self.tide.pool, self.tide.slots_of(pages))
+        poison(self.tide.pool, self.tide.pool.slots_of(pages))
 
     @rule(token_count=st.integers(0, 13))
     def admit(self, token_count: int) -> None:
@@ -365,7 +365,7 @@ def test_an_invalid_page_has_no_slots(device: CPUDevice, value: Any) -> None:
     held = acquire(tide, 2)
     for pages in ([value], [held[0], value]):
         with pytest.raises(SlotError):
-            tide.slots_of(pages)
+            tide.pool.slots_of(pages)
         with pytest.raises(SlotError):
             tide.retract(pages, 1)
     assert (3, 2, 0) == books(tide)

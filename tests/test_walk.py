@@ -24,7 +24,7 @@ def test_the_byte_is_where_the_walk_says() -> None:
     all_pages = pages.acquire(12)
     assert all_pages is not None
 
-    pool.plane("k", LAYER)[int(tide.slots_of([7, 2])[TOKEN])].view(torch.uint8)[0, 0] = MARK
+    pool.plane("k", LAYER)[int(tide.pool.slots_of([7, 2])[TOKEN])].view(torch.uint8)[0, 0] = MARK
     assert [19_584] == buffer.nonzero().flatten().tolist()
 
     snapshot = tide.retract([7, 2], 22)

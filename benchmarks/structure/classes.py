@@ -93,7 +93,7 @@ def _go(device: kvtide.Device, trace: _Trace) -> None:
     arena = HostArena(device, limit_bytes=16 * block_bytes, block_bytes=block_bytes)
     pages = PageAllocator(pool.page_count)
     tide = Tide(pool, arena, pages)
-    slots = tide.slots_of(pages.acquire(pool.page_count // 2) or [])[:_TOKEN_COUNT]
+    slots = tide.pool.slots_of(pages.acquire(pool.page_count // 2) or [])[:_TOKEN_COUNT]
     trace.is_on = True
     snapshot = tide.offload(slots, key="request")
     tide.restore(snapshot, slots[::-1].copy(), key="request")

@@ -18,19 +18,18 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, final
 
-import numpy as np
-
 from kvtide.arena import HostArena, Lease
 from kvtide.atomic import take_out
 from kvtide.device import Job, drain
 from kvtide.errors import KvtideError, LayoutError, SlotError, SnapshotMiss, first_line
 from kvtide.form import chunk_sizes
-from kvtide.integers import checked_integer, integer_of, integers_of, shown
+from kvtide.integers import checked_integer, integer_of, shown
 from kvtide.layout import Ids, RequestRows, Rows
 from kvtide.pool import PageAllocator, Pool
 from kvtide.seal import Seal, Span, ranges_of
 from kvtide.snapshot import Snapshot
 from kvtide.ticket import Ticket
+from kvtide.tier import Spill
 from kvtide.transfer import Mover
 
 T = TypeVar("T")
@@ -57,10 +56,20 @@ class Tide:
     device have ended, those of other requests included. Not thread-safe: one thread schedules.
     """
 
-    def __init__(self, pool: Pool, arena: HostArena, pages: PageAllocator | None = None) -> None:
-        """Raises LayoutError if a row of the pool can't be split to fit a block of the arena."""
+    def __init__(
+        self,
+        pool: Pool,
+        arena: HostArena,
+        pages: PageAllocator | None = None,
+        spill: Spill | None = None,
+    ) -> None:
+        """Raises LayoutError if a row of the pool can't be split to fit a block of the arena.
+
+        With the `spill` of the arena, snapshots for which the arena has no room go to its tiers.
+        """
         self.pool = pool
         self.arena = arena
+        self._spill = spill
         self.stats = TideStats()
         self._pages = pages
         self._mover = Mover(pool)
@@ -80,10 +89,7 @@ class Tide:
         """
         lease = Lease(self.arena)
         try:
-            slots = self.pool.checked(slots)
-            rows = self.pool.rows_of(slots, request)
-            job = self._gather(rows, lease, at_once=True)
-            return self._sealed(lease, key, slots.size, rows, job.wait())
+            return self._offloaded(slots, key, request, lease)
         except BaseException as error:
             self._give_up(lease, error)
             raise
@@ -104,12 +110,21 @@ class Tide:
             self._give_up(lease, error)
             raise
 
+    def _offloaded(self, slots: Any, key: str, request: RequestRows, lease: Lease) -> Snapshot:
+        slots = self.pool.checked(slots)
+        rows = self.pool.rows_of(slots, request)
+        job = self._gather(rows, lease, at_once=True)
+        return self._sealed(lease, key, slots.size, rows, job.wait())
+
     def _gather(
         self, rows: Sequence[Rows], lease: Lease, *, at_once: bool
     ) -> Job[list[list[Span]]]:
         """Starts the copy into an empty lease, which the caller releases after an error."""
         ids, chunk_bytes = [group.ids for group in rows], self.arena.block_bytes
-        lease.extend(self._mover.chunk_count(ids, chunk_bytes))
+        block_count = self._mover.chunk_count(ids, chunk_bytes)
+        if self._spill is not None:
+            self._spill.make_room(block_count)
+        lease.extend(block_count)
         job = self._mover.gather(
             ids, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once, owner=lease
         )
@@ -136,7 +151,10 @@ class Tide:
         )
         self.stats.offloads += 1
         self.stats.offloaded_bytes += sum(seal.used_bytes)
-        return Snapshot(seal, lease)
+        snapshot = Snapshot(seal, lease)
+        if self._spill is not None:
+            self._spill.add(snapshot)
+        return snapshot
 
     def _give_up(self, lease: Lease, error: BaseException) -> None:
         """Releases the lease of an offload that ended with `error`. Repeatable."""
@@ -213,6 +231,8 @@ class Tide:
         """The rows to which the snapshot is restored, for each group of planes."""
         slots = self.pool.checked(slots)
         snapshot.seal.check_target(self._geometry, key, slots.size)
+        if self._spill is not None:
+            self._spill.require(snapshot)
         snapshot.require_held()
         rows = self.pool.rows_of(slots, request)
         return [
@@ -256,7 +276,14 @@ class Tide:
         """Waits for restores of a snapshot, and gives its host memory back. Repeatable."""
         for reader in tuple(snapshot.readers):
             reader.settle()
+        if self._spill is not None:
+            self._spill.remove(snapshot)
         snapshot.lease.release()
+
+    def read_ahead(self, snapshot: Snapshot) -> None:
+        """Begins to bring a snapshot that is wanted soon back from its tier. Doesn't block."""
+        if self._spill is not None:
+            self._spill.read_ahead(snapshot)
 
     # ---- requests: the page allocator holds their slots -------------------------------
 
@@ -277,7 +304,7 @@ class Tide:
         """
         books = self._books
         held = books.check_held(pages)
-        slots = self.slots_of(held)
+        slots = self.pool.slots_of(held)
         count = integer_of(token_count)
         if count is None or not 0 <= count <= slots.size:
             raise SlotError(
@@ -286,10 +313,7 @@ class Tide:
             )
         lease = Lease(self.arena)
         try:
-            slots = self.pool.checked(slots[:count])
-            rows = self.pool.rows_of(slots, request)
-            job = self._gather(rows, lease, at_once=True)
-            snapshot = self._sealed(lease, key, slots.size, rows, job.wait())
+            snapshot = self._offloaded(slots[:count], key, request, lease)
             books.release(held)
             return snapshot
         except BaseException as error:
@@ -323,7 +347,7 @@ class Tide:
             try:
                 if not books.acquire_to(pages, page_count):
                     return None
-                slots = self.slots_of(pages)[: snapshot.token_count]
+                slots = self.pool.slots_of(pages)[: snapshot.token_count]
                 self.restore(
                     snapshot, slots, key=key, request=request, keep_extra_rows=keep_extra_rows
                 )
@@ -349,18 +373,6 @@ class Tide:
         self._books.give_back(pages)
         for block_count in released:
             snapshot.lease.hold_again(block_count)
-
-    def slots_of(self, pages: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The slots of `pages` in order, int64 [len(pages) * page_size].
-
-        Raises SlotError for a page outside the pool.
-        """
-        size, ids = self.pool.page_size, integers_of(pages, "page", "page")
-        outside = (ids < 0) | (ids >= self.pool.page_count)
-        if outside.any():
-            bad, last = int(outside.argmax()), self.pool.page_count - 1
-            raise SlotError(f"page {ids[bad]} at position {bad} isn't in 0 … {last}")
-        return (ids[:, None] * size + np.arange(size)).reshape(-1)
 
     def close(self) -> None:
         """Waits for all moves. Doesn't close the pool, the arena or the device."""

@@ -144,7 +144,7 @@ def _retract_and_spoil(
 ) -> Snapshot:
     """Retracts a request, then overwrites its pages, in case it comes back into the same pages."""
     snapshot = _RETRACT(tide, pages, token_count, key=key)
-    slots = tide.slots_of(pages)
+    slots = tide.pool.slots_of(pages)
     for name in ("k", "v"):
         for layer in range(4):
             tide.pool.plane(name, layer)[slots] = 1.0

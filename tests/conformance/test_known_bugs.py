@@ -126,8 +126,8 @@ def test_k05_wrappers_forward_every_argument(device: CPUDevice) -> None:
     resumed = tide.resume(snapshot, 2, key="r", request=2)
     assert other is not None
     assert resumed is not None
-    source = Place(tide.slots_of(held)[:7].tolist(), 1, {})
-    target = Place(tide.slots_of(resumed)[:7].tolist(), 2, {})
+    source = Place(tide.pool.slots_of(held)[:7].tolist(), 1, {})
+    target = Place(tide.pool.slots_of(resumed)[:7].tolist(), 2, {})
     expected = restored(subject.geometry, saved, source, before, target)
     assert first_difference(expected, subject.image()) is None
 
@@ -517,7 +517,9 @@ def test_k51_token_without_kv_is_neither_saved_nor_written(device: CPUDevice) ->
     tide._books.release(other)
     resumed = tide.resume(snapshot, 2)
     assert resumed is not None
-    expected = with_rows(before, tide.slots_of(resumed)[:7], before, tide.slots_of(pages)[:7])
+    expected = with_rows(
+        before, tide.pool.slots_of(resumed)[:7], before, tide.pool.slots_of(pages)[:7]
+    )
     assert same_image(expected, image_of(tide.pool))
 
 

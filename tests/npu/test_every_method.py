@@ -139,6 +139,7 @@ CALLS: dict[str, Call] = {
     else owner.release(),
     "plane": lambda pool: pool.plane("k", 0),
     "checked": lambda pool: pool.checked([0]),
+    "slots_of": lambda pool: pool.slots_of([0]),
     "rows_of": lambda pool: pool.rows_of(np.arange(3), None),
     "create": lambda pool: type(pool).create(pool.geometry, pool.device, page_count=1),
     "adopt": lambda pool: type(pool).adopt(

@@ -84,7 +84,7 @@ def poison_released(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def poison(engine: Engine, pages: Sequence[int]) -> None:
     """Fills the slots of `pages` with NaN in all planes and layers."""
     pool = engine.tide.pool
-    slots = torch.from_numpy(engine.tide.slots_of(pages))
+    slots = torch.from_numpy(engine.tide.pool.slots_of(pages))
     for plane in pool.geometry.planes:
         for layer in range(plane.layer_count):
             pool.plane(plane.name, layer)[slots] = float("nan")

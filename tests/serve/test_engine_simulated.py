@@ -106,10 +106,10 @@ def offload_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
     def retract(tide: Tide, pages: Any, token_count: int, *, key: str = "") -> Snapshot:
         tide._books.release(pages)
-        other = torch.from_numpy(tide.slots_of(pages)).to(tide.pool.device.torch_device)
+        other = torch.from_numpy(tide.pool.slots_of(pages)).to(tide.pool.device.torch_device)
         for layer in range(4):
             tide.pool.plane("k", layer).index_fill_(0, other, 1.0)
-        return tide.offload(tide.slots_of(pages)[:token_count], key=key)
+        return tide.offload(tide.pool.slots_of(pages)[:token_count], key=key)
 
     patch.setattr(Tide, "retract", retract)
 

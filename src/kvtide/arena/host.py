@@ -48,6 +48,17 @@ class HostArena:
         return (len(self._all) - len(self._free)) * self.block_bytes
 
     @property
+    def block_count(self) -> int:
+        """How many blocks there can be at most."""
+        return self._block_limit
+
+    @property
+    def free_count(self) -> int:
+        """How many blocks can be leased now."""
+        self._reclaim()
+        return self._block_limit - (len(self._all) - len(self._free))
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes taken from the system: under lease, or kept for the next lease."""
         return len(self._all) * self.block_bytes

@@ -276,15 +276,19 @@ class QueuedJob(Generic[T]):
         """See Job."""
         return self._done
 
-    def settle(self) -> None:
-        """Blocks until the job has ended. Doesn't raise the job's error."""
+    def settle(self, timeout_s: float = -1) -> bool:
+        """Blocks until the job has ended; whether it has. Doesn't raise the job's error.
+
+        By default it waits as long as it takes.
+        """
         if self._done:
-            return
+            return True
         lock = threading.Lock()
         lock.acquire()
         self._waiting.append(lock)
         if not self._done:  # `end` sets `_done` first and releases the locks then
-            lock.acquire()
+            lock.acquire(timeout=timeout_s)
+        return self._done
 
     def wait(self) -> T:
         """See Job."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from kvtide.device import Device
-from kvtide.errors import LayoutError
-from kvtide.integers import checked_integer, integer_of, shown
+from kvtide.errors import LayoutError, SlotError
+from kvtide.integers import checked_integer, integer_of, integers_of, shown
 from kvtide.layout import (
     Counts,
     Geometry,
@@ -115,6 +116,18 @@ class Pool:
         Takes integers in a sequence, an array or a tensor; blocks for a tensor on a device.
         """
         return checked_slots(slots, self.slot_count, self.padding_slots)
+
+    def slots_of(self, pages: Sequence[int]) -> Ids:
+        """The slots of `pages` in order, int64 [len(pages) * page_size].
+
+        Raises SlotError for a page outside the pool.
+        """
+        size, ids = self.page_size, integers_of(pages, "page", "page")
+        outside = (ids < 0) | (ids >= self.page_count)
+        if outside.any():
+            bad, last = int(outside.argmax()), self.page_count - 1
+            raise SlotError(f"page {ids[bad]} at position {bad} isn't in 0 … {last}")
+        return (ids[:, None] * size + np.arange(size)).reshape(-1)
 
     def rows_of(self, slots: Ids, request: RequestRows = None) -> list[Rows]:
         """The rows of a request with these slots (checked, int64 [token]), by group of planes.

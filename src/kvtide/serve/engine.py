@@ -339,7 +339,7 @@ class _Live:
         """The slots of the request's pages, int64; computed again only when its pages change."""
         if self._pages != self.request.pages:
             self._pages = list(self.request.pages)
-            self._slots = torch.from_numpy(tide.slots_of(self._pages))
+            self._slots = torch.from_numpy(tide.pool.slots_of(self._pages))
         return self._slots
 
 

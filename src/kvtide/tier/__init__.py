@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from kvtide.tier.base import Tier
 from kvtide.tier.disk import DiskStats, DiskTier
+from kvtide.tier.spill import Spill, SpillStats
 
-__all__ = ["DiskStats", "DiskTier", "Tier"]
+__all__ = ["DiskStats", "DiskTier", "Spill", "SpillStats", "Tier"]

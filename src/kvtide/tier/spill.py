@@ -1,0 +1,365 @@
+"""Spill: keeps snapshots within an arena's limit. What was used last stays, the rest goes to tiers.
+
+A snapshot in its books is
+
+    here       in the arena alone: it must be written before its memory can be given away
+    written    in the arena and in a tier: its memory can be given away at once
+    below      in a tier alone
+    lost       nowhere: no tier gave it back, so its request must be computed again
+
+Snapshots are written in the background once the arena is fuller than its high mark, so that there
+is room before somebody asks. All waiting and counting is here: a tier only answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from secrets import token_hex
+from typing import Any, final
+
+from kvtide.arena import HostArena, Lease
+from kvtide.device import Job
+from kvtide.errors import (
+    KvtideError,
+    SnapshotDamaged,
+    SnapshotMiss,
+    TierFull,
+    first_line,
+    to_keep,
+    to_raise,
+)
+from kvtide.seal import Seal
+from kvtide.snapshot import Snapshot
+from kvtide.tier.base import Tier
+from kvtide.tier.patience import REST_S, Patience
+from kvtide.tier.workers import ThreadWorkers, Workers
+
+_WRITES_AT_ONCE = 2
+_THREADS = _WRITES_AT_ONCE + 1  # a read doesn't wait for writes
+
+
+@final
+@dataclass(slots=True)
+class SpillStats:
+    """Counts of moves between the arena and the tiers, their bytes, and what went wrong.
+
+    `write_seconds` and `read_seconds` are the tiers'; `waited_seconds` is how long callers waited.
+    `reads_in_time` counts reads that had ended when their snapshot was wanted.
+    """
+
+    writes: int = 0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    reads: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    reads_in_time: int = 0
+    waited_seconds: float = 0.0
+    damaged: int = 0
+    missing: int = 0
+    failed_writes: int = 0
+
+
+@final
+class _Entry:
+    """A snapshot in the books. `job` writes it, or reads it into `room`; `tier` has it."""
+
+    def __init__(self, snapshot: Snapshot, key: str) -> None:
+        self.snapshot = snapshot
+        self.key = key
+        self.tier: Patience | None = None
+        self.job: Job[Any] | None = None
+        self.room: Lease | None = None
+        self.error: BaseException | None = None
+        """Why it is lost."""
+        self.retry_at = float("-inf")
+        """No tier took it; it isn't tried again before this time."""
+        self.is_late = False
+        """Whether somebody has waited for its move in vain. It may still end."""
+        self.was_read_ahead = False
+        """Whether it came back before somebody waited for it."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is in the arena."""
+        return not self.snapshot.lease.released
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks it takes, or would take."""
+        return len(self.snapshot.seal.used_bytes)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is in the arena and no move uses its memory."""
+        return self.is_here and not self.snapshot.lease.in_use
+
+    def is_due(self, now: float) -> bool:
+        """Whether it can be written now."""
+        is_still = self.job is None and self.tier is None
+        return is_still and self.may_leave and self.retry_at <= now
+
+
+@final
+class Spill:
+    """Books of an arena's snapshots. Not thread-safe: the thread that schedules calls it."""
+
+    def __init__(
+        self,
+        arena: HostArena,
+        tiers: Sequence[Tier],
+        *,
+        prefix: str = "",
+        high_mark: float = 0.75,
+        deadline_s: float = 60.0,
+        workers: Workers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`tiers` are asked in order. Keys begin with `prefix`, by default a random one.
+
+        Above the share `high_mark` of the arena's blocks snapshots are written in advance. A caller
+        waits for a move at most `deadline_s`; then it counts as failed, and its memory is free when
+        it ends.
+        """
+        self.stats = SpillStats()
+        self._arena = arena
+        self._clock = clock
+        self._tiers = [Patience(tier, clock=clock, sleep=sleep) for tier in tiers]
+        self._prefix = prefix or token_hex(16)
+        self._count = 0
+        self._high_blocks = int(high_mark * arena.block_count)
+        self._deadline_s = deadline_s
+        self._workers = workers or ThreadWorkers(_THREADS)
+        self._entries: dict[int, _Entry] = {}
+        """By the snapshots' ids; the least recently used snapshot first."""
+        self._moving: list[_Entry] = []
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Takes a new snapshot into the books, as the one used last. `remove` must follow."""
+        self._count += 1
+        self._entries[id(snapshot)] = _Entry(snapshot, f"{self._prefix}/{self._count}")
+        self.settle()
+        self._write_in_advance()
+
+    def make_room(self, block_count: int) -> None:
+        """Frees blocks of the arena until `block_count` are free, or no more can be freed.
+
+        Waits for tiers if need be. The lease that the caller takes says whether it was enough.
+        """
+        self.settle()
+        if block_count > self._arena.block_count:
+            return
+        while self._arena.free_count < block_count and self._free_one():
+            pass
+
+    def read_ahead(self, snapshot: Snapshot) -> None:
+        """Says that a snapshot is wanted soon: begins to read it if there is room at once."""
+        entry = self._used(snapshot)
+        if entry is None or entry.is_here or entry.room is not None or entry.error is not None:
+            return
+        others = [other for other in self._entries.values() if not other.was_read_ahead]
+        written = (other for other in others if other.tier is not None and other.may_leave)
+        while self._arena.free_count < entry.block_count:
+            other = next(written, None)
+            if other is None:
+                return
+            other.snapshot.lease.release()
+        self._read(entry)
+
+    def require(self, snapshot: Snapshot) -> None:
+        """Brings a snapshot back to the arena, and waits for that.
+
+        Raises SnapshotMiss or SnapshotDamaged if no tier gives it back, ArenaFull.
+        """
+        self.settle()
+        entry = self._used(snapshot)
+        if entry is None:
+            return
+        self.stats.reads_in_time += entry.was_read_ahead
+        entry.was_read_ahead = False
+        if not entry.is_here and entry.room is None and entry.error is None:
+            self.make_room(entry.block_count)
+            self._read(entry)
+        if entry.room is not None:
+            self._wait_for(entry)
+            entry.was_read_ahead = False
+        if entry.error is not None:
+            raise to_raise(entry.error)
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """Forgets a snapshot, in the tiers too. Its lease stays the caller's. Repeatable."""
+        entry = self._entries.pop(id(snapshot), None)
+        if entry is None:
+            return
+        if entry.room is not None:
+            entry.room.release()
+            entry.room = None
+        if entry.job is None:  # otherwise it is removed when the move has ended
+            self._remove_below(entry)
+
+    def settle(self) -> None:
+        """Notes which moves have ended. Doesn't block."""
+        for entry in tuple(self._moving):
+            if entry.job is not None and entry.job.done():
+                self._note_end(entry)
+
+    def close(self) -> None:
+        """Waits for all moves. Closes neither the arena nor the tiers. Repeatable."""
+        self._workers.close()
+        self.settle()
+
+    def _used(self, snapshot: Snapshot) -> _Entry | None:
+        """The entry of a snapshot, which is the one used last from now on; None without one."""
+        entry = self._entries.pop(id(snapshot), None)
+        if entry is not None:
+            self._entries[id(snapshot)] = entry
+        return entry
+
+    # ---- down --------------------------------------------------------------------------
+
+    def _write_in_advance(self) -> None:
+        """Begins to write until what is in the arena alone, and isn't being written, is little."""
+        here = [entry for entry in self._entries.values() if entry.is_here and entry.tier is None]
+        surplus = sum(entry.block_count for entry in here) - self._high_blocks
+        for entry in here:
+            if surplus <= 0 or len(self._moving) >= _WRITES_AT_ONCE:
+                return
+            if entry.is_due(self._clock()):
+                self._write(entry)
+            surplus -= entry.block_count
+
+    def _free_one(self) -> bool:
+        """Gives the least recently used snapshot's memory away, or does the next step to that.
+
+        It may wait for a tier. False if no snapshot can leave.
+        """
+        now = self._clock()
+        for entry in self._entries.values():
+            if entry.tier is not None and entry.may_leave:
+                entry.snapshot.lease.release()
+                return True
+            if entry.is_due(now):
+                self._write(entry)
+            if entry.job is not None and not entry.is_late:
+                self._wait_for(entry)
+                return True
+        return False
+
+    def _write(self, entry: _Entry) -> None:
+        snapshot = entry.snapshot
+        work = partial(self._put, entry.key, snapshot.seal, snapshot.chunks)
+        entry.job = self._workers.start(work)
+        snapshot.lease.use(entry.job)
+        self._moving.append(entry)
+
+    def _put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> tuple[Patience, float]:
+        """In a worker: the first tier that takes a snapshot, and how long that took."""
+        started = self._clock()
+        error: KvtideError = TierFull("there is no tier below the arena")
+        for tier in self._tiers:
+            try:
+                tier.ask(partial(tier.tier.put, key, seal, chunks))
+                return tier, self._clock() - started
+            except KvtideError as refusal:
+                error = refusal
+        raise error
+
+    # ---- up ----------------------------------------------------------------------------
+
+    def _read(self, entry: _Entry) -> None:
+        room = Lease(self._arena)
+        try:
+            room.extend(entry.block_count)
+            pairs = zip(room.blocks, entry.snapshot.seal.used_bytes, strict=True)
+            views = [block.bytes_view(size_bytes) for block, size_bytes in pairs]
+            assert entry.tier is not None, "what isn't in the arena is in a tier"
+            entry.job = self._workers.start(partial(self._get, entry.tier, entry, views))
+            room.use(entry.job)
+            entry.room = room
+            self._moving.append(entry)
+        except BaseException:
+            room.release()
+            raise
+
+    def _get(
+        self, tier: Patience, entry: _Entry, views: list[memoryview]
+    ) -> tuple[Patience, float]:
+        """In a worker: fills `views` with the snapshot's bytes."""
+        started, wanted = self._clock(), entry.snapshot.seal
+
+        def make_room(seal: Seal) -> list[memoryview]:
+            if seal != wanted:
+                raise SnapshotMiss("the tier has another snapshot under this key")
+            return views
+
+        tier.ask(partial(tier.tier.get, entry.key, make_room))
+        return tier, self._clock() - started
+
+    # ---- both --------------------------------------------------------------------------
+
+    def _wait_for(self, entry: _Entry) -> None:
+        """Waits for an entry's move and notes its end, or that it is late."""
+        assert entry.job is not None, "an entry that moves"
+        started = self._clock()
+        try:
+            if self._workers.settle(entry.job, self._deadline_s):
+                self._note_end(entry)
+            else:
+                entry.is_late = True
+                self._note_failure(entry, TimeoutError(f"no answer in {self._deadline_s} s"))
+        finally:
+            self.stats.waited_seconds += self._clock() - started
+
+    def _note_end(self, entry: _Entry) -> None:
+        """Notes the end of a move. Its memory is free for other moves."""
+        assert entry.job is not None, "an entry that moves"
+        try:
+            tier, seconds = entry.job.wait()
+            self._note_success(entry, tier, seconds)
+        except Exception as error:
+            if not entry.is_late:
+                self._note_failure(entry, error)
+        self._moving.remove(entry)
+        entry.job, entry.is_late = None, False
+        if id(entry.snapshot) not in self._entries:  # it was removed from the books meanwhile
+            self._remove_below(entry)
+
+    def _note_success(self, entry: _Entry, tier: Patience, seconds: float) -> None:
+        size_bytes, stats = sum(entry.snapshot.seal.used_bytes), self.stats
+        if entry.tier is None:
+            stats.writes += 1
+            stats.written_bytes += size_bytes
+            stats.write_seconds += seconds
+            entry.tier = tier
+        elif entry.room is not None:
+            stats.reads += 1
+            stats.read_bytes += size_bytes
+            stats.read_seconds += seconds
+            entry.snapshot.lease, entry.room = entry.room, None
+            entry.was_read_ahead = True
+
+    def _note_failure(self, entry: _Entry, error: Exception) -> None:
+        if entry.room is None:
+            self.stats.failed_writes += 1
+            entry.retry_at = self._clock() + REST_S
+            return
+        if isinstance(error, SnapshotDamaged):
+            self.stats.damaged += 1
+            entry.error = to_keep(error)
+        else:
+            self.stats.missing += 1
+            entry.error = SnapshotMiss(
+                f"no tier gave a snapshot of {entry.snapshot.token_count} tokens back "
+                f"({first_line(error)}); recompute this request"
+            )
+        entry.room.release()
+        entry.room = None
+
+    def _remove_below(self, entry: _Entry) -> None:
+        if entry.tier is not None:
+            remove = partial(entry.tier.tier.remove, entry.key)
+            self._workers.start(partial(entry.tier.ask, remove))

@@ -1,0 +1,46 @@
+"""Workers: who does a tier's work, which blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+from kvtide.device import Job
+from kvtide.device.threads import QueuedJob, Threads
+
+
+class Workers(Protocol):
+    """Tests give one that works in a chosen order, in their own thread."""
+
+    def start(self, work: Callable[[], Any]) -> Job[Any]:
+        """Begins work elsewhere and returns at once."""
+        ...
+
+    def settle(self, job: Job[Any], timeout_s: float) -> bool:
+        """Blocks until a job of `start` has ended, at most `timeout_s`; whether it has ended."""
+        ...
+
+    def close(self) -> None:
+        """Waits for all work. Repeatable."""
+        ...
+
+
+@final
+class ThreadWorkers:
+    """Some threads. A tier blocks, so at most `count` moves are under way at once."""
+
+    def __init__(self, count: int) -> None:
+        self._threads = Threads(count, "kvtide-tier")
+
+    def start(self, work: Callable[[], Any]) -> QueuedJob[Any]:
+        """See Workers."""
+        return self._threads.start(work)
+
+    def settle(self, job: Job[Any], timeout_s: float) -> bool:
+        """See Workers."""
+        assert isinstance(job, QueuedJob), "a job of `start`"
+        return job.settle(timeout_s)
+
+    def close(self) -> None:
+        """See Workers."""
+        self._threads.close()

@@ -1,0 +1,357 @@
+"""Snapshots that don't fit into an arena go to tiers, and come back whole or not at all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.device import CPUDevice
+from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss
+from kvtide.layout import GQA
+from kvtide.pool import Pool
+from kvtide.snapshot import Snapshot
+from kvtide.tide import Tide
+from kvtide.tier import DiskTier, Spill, patience
+from tier.simulated import Clock, FaultyTier, SimulatedWorkers
+
+TOKEN_BYTES = 64
+BLOCK_BYTES = 8 * TOKEN_BYTES
+SLOT_COUNT = 64
+
+
+class World:
+    """A tide over an arena of few blocks, and simulated tiers below it."""
+
+    def __init__(
+        self,
+        seed: int,
+        device: CPUDevice,
+        *,
+        block_count: int = 8,
+        limits: tuple[int, ...] = (1 << 16,),
+        faults: float = 0.0,
+        hangs: float = 0.0,
+    ) -> None:
+        self.chance = random.Random(seed)
+        self.clock = Clock()
+        geometry = GQA.bind(dtype="uint8", token=4, layer=2, head=2, head_dim=8, v_head_dim=8)
+        self.pool = Pool.create(geometry, device, page_count=SLOT_COUNT // 4)
+        self.arena = HostArena(
+            device, limit_bytes=block_count * BLOCK_BYTES, block_bytes=BLOCK_BYTES
+        )
+        self.tiers = [FaultyTier(self.chance, limit, faults) for limit in limits]
+        self.workers = SimulatedWorkers(self.chance, self.clock, hangs)
+        self.spill = Spill(
+            self.arena,
+            self.tiers,
+            workers=self.workers,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+            deadline_s=5.0,
+        )
+        self.tide = Tide(self.pool, self.arena, spill=self.spill)
+        self.buffers = [buffer.numpy() for buffer in self.pool.buffers]
+
+    def fill(self, slots: list[int], value: int) -> None:
+        """Writes bytes that follow from the value into all rows of the slots."""
+        for buffer in self.pool.buffers:
+            rows = buffer.view(2, SLOT_COUNT, -1)
+            rows[:, slots] = torch.arange(rows.shape[2], dtype=torch.uint8) * 7 + value % 256
+
+    def holds(self, slots: list[int], value: int) -> bool:
+        """Whether the slots have exactly these bytes."""
+        return all(
+            bool(
+                (
+                    buffer.view(2, SLOT_COUNT, -1)[:, slots]
+                    == torch.arange(16, dtype=torch.uint8) * 7 + value % 256
+                ).all()
+            )
+            for buffer in self.pool.buffers
+        )
+
+    def save(self, value: int, count: int = 16) -> Snapshot:
+        """A snapshot of slots with the bytes of `value`; the slots are poisoned afterwards."""
+        slots = self.chance.sample(range(SLOT_COUNT), count)
+        self.fill(slots, value)
+        snapshot = self.tide.offload(slots, key=str(value))
+        self.fill(slots, value + 101)
+        return snapshot
+
+    def load(self, snapshot: Snapshot, value: int) -> None:
+        """Restores a snapshot; the bytes must be those of `value`."""
+        slots = self.chance.sample(range(SLOT_COUNT), snapshot.token_count)
+        self.fill(slots, value + 55)
+        try:
+            self.tide.restore(snapshot, slots, key=str(value))
+        except (SnapshotDamaged, SnapshotMiss, ArenaFull):
+            assert self.holds(slots, value + 55), "a restore that failed has written"
+            raise
+        assert self.holds(slots, value), "other bytes"
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[CPUDevice]:
+    """A device whose jobs run in the calling thread."""
+    with closing(CPUDevice(lanes=1)) as device:
+        yield device
+
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world(device: CPUDevice) -> Iterator[MakeWorld]:
+    """Makes worlds. At the end of the test nothing may be held."""
+    worlds: list[World] = []
+
+    def make(seed: int = 0, **more: object) -> World:
+        worlds.append(World(seed, device, **more))  # type: ignore[arg-type]
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.workers.close()
+        world.spill.close()
+        assert 0 == world.arena.used_bytes
+
+
+def test_ten_times_the_arena_comes_back(make_world: MakeWorld) -> None:
+    """Snapshots of ten times the arena's limit are kept, and each restores its bytes."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(40)]
+    assert world.arena.peak_bytes <= world.arena.limit_bytes
+    for value in world.chance.sample(range(40), 40):
+        world.load(snapshots[value], value)
+        world.load(snapshots[value], value)
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+    world.workers.close()
+    assert [{}] == [tier.kept for tier in world.tiers]
+    assert world.spill.stats.writes >= 36
+
+
+def test_least_recently_used_goes_down(make_world: MakeWorld) -> None:
+    """A snapshot that was restored, or is wanted soon, stays; the one used first goes."""
+    world = make_world()
+    first, second, third, fourth = (world.save(value) for value in range(4))
+    world.load(first, 0)
+    world.tide.read_ahead(second)
+    fifth = world.save(4)
+    assert [True, True, False, True, True] == [
+        bool(s.size_bytes) for s in (first, second, third, fourth, fifth)
+    ]
+    for snapshot in (first, second, third, fourth, fifth):
+        world.tide.discard(snapshot)
+
+
+def test_writes_begin_before_the_arena_is_full(make_world: MakeWorld) -> None:
+    """Past the high mark the oldest is written, so the next offload waits for nothing."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(4)]
+    while world.workers.step():
+        pass
+    waited = world.spill.stats.waited_seconds
+    snapshots.append(world.save(4))
+    assert 1 <= world.spill.stats.writes
+    assert waited == world.spill.stats.waited_seconds
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+
+
+def test_what_is_read_ahead_is_there_in_time(make_world: MakeWorld) -> None:
+    """A snapshot that was asked for early is restored without a wait."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(8)]
+    while world.workers.step():
+        pass
+    world.spill.settle()
+    assert 0 == snapshots[0].size_bytes
+    world.tide.read_ahead(snapshots[0])
+    while world.workers.step():
+        pass
+    reads = world.spill.stats.reads
+    world.load(snapshots[0], 0)
+    assert (reads + 1, 1) == (world.spill.stats.reads, world.spill.stats.reads_in_time)
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+
+
+def test_without_room_below_the_arena_is_full(make_world: MakeWorld) -> None:
+    """The error is the arena's, for the request that has no room; the others stay whole."""
+    world = make_world(limits=(100,))
+    snapshots = [world.save(value) for value in range(4)]
+    with pytest.raises(ArenaFull):
+        world.save(4)
+    for value, snapshot in enumerate(snapshots):
+        world.load(snapshot, value)
+        world.tide.discard(snapshot)
+
+
+def test_second_tier_takes_what_the_first_refuses(make_world: MakeWorld) -> None:
+    """Tiers are asked in order."""
+    world = make_world(limits=(100, 1 << 16))
+    snapshots = [world.save(value) for value in range(20)]
+    for value, snapshot in enumerate(snapshots):
+        world.load(snapshot, value)
+        world.tide.discard(snapshot)
+    assert {} == world.tiers[0].kept
+
+
+def test_hung_tier_costs_the_deadline_once(make_world: MakeWorld) -> None:
+    """Whoever waits in vain goes on without room; what comes late is noted, and leaks nothing."""
+    world = make_world(hangs=1.0)
+    snapshots = [world.save(value) for value in range(4)]
+    with pytest.raises(ArenaFull):
+        world.save(4)
+    assert 0 < world.clock.now <= 30
+    world.workers.hang_share = 0.0
+    world.workers.wake()
+    while world.workers.step():
+        pass
+    snapshots.append(world.save(4))
+    for value, snapshot in enumerate(snapshots):
+        world.load(snapshot, value)
+        world.tide.discard(snapshot)
+
+
+def test_broken_tier_is_warned_of_once(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier with errors rests, costs one warning, and is used again when it answers."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(4)]
+    world.tiers[0].is_away = True
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        patience.logger, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    for value in range(4, 8):
+        with pytest.raises(ArenaFull):
+            world.save(value)
+    assert [
+        "kvtide goes on without a tier until it answers: TierRetry: simulated: away"
+    ] == warnings
+    world.tiers[0].is_away = False
+    world.clock.now += 100
+    snapshots.append(world.save(8))
+    assert ["kvtide uses a tier again that had errors"] == warnings[1:]
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_under_all_faults_it_is_the_same_bytes_or_an_error(
+    make_world: MakeWorld, seed: int
+) -> None:
+    """Random steps over faulty tiers: never other bytes, no limit exceeded, nothing leaked."""
+    world = make_world(
+        seed,
+        limits=((1 << 12, 1 << 14), (1 << 13,), (1 << 16, 100))[seed % 3],
+        faults=(0.0, 0.05, 0.3)[seed % 3],
+        hangs=(0.0, 0.02)[seed % 2],
+    )
+    outcomes = Walk(world).go(500)
+    assert outcomes["hits"] > 20, outcomes
+    if seed % 3:
+        assert outcomes["misses"] > 0, outcomes
+
+
+class Walk:
+    """Random steps in a world, which is checked after each."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.live: dict[int, Snapshot] = {}
+        self.outcomes = {"hits": 0, "misses": 0, "full": 0}
+        self.steps = 0
+
+    def go(self, step_count: int) -> dict[str, int]:
+        """Takes steps, then discards all; gives how often restores hit and missed."""
+        acts = [self.save, self.load, self.read_ahead, self.discard, self.pass_time, self.work]
+        for _ in range(step_count):
+            self.steps += 1
+            self.world.chance.choices(acts, (35, 25, 10, 10, 2, 18))[0]()
+            assert self.world.arena.used_bytes <= self.world.arena.limit_bytes
+            assert all(tier.used_bytes <= tier.limit_bytes for tier in self.world.tiers)
+        for snapshot in self.live.values():
+            self.world.tide.discard(snapshot)
+        for _ in range(2):  # what was written may have to be removed
+            self.world.workers.close()
+            self.world.spill.settle()
+        assert [] == self.world.spill._moving
+        assert {} == self.world.spill._entries
+        return self.outcomes
+
+    def any_value(self) -> int | None:
+        return self.world.chance.choice(list(self.live)) if self.live else None
+
+    def save(self) -> None:
+        try:
+            count = self.world.chance.choice((0, 1, 8, 9, 16, 33))
+            self.live[self.steps] = self.world.save(self.steps, count)
+        except ArenaFull:
+            self.outcomes["full"] += 1
+
+    def load(self) -> None:
+        value = self.any_value()
+        if value is None:
+            return
+        try:
+            self.world.load(self.live[value], value)
+            self.outcomes["hits"] += 1
+        except (SnapshotDamaged, SnapshotMiss):
+            self.outcomes["misses"] += 1
+            self.world.tide.discard(self.live.pop(value))
+        except ArenaFull:
+            self.outcomes["full"] += 1
+
+    def read_ahead(self) -> None:
+        value = self.any_value()
+        if value is not None:
+            self.world.tide.read_ahead(self.live[value])
+
+    def discard(self) -> None:
+        value = self.any_value()
+        if value is not None:
+            self.world.tide.discard(self.live.pop(value))
+
+    def pass_time(self) -> None:
+        self.world.clock.now += self.world.chance.choice((-5.0, 0.1, 40.0))
+        self.world.workers.wake()
+
+    def work(self) -> None:
+        self.world.workers.step()
+
+
+def test_disk_below_a_small_arena(device: CPUDevice, tmp_path: Path) -> None:
+    """With real files and threads, many snapshots are kept in an arena for two of them."""
+    geometry = GQA.bind(dtype="uint8", token=4, layer=2, head=2, head_dim=8, v_head_dim=8)
+    pool = Pool.create(geometry, device, page_count=SLOT_COUNT // 4)
+    arena = HostArena(device, limit_bytes=4 * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    with (
+        closing(DiskTier(tmp_path / "tier", limit_bytes=1 << 20)) as disk,
+        closing(Spill(arena, [disk])) as spill,
+    ):
+        tide = Tide(pool, arena, spill=spill)
+        snapshots = []
+        for value in range(30):
+            for buffer in pool.buffers:
+                buffer.fill_(value)
+            snapshots.append(tide.offload(range(16)))
+        for value in random.Random(1).sample(range(30), 30):
+            tide.restore(snapshots[value], range(40, 56))
+            for buffer in pool.buffers:
+                assert bool((buffer.view(2, SLOT_COUNT, -1)[:, 40:56] == value).all())
+        for snapshot in snapshots:
+            tide.discard(snapshot)
+        assert 0 == arena.used_bytes
+        assert 28 <= spill.stats.writes
+    assert not list((tmp_path / "tier").glob("??/*.safetensors")), asdict(spill.stats)
