@@ -19,7 +19,7 @@ from kvtide.pool import Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Spill, patience
-from tier.simulated import Clock, FaultyTier, SimulatedWorkers
+from tier.faulty_tiers import Clock, FaultyTier, SimulatedWorkers
 
 TOKEN_BYTES = 64
 BLOCK_BYTES = 8 * TOKEN_BYTES

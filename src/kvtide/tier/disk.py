@@ -49,7 +49,7 @@ class DiskStats:
     evicted: int = 0
 
 
-class _Entry:
+class _File:
     """A file of the index. While `readers` isn't 0 it doesn't leave for others."""
 
     __slots__ = ("readers", "size_bytes")
@@ -112,7 +112,7 @@ class DiskTier(Tier):
                 with self._change:
                     self._folder.publish(draft)
                     self._drop(name)
-                    self._entries[name] = _Entry(form.size_bytes)
+                    self._entries[name] = _File(form.size_bytes)
                     self._used_bytes += form.size_bytes
             finally:
                 self._folder.settle(draft)
@@ -152,7 +152,7 @@ class DiskTier(Tier):
     def _find(self) -> None:
         """Makes the index from the folder, the least recently used file first."""
         found = sorted(self._folder.entries(), key=lambda entry: entry.used_at)
-        self._entries = {entry.name: _Entry(padded(entry.size_bytes)) for entry in found}
+        self._entries = {entry.name: _File(padded(entry.size_bytes)) for entry in found}
         aside = sorted(self._folder.entries_aside(), key=lambda entry: entry.used_at)
         self._aside = {entry.name: padded(entry.size_bytes) for entry in aside}
         self._used_bytes = sum(entry.size_bytes for entry in self._entries.values())
@@ -199,7 +199,7 @@ class DiskTier(Tier):
                 self._used_bytes -= size_bytes
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[_Entry | None]:
+    def _reading(self, name: str) -> Iterator[_File | None]:
         """Within, the file doesn't leave for others; it counts as the one used last."""
         with self._change:
             entry = self._entries.pop(name, None)
@@ -213,14 +213,14 @@ class DiskTier(Tier):
                 if entry is not None:
                     entry.readers -= 1
 
-    def _forget(self, name: str, entry: _Entry | None) -> None:
+    def _forget(self, name: str, entry: _File | None) -> None:
         """The file has vanished; a newer one of the same name stays."""
         with self._change:
             if entry is not None and self._entries.get(name) is entry:
                 self._drop(name)
 
     @contextmanager
-    def _moving_aside(self, name: str, entry: _Entry | None) -> Iterator[None]:
+    def _moving_aside(self, name: str, entry: _File | None) -> Iterator[None]:
         """Keeps a damaged file for whoever looks into it, out of the way of later reads.
 
         So it does with a file of another version. A newer file of the same name stays.

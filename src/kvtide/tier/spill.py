@@ -64,7 +64,7 @@ class SpillStats:
 
 
 @final
-class _Entry:
+class _Kept:
     """A snapshot in the books. `job` writes it, or reads it into `room`; `tier` has it."""
 
     def __init__(self, snapshot: Snapshot, key: str) -> None:
@@ -134,14 +134,14 @@ class Spill:
         self._high_blocks = int(high_mark * arena.block_count)
         self._deadline_s = deadline_s
         self._workers = workers or ThreadWorkers(_THREADS)
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Kept] = {}
         """By the snapshots' ids; the least recently used snapshot first."""
-        self._moving: list[_Entry] = []
+        self._moving: list[_Kept] = []
 
     def add(self, snapshot: Snapshot) -> None:
         """Takes a new snapshot into the books, as the one used last. `remove` must follow."""
         self._count += 1
-        self._entries[id(snapshot)] = _Entry(snapshot, f"{self._prefix}/{self._count}")
+        self._entries[id(snapshot)] = _Kept(snapshot, f"{self._prefix}/{self._count}")
         self.settle()
         self._write_in_advance()
 
@@ -212,7 +212,7 @@ class Spill:
         self._workers.close()
         self.settle()
 
-    def _used(self, snapshot: Snapshot) -> _Entry | None:
+    def _used(self, snapshot: Snapshot) -> _Kept | None:
         """The entry of a snapshot, which is the one used last from now on; None without one."""
         entry = self._entries.pop(id(snapshot), None)
         if entry is not None:
@@ -249,7 +249,7 @@ class Spill:
                 return True
         return False
 
-    def _write(self, entry: _Entry) -> None:
+    def _write(self, entry: _Kept) -> None:
         snapshot = entry.snapshot
         work = partial(self._put, entry.key, snapshot.seal, snapshot.chunks)
         entry.job = self._workers.start(work)
@@ -270,7 +270,7 @@ class Spill:
 
     # ---- up ----------------------------------------------------------------------------
 
-    def _read(self, entry: _Entry) -> None:
+    def _read(self, entry: _Kept) -> None:
         room = Lease(self._arena)
         try:
             room.extend(entry.block_count)
@@ -285,9 +285,7 @@ class Spill:
             room.release()
             raise
 
-    def _get(
-        self, tier: Patience, entry: _Entry, views: list[memoryview]
-    ) -> tuple[Patience, float]:
+    def _get(self, tier: Patience, entry: _Kept, views: list[memoryview]) -> tuple[Patience, float]:
         """In a worker: fills `views` with the snapshot's bytes."""
         started, wanted = self._clock(), entry.snapshot.seal
 
@@ -301,7 +299,7 @@ class Spill:
 
     # ---- both --------------------------------------------------------------------------
 
-    def _wait_for(self, entry: _Entry) -> None:
+    def _wait_for(self, entry: _Kept) -> None:
         """Waits for an entry's move and notes its end, or that it is late."""
         assert entry.job is not None, "an entry that moves"
         started = self._clock()
@@ -314,7 +312,7 @@ class Spill:
         finally:
             self.stats.waited_seconds += self._clock() - started
 
-    def _note_end(self, entry: _Entry) -> None:
+    def _note_end(self, entry: _Kept) -> None:
         """Notes the end of a move. Its memory is free for other moves."""
         assert entry.job is not None, "an entry that moves"
         try:
@@ -328,7 +326,7 @@ class Spill:
         if id(entry.snapshot) not in self._entries:  # it was removed from the books meanwhile
             self._remove_below(entry)
 
-    def _note_success(self, entry: _Entry, tier: Patience, seconds: float) -> None:
+    def _note_success(self, entry: _Kept, tier: Patience, seconds: float) -> None:
         size_bytes, stats = sum(entry.snapshot.seal.used_bytes), self.stats
         if entry.tier is None:
             stats.writes += 1
@@ -342,7 +340,7 @@ class Spill:
             entry.snapshot.lease, entry.room = entry.room, None
             entry.was_read_ahead = True
 
-    def _note_failure(self, entry: _Entry, error: Exception) -> None:
+    def _note_failure(self, entry: _Kept, error: Exception) -> None:
         if entry.room is None:
             self.stats.failed_writes += 1
             entry.retry_at = self._clock() + REST_S
@@ -359,7 +357,7 @@ class Spill:
         entry.room.release()
         entry.room = None
 
-    def _remove_below(self, entry: _Entry) -> None:
+    def _remove_below(self, entry: _Kept) -> None:
         if entry.tier is not None:
             remove = partial(entry.tier.tier.remove, entry.key)
             self._workers.start(partial(entry.tier.ask, remove))
