@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -201,3 +202,45 @@ def test_counts_lie_around_the_boundaries_of_chunks(device: CPUDevice) -> None:
 def test_indices_are_of_every_kind() -> None:
     """Indices have 32 and 64 bits, and lie on the host and on the device."""
     assert 7 == len(INDICES)
+
+
+WRONG_SAMPLES = """
+from dataclasses import replace
+from kvtide.conformance import LayoutTests
+from kvtide.conformance.samples import sample
+
+GQA, WINDOW, STATE = (sample(name) for name in ("gqa", "window", "recurrent"))
+OTHER_ROW = {**GQA.planes, "v": ("bfloat16", 3, (2, 4))}
+
+
+class TestMyLayouts(LayoutTests):
+    thorough = False
+
+    def samples(self):
+        return [
+            GQA,
+            replace(GQA, name="other-row", planes=OTHER_ROW),
+            replace(GQA, name="no-heads", sizes={"layer": 3}),
+            replace(WINDOW, name="no-rows-of-the-map", mapped_rows={}),
+            replace(STATE, name="no-requests", request_count=0),
+        ]
+"""
+
+
+def test_a_wrong_sample_fails_once(tmp_path: Path) -> None:
+    """The test of the sample itself says what is wrong; the others say which test that is."""
+    (tmp_path / "test_wrong.py").write_text(WRONG_SAMPLES, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfsE", "test_wrong.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    failed = re.findall(r"^(?:FAILED|ERROR) \S+::(\w+)\[(\S+)\]", done.stdout, re.MULTILINE)
+    test = "test_planes_are_as_the_sample_says"
+    wrong = ["other-row", "no-heads", "no-rows-of-the-map", "no-requests"]
+    assert [(test, name) for name in wrong] == failed
+    passed, skipped = (int(n) for n in re.findall(r"(\d+) (?:passed|skipped)", done.stdout))
+    assert skipped == len(wrong) * (passed - 1)
+    assert f"sample other-row is wrong: {test} says how" in done.stdout
+    for said in ("no-rows-of-the-map: mapped_rows", "no-requests: request_count"):
+        assert said in done.stdout

@@ -22,7 +22,7 @@ import torch
 
 import kvtide.npu
 from kvtide.arena import HostArena
-from kvtide.conformance import SAMPLES, PoolUnderTest, Sample, checks, ways
+from kvtide.conformance import SAMPLES, PoolUnderTest, Sample, checks, refusals, ways
 from kvtide.conformance.pool_under_test import KINDS
 from kvtide.conformance.reference import Place, first_difference, restored
 from kvtide.conformance.samples import sample
@@ -145,8 +145,8 @@ def test_k09_absent_part_is_a_miss_and_nothing_is_half_written(device: CPUDevice
     plain, indexed = (
         subject_of(name, device) for name in ("mla_split", "mla_split-index-keys-on-some-layers")
     )
-    checks.check_miss(plain, indexed)
-    checks.check_miss(indexed, plain)
+    refusals.check_miss(plain, indexed)
+    refusals.check_miss(indexed, plain)
 
 
 def test_k10_nothing_but_the_declared_planes_is_touched(device: CPUDevice) -> None:
@@ -206,7 +206,7 @@ def test_k15_k95_no_number_of_planes_is_assumed(device: CPUDevice, count: int) -
 def test_k16_pools_that_share_slots_move_together(device: CPUDevice, name: str) -> None:
     """The draft's KV moves with the target's, or neither moves."""
     subject = subject_of(name, device)
-    checks.check_failed_restores(subject)
+    refusals.check_failed_restores(subject)
     round_trip(subject, 7)
 
 
@@ -403,7 +403,7 @@ def test_k38_k39_layers_count_from_the_stages_first(
     checks.check_planes(subject)
     round_trip(subject, 6)
     other = Sample("stage", GQA, "uint8", sizes, shapes, first_layer=first + 1)
-    checks.check_miss(subject, KINDS["created"](other, device))
+    refusals.check_miss(subject, KINDS["created"](other, device))
 
 
 def test_k41_replaced_map_is_read_again(device: CPUDevice) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from kvtide.conformance import checks
+from kvtide.conformance import checks, refusals
 from kvtide.conformance.pool_under_test import KINDS
 from kvtide.conformance.samples import sample
 from kvtide.device import Device, Step
@@ -234,7 +234,7 @@ class DeviceTests(ABC):
         subject = KINDS[kind](sample(name), device)
         checks.check_boundaries(subject)
         checks.check_indices(subject)
-        checks.check_failed_restores(subject)
+        refusals.check_failed_restores(subject)
         checks.check_fences(subject)
 
 

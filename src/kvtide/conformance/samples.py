@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from kvtide.conformance.reference import is_of_request, map_holes
+from kvtide.errors import first_line
 from kvtide.layout import Geometry, Layout, Mapped, Striped
 from kvtide.layout.compressed import COMPRESSED_4, COMPRESSED_128
 from kvtide.layout.draft import MLA_TARGET_AND_DRAFT, TARGET_AND_DRAFT
@@ -20,6 +22,9 @@ from kvtide.layout.plane import Size
 from kvtide.layout.quantized import GQA_FP4, GQA_MXFP8, GQA_SCALED, MLA_FP4
 from kvtide.layout.recurrent import RECURRENT, RECURRENT_AND_FULL, RECURRENT_AND_MLA
 from kvtide.layout.window import WINDOW, WINDOW_AND_FULL
+
+# A request moves from one row to another.
+_LEAST_REQUESTS = 2
 
 Shape = tuple[str, int, tuple[int, ...]]
 """A plane's dtype, the number of its layers, and the shape of a row."""
@@ -261,6 +266,24 @@ _LIMITED = (
 )  # fmt: skip
 
 SAMPLES: tuple[Sample, ...] = (*_GROUPED, *_QUANTIZED, *_LATENT, *_LIMITED)
+
+
+def mistake_in(sample: Sample) -> str | None:
+    """What is wrong with a sample, on a line; None if its pools can be made and used."""
+    try:
+        planes = sample.geometry.planes
+    except Exception as error:  # a layout of another's may raise anything
+        return first_line(error)
+    found = [(plane.name, (plane.dtype, plane.layer_count, plane.row_shape)) for plane in planes]
+    if found != list(sample.planes.items()):
+        return f"its planes are {found}, not {list(sample.planes.items())}"
+    missing = [name for name in map_holes(sample.geometry) if not sample.mapped_rows.get(name)]
+    if missing:
+        return f"mapped_rows must say how many rows the maps {', '.join(missing)} lead to"
+    if any(map(is_of_request, planes)) and sample.request_count < _LEAST_REQUESTS:
+        needed = f"requests have rows, and need at least {_LEAST_REQUESTS}"
+        return f"request_count is {sample.request_count}; {needed}"
+    return None
 
 
 def sample(name: str) -> Sample:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from kvtide.conformance.pool_under_test import PoolUnderTest
 from kvtide.conformance.reference import Image, first_difference, restored
 from kvtide.conformance.trips import INDICES, Trip
 from kvtide.snapshot import Snapshot
+from kvtide.ticket import Ticket
 from kvtide.tide import Tide
 
 CHUNK_ROWS = 4
@@ -20,6 +21,9 @@ CHUNK_ROWS = 4
 _BLOCKS = 1024
 """The most blocks of an arena; an unused block costs a little, too."""
 _LIMIT_BYTES = 1 << 20
+
+MakeWay = Callable[[int], Any]
+"""Makes an object that saves and restores, for the bytes that it moves at once; see PoolTests."""
 
 
 @final
@@ -31,21 +35,50 @@ class TideWay:
     ) -> None:
         self.block_bytes = block_bytes
         self._tides = [make_tide(end, block_bytes) for end in (subject, target or subject)]
+        self._held_count = 0
 
     def save(self, slots: Any, request: int | None) -> Snapshot:
         """Saves the bytes of the slots and of the request."""
-        return self._tides[0].offload(slots, key="kit", request=request)
+        return self.start_save(slots, request).wait()
+
+    def start_save(self, slots: Any, request: int | None) -> Ticket[Snapshot]:
+        """Begins to save; the ticket's `wait` gives the snapshot."""
+        ticket = self._tides[0].start_offload(slots, key="kit", request=request)
+        self._held_count += 1
+        return ticket
 
     def load(self, saved: Snapshot, slots: Any, request: int | None) -> None:
         """Writes the bytes to other slots. Rows of tokens that weren't saved keep their bytes."""
+        self.start_load(saved, slots, request).wait()
+
+    def start_load(self, saved: Snapshot, slots: Any, request: int | None) -> Ticket[None]:
+        """Begins to restore; the ticket's `wait` returns when the bytes are there."""
         tide = self._tides[1]
-        tide.restore(saved, slots, key="kit", request=request, keep_extra_rows=True)
+        return tide.start_restore(saved, slots, key="kit", request=request, keep_extra_rows=True)
 
     def drop(self, saved: Snapshot) -> None:
-        """Frees the memory of the saved bytes."""
+        """Frees the memory of the saved bytes, once no restore needs them."""
         self._tides[0].discard(saved)
+        self._held_count -= 1
         used_bytes = self._tides[0].arena.used_bytes
-        assert used_bytes == 0, f"{used_bytes} bytes of the arena are still in use"
+        assert self._held_count or not used_bytes, f"{used_bytes} bytes of the arena are in use"
+
+
+def ways_of(subject: PoolUnderTest, block_bytes: int, make_way: MakeWay | None) -> Iterator[Any]:
+    """The ways by which a check must pass: a Tide's, and the pool's own if it has one."""
+    yield TideWay(subject, block_bytes)
+    if make_way is not None:
+        yield make_way(block_bytes)
+
+
+def started(way: Any, move: str, *arguments: Any) -> Callable[[], Any]:
+    """Begins a `save` or a `load`; the result waits for it. A way may be unable to begin only."""
+    start = getattr(way, f"start_{move}", None)
+    if start is None:
+        result = getattr(way, move)(*arguments)
+        return lambda: result
+    wait: Callable[[], Any] = start(*arguments).wait
+    return wait
 
 
 def make_tide(subject: PoolUnderTest, block_bytes: int) -> Tide:
@@ -105,6 +138,34 @@ def go(
     same(expected, target.image(), f"{note}restored into other slots")
     if target is not subject:
         same(poison, subject.image(), f"{note}a restore elsewhere changed the source")
+
+
+@contextmanager
+def filled_and_saved(
+    way: Any, trip: Trip, subject: PoolUnderTest, seed: int
+) -> Iterator[tuple[Image, Any]]:
+    """Fills the pool, and saves the trip's source; drops it in the end.
+
+    Gives the pool's bytes and what was saved.
+    """
+    subject.set_maps(trip.source.maps)
+    image = subject.fill(seed)
+    snapshot = way.save(trip.source.slots, trip.source.request)
+    try:
+        yield image, snapshot
+    finally:
+        way.drop(snapshot)
+
+
+def load_and_compare(
+    way: Any, trip: Trip, subject: PoolUnderTest, saved: tuple[Image, Any], seed: int, note: str
+) -> None:
+    """Fills the pool anew, loads at the target what `filled_and_saved` gave, compares all bytes."""
+    image, snapshot = saved
+    subject.set_maps(trip.target.maps)
+    before = subject.fill(seed)
+    way.load(snapshot, trip.target.slots, trip.target.request)
+    same(restored(subject.geometry, image, trip.source, before, trip.target), subject.image(), note)
 
 
 def tokens_per_row(subject: PoolUnderTest) -> int:
