@@ -24,18 +24,25 @@ def test_copy_ratios_compare_speed_and_the_seal_ratio_time() -> None:
         "engine_gather": 0.5,
         "engine_scatter": 1.0,
     }
-    case = {name: Timing(value, 0.0) for name, value in seconds.items()}
-    figures = CopyFigures(2_000_000_000, Timing(0.1, 0.2), {"pages": case})
+    case = {name: Timing(value, 0.0, (value / 2, value * 2)) for name, value in seconds.items()}
+    figures = CopyFigures(2_000_000_000, Timing(0.1, 0.2, (0.1, 0.2)), {"pages": case})
     assert {
+        "size_bytes": 2_000_000_000,
         "memcpy_gb_s": 20.0,
+        "memcpy_gb_s_quartiles": [10.0, 20.0],
         "cases": [
             {
                 "name": "pages",
                 "gather_ratio": 0.5,
+                "gather_ratio_quartiles": [0.25, 1.0],
                 "scatter_ratio": 0.25,
+                "scatter_ratio_quartiles": [0.125, 0.5],
                 "engine_gather_ratio": 0.2,
+                "engine_gather_ratio_quartiles": [0.1, 0.4],
                 "engine_scatter_ratio": 0.1,
+                "engine_scatter_ratio_quartiles": [0.05, 0.2],
                 "seal_ratio": 1.2,
+                "seal_ratio_quartiles": [0.6, 2.4],
             }
         ],
     } == figures.to_json()

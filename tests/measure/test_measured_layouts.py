@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvtide.cli.main import main
-from kvtide.layout import Layout, Plane
+from kvtide.layout import GQA, Layout, Plane, Striped
 from kvtide.layout.compressed import COMPRESSED_128
 from kvtide.layout.mla import MLA
 from kvtide.layout.recurrent import RECURRENT
@@ -59,6 +59,11 @@ def test_a_new_axis_has_a_size() -> None:
 def test_a_page_holds_whole_rows() -> None:
     """If more tokens share a row than a page has, the page gets longer."""
     assert (64, 128) == (bind_for_models(MLA).page_size, bind_for_models(COMPRESSED_128).page_size)
+
+
+def test_a_page_holds_whole_turns_of_ranks() -> None:
+    """Ranks that share a context keep tokens in turns, wherever a page lies."""
+    assert 66 == bind_for_models(GQA.through("turns", Striped(1, 3))).page_size
 
 
 def test_state_of_requests_has_enough_layers_for_the_size() -> None:

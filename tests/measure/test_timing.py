@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtide.measure.timing import Timing, time_in_turns
+from kvtide.measure.timing import Spread, Timing, median_of, time_in_turns
 
 
 class _Time:
@@ -38,4 +38,33 @@ def test_operations_take_turns_and_only_the_second_call_counts(
 
     timings = time_in_turns({("", name): operation(name) for name in seconds}, rounds=3)
     assert ["a", "a", "b", "b"] * 3 == calls
-    assert {("", "a"): Timing(2.0, 4.0), ("", "b"): Timing(4.0, 8.0)} == timings
+    assert {
+        ("", "a"): Timing(2.0, 4.0, (1.5, 2.5)),
+        ("", "b"): Timing(4.0, 8.0, (4.0, 5.0)),
+    } == timings
+
+
+@pytest.mark.parametrize(
+    ("seconds", "quartiles"),
+    [
+        ([5.0], (5.0, 5.0)),
+        ([1.0, 3.0], (1.5, 2.5)),
+        ([4.0, 1.0, 2.0, 3.0, 99.0], (2.0, 4.0)),
+    ],
+)
+def test_quartiles_hold_half_of_the_rounds(
+    seconds: list[float], quartiles: tuple[float, float]
+) -> None:
+    """A single round that something disturbed changes them as little as the median."""
+    assert quartiles == median_of(Timing(value, 0.0) for value in seconds).quartiles
+
+
+def test_a_slow_round_is_a_low_speed() -> None:
+    """The quartiles of a speed are those of the time, the other way round."""
+    timing = Timing(2.0, 0.0, (1.0, 4.0))
+    assert (Spread(4.0, 2.0, 8.0), Spread(0.5, 0.25, 1.0)) == (
+        timing.speed(8.0),
+        timing.relative_to(4.0),
+    )
+    assert "4.00 (2.00…8.00)" == str(timing.speed(8.0))
+    assert Spread(4.0, 4.0, 4.0) == Timing(2.0, 0.0).speed(8.0)

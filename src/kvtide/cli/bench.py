@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvtide.measure.copies import CopyFigures
     from kvtide.measure.layouts import LayoutFigures
 
+_FILE_WIDTH = 120
+
 bench = typer.Typer(help="Measure this machine.")
 
 
@@ -44,12 +46,16 @@ def copy_command(
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
-    how = f"{counted(threads or before, 'thread')}, median of {counted(rounds, 'round')}"
     try:
-        if layouts:
-            _show_layouts([*measure_layouts(size_bytes, rounds)], size_bytes, how, as_json)
+        if layouts and as_json:
+            entries = [figures.to_json() for figures in measure_layouts(size_bytes, rounds)]
+            _print_json({"size_bytes": size_bytes, "layouts": entries}, rounds)
+        elif layouts:
+            _show_layouts([*measure_layouts(size_bytes, rounds)], size_bytes, rounds)
+        elif as_json:
+            _print_json(measure_copy(size_bytes, rounds).to_json(), rounds)
         else:
-            _show_copy(measure_copy(size_bytes, rounds), how, as_json)
+            _show_copy(measure_copy(size_bytes, rounds), rounds)
     finally:
         torch.set_num_threads(before)
 
@@ -59,17 +65,24 @@ def _group() -> None:
     """Measure this machine."""
 
 
-def _show_copy(figures: CopyFigures, how: str, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(figures.to_json()))
-        return
+def _print_json(figures: dict[str, object], rounds: int) -> None:
+    import torch
+
+    from kvtide.measure.machine import machine_facts
+
+    threads = torch.get_num_threads()
+    machine = {**machine_facts(), "threads": threads, "torch": torch.__version__}
+    typer.echo(json.dumps({"machine": machine, "rounds": rounds, **figures}))
+
+
+def _show_copy(figures: CopyFigures, rounds: int) -> None:
     memcpy = figures.memcpy
-    speed = figures.size_bytes / memcpy.seconds / 1e9
-    console = Console()
-    _print_line(console, f"{_machine()}, {how}")
+    speed = memcpy.speed(figures.size_bytes / 1e9)
+    console = _console()
+    _print_circumstances(console, rounds)
     _print_line(
         console,
-        f"{format_size(figures.size_bytes)} each, rows of 2 KiB; memcpy {speed:.1f} GB/s, "
+        f"{format_size(figures.size_bytes)} each, rows of 2 KiB; memcpy {speed} GB/s, "
         f"{memcpy.seconds * 1e3:.1f} ms ({memcpy.cpu_seconds * 1e3:.1f} ms CPU)",
     )
     table = _make_table(("slots", "operation"), ("of memcpy", "ms", "CPU ms"))
@@ -78,7 +91,7 @@ def _show_copy(figures: CopyFigures, how: str, as_json: bool) -> None:
             table.add_row(
                 name,
                 operation.replace("_", " "),
-                f"{memcpy.seconds / timing.seconds:.2f}",
+                str(timing.speed(memcpy.seconds)),
                 f"{timing.seconds * 1e3:.1f}",
                 f"{timing.cpu_seconds * 1e3:.1f}",
             )
@@ -86,28 +99,39 @@ def _show_copy(figures: CopyFigures, how: str, as_json: bool) -> None:
     console.print(table)
 
 
-def _show_layouts(found: Sequence[LayoutFigures], size_bytes: int, how: str, as_json: bool) -> None:
+def _show_layouts(found: Sequence[LayoutFigures], size_bytes: int, rounds: int) -> None:
     from kvtide.measure.workload import PAGE_SIZE
 
-    entries = [figures.to_json() for figures in found]
-    if as_json:
-        typer.echo(json.dumps({"layouts": entries}))
-        return
-    console = Console()
-    _print_line(console, f"{_machine()}, {how}")
+    console = _console()
+    _print_circumstances(console, rounds)
     console.print(f"about {format_size(size_bytes)} each, pages of {PAGE_SIZE} tokens, scattered")
     table = _make_table(("layout",), ("bytes a row", "gather", "scatter", "seal"))
-    for entry in entries:
-        widths = dict.fromkeys(f"{width:,}" for width in entry["row_bytes"])
-        ratios = [f"{entry[key]:.2f}" for key in ("gather_ratio", "scatter_ratio", "seal_ratio")]
-        table.add_row(entry["layout"], " … ".join(widths), *ratios)
+    for figures in found:
+        widths = dict.fromkeys(f"{width:,}" for width in figures.row_bytes)
+        memcpy, gather = figures.memcpy.seconds, figures.moves["gather"]
+        ratios = (
+            gather.speed(memcpy),
+            figures.moves["scatter"].speed(memcpy),
+            figures.moves["sealed_gather"].relative_to(gather.seconds),
+        )
+        table.add_row(figures.name, " … ".join(widths), *map(str, ratios))
     console.print(table)
 
 
-def _machine() -> str:
+def _console() -> Console:
+    """A file has room for the widest table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_FILE_WIDTH)
+
+
+def _print_circumstances(console: Console, rounds: int) -> None:
+    import torch
+
     from kvtide.measure.machine import machine_name
 
-    return printable(machine_name())
+    threads = counted(torch.get_num_threads(), "thread")
+    medians = f"median (and quartiles) of {counted(rounds, 'round')}"
+    _print_line(console, f"{printable(machine_name())}, {threads}, {medians}")
 
 
 def _print_line(console: Console, line: str) -> None:

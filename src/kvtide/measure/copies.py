@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -50,23 +50,33 @@ class CopyFigures:
     cases: Mapping[str, Mapping[str, Timing]]
 
     def to_json(self) -> dict[str, object]:
-        """Ratios of bandwidth to memcpy's; `seal_ratio` is a ratio of times.
+        """Ratios of bandwidth to memcpy's, each with its quartiles; `seal_ratio` is one of times.
 
         `seal_ratio` is the time of a sealed gather divided by that of a gather without a seal.
         """
-        entries = [{"name": name, **self._ratios(case)} for name, case in self.cases.items()]
+        entries = [
+            {"name": name, **ratios_to_json(self.memcpy, case)} for name, case in self.cases.items()
+        ]
         return {
-            "memcpy_gb_s": round(self.size_bytes / self.memcpy.seconds / 1e9, 3),
+            "size_bytes": self.size_bytes,
+            **memcpy_to_json(self.memcpy, self.size_bytes),
             "cases": entries,
         }
 
-    def _ratios(self, case: Mapping[str, Timing]) -> dict[str, float]:
-        ratios = {
-            f"{name}_ratio": round(self.memcpy.seconds / case[name].seconds, 3)
-            for name in ("gather", "scatter", "engine_gather", "engine_scatter")
-        }
-        seal_ratio = case["sealed_gather"].seconds / case["gather"].seconds
-        return {**ratios, "seal_ratio": round(seal_ratio, 3)}
+
+def memcpy_to_json(memcpy: Timing, size_bytes: int) -> dict[str, Any]:
+    """The bandwidth of a plain copy, in 1e9 bytes a second."""
+    return memcpy.speed(size_bytes / 1e9).to_json("memcpy_gb_s")
+
+
+def ratios_to_json(memcpy: Timing, moves: Mapping[str, Timing]) -> dict[str, Any]:
+    """The moves' bandwidths relative to memcpy's, then the time that a seal takes."""
+    ratios: dict[str, Any] = {}
+    for name, timing in moves.items():
+        if name != "sealed_gather":
+            ratios |= timing.speed(memcpy.seconds).to_json(f"{name}_ratio")
+    seal = moves["sealed_gather"].relative_to(moves["gather"].seconds)
+    return {**ratios, **seal.to_json("seal_ratio")}
 
 
 def measure_copy(size_bytes: int, rounds: int) -> CopyFigures:

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
 
 from kvtide.arena import HostArena
+from kvtide.conformance.reference import units_of
 from kvtide.conformance.samples import SAMPLES
 from kvtide.device import Device, open_device
 from kvtide.form import chunk_sizes
 from kvtide.layout import Geometry, Layout
-from kvtide.measure.copies import make_moves
+from kvtide.measure.copies import make_moves, memcpy_to_json, ratios_to_json
 from kvtide.measure.timing import Timing, time_in_turns
 from kvtide.measure.workload import PAGE_SIZE, POOL_SHARE
 from kvtide.pool import Pool
@@ -61,15 +63,12 @@ class LayoutFigures:
 
     def to_json(self) -> dict[str, Any]:
         """Ratios of bandwidth to memcpy's; `seal_ratio` is a ratio of times, sealed to unsealed."""
-        memcpy = self.memcpy.seconds
-        moves = {name: timing.seconds for name, timing in self.moves.items()}
         return {
             "layout": self.name,
             "row_bytes": list(self.row_bytes),
-            "memcpy_gb_s": round(self.size_bytes / memcpy / 1e9, 3),
-            "gather_ratio": round(memcpy / moves["gather"], 3),
-            "scatter_ratio": round(memcpy / moves["scatter"], 3),
-            "seal_ratio": round(moves["sealed_gather"] / moves["gather"], 3),
+            "size_bytes": self.size_bytes,
+            **memcpy_to_json(self.memcpy, self.size_bytes),
+            **ratios_to_json(self.memcpy, self.moves),
         }
 
 
@@ -79,12 +78,17 @@ def declared_layouts() -> list[Layout]:
 
 
 def bind_for_models(layout: Layout, **sizes: int) -> Geometry:
-    """Binds a layout, optional planes included, to usual sizes; `sizes` replaces some of them."""
+    """Binds a layout, optional planes included, to usual sizes; `sizes` replaces some of them.
+
+    A page is as long as `PAGE_SIZE`, or longer so that tokens that must stay together share a page.
+    """
     axes = {axis for plane in layout.planes for axis in plane.sized_axes} - {"token"}
     usual: dict[str, Any] = {axis: size_of_axis(axis) for axis in axes}
     shared = [rule.tokens_per_row for plane in layout.planes for rule in plane.rows]
+    bind = partial(layout.bind, dtype="bfloat16", **(usual | sizes))
     token = max(PAGE_SIZE, *shared, 1)
-    return layout.bind(dtype="bfloat16", token=token, **(usual | sizes))
+    unit = units_of(bind(token=token)).slots
+    return bind(token=-(-token // unit) * unit)
 
 
 def size_of_axis(axis: str) -> int:

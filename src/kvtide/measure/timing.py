@@ -1,8 +1,8 @@
 """Measures wall time and processor time of operations that take turns.
 
 Operations take turns in one process, so a machine that slows down slows all of them. Each figure is
-a median over rounds. Compare figures of the same measurement as ratios; never compare figures of
-two measurements.
+a median over rounds, with the quartiles. Compare figures of the same measurement as ratios; never
+compare figures of two measurements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -21,11 +21,44 @@ Operation = Callable[[], object]
 
 @final
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure's median over rounds, and its quartiles: half of the rounds were between these."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """`0.95 (0.93…0.97)`."""
+        return f"{self.median:.2f} ({self.low:.2f}…{self.high:.2f})"
+
+    def to_json(self, name: str) -> dict[str, Any]:
+        """The median under a name, and the quartiles beside it."""
+        quartiles = [round(self.low, 3), round(self.high, 3)]
+        return {name: round(self.median, 3), f"{name}_quartiles": quartiles}
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Timing:
-    """The time that an operation took. `cpu_seconds` is the processor time of all threads."""
+    """The time that an operation took. `cpu_seconds` is the processor time of all threads.
+
+    `quartiles` has the quartiles of the wall time over the rounds; None for a single call.
+    """
 
     seconds: float
     cpu_seconds: float
+    quartiles: tuple[float, float] | None = None
+
+    def relative_to(self, seconds: float) -> Spread:
+        """This time as a multiple of another."""
+        low, high = self.quartiles or (self.seconds, self.seconds)
+        return Spread(self.seconds / seconds, low / seconds, high / seconds)
+
+    def speed(self, amount: float) -> Spread:
+        """`amount` divided by this time: another operation's time for a ratio, or bytes."""
+        low, high = self.quartiles or (self.seconds, self.seconds)
+        return Spread(amount / self.seconds, amount / high, amount / low)
 
 
 def timed(call: Callable[[], T]) -> tuple[T, Timing]:
@@ -37,12 +70,14 @@ def timed(call: Callable[[], T]) -> tuple[T, Timing]:
 
 
 def median_of(timings: Iterable[Timing]) -> Timing:
-    """The medians of both times."""
+    """The medians of both times, with the quartiles of the first."""
     found = [*timings]
-    return Timing(
-        statistics.median(timing.seconds for timing in found),
-        statistics.median(timing.cpu_seconds for timing in found),
+    seconds = [timing.seconds for timing in found]
+    low, middle, high = (
+        statistics.quantiles(seconds, method="inclusive") if len(found) > 1 else seconds * 3
     )
+    cpu_seconds = statistics.median(timing.cpu_seconds for timing in found)
+    return Timing(middle, cpu_seconds, (low, high))
 
 
 def time_in_turns(operations: Mapping[K, Operation], rounds: int) -> dict[K, Timing]:
