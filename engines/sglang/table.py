@@ -15,7 +15,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvtide.doctor.sglang_checks import TriedCase, all_cases, make_trips, reachable
+from kvtide.doctor.sglang_checks import (
+    WHERE,
+    TriedCase,
+    all_cases,
+    make_trips,
+    reachable,
+)
 from kvtide.plugin.sglang.cases.round_trips import Case, KvtideWay, Refusal, round_trip
 from kvtide.plugin.sglang.ordinary.coverage import reasons
 from kvtide.plugin.sglang.package import SGLANG
@@ -24,7 +30,6 @@ from kvtide.plugin.sglang.pools.known_classes import known_classes
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
 BEGIN, END = "<!-- made by engines/sglang/table.py -->", "<!-- end of what it made -->"
 WORDS = ("exact", "wrong", "crash", "no copy")
-ON_A_CPU = "on a CPU alone"
 DISAGGREGATED = "disaggregated serving"
 """Ordinary servers don't have these pools."""
 Row = tuple[str, ...]
@@ -39,7 +44,9 @@ def tables() -> Iterator[str]:
     yield from summary([trip for _, family in trips for trip in family])
     for title, family in trips:
         yield from ("", f"### {title}", "")
-        yield from table(("pool", "SGLang's own copy", "with kvtide", "why"), map(cells, family))
+        yield from table(
+            ("pool", "SGLang's own copy", "fails on", "with kvtide", "why"), map(cells, family)
+        )
     yield from ("", "### Left to SGLang", "")
     refused = {found.name: found.reason for found in known_classes() if found.verdict == "refused"}
     rows = [("all", f"`{name}`", reason) for name, reason in refused.items()]
@@ -54,10 +61,14 @@ def summary(trips: Sequence[TriedCase]) -> Iterator[str]:
     """Yields how many trips had each result."""
     alone = Counter(trip.sglang_word for trip in trips)
     through = Counter(trip.by_kvtide.verdict for trip in trips if trip.by_kvtide is not None)
-    here = sum(trip.reason.startswith(ON_A_CPU) for trip in trips)
     yield f"SGLang {SGLANG.version}, {len(trips)} round trips of small pools on the CPU."
-    yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(alone)}"
-    yield f"({here} copies fail {ON_A_CPU}; the last column says which)."
+    yield f"With kvtide: {counts(through)}. SGLang's own copy: {counts(alone)}."
+    yield ""
+    failing = Counter((trip.only_on, trip.sglang_word) for trip in trips if trip.fails_on)
+    rows = [
+        (text, *(str(failing[kind, word]) for word in WORDS[1:])) for kind, text in WHERE.items()
+    ]
+    yield from table(("SGLang's own copy isn't exact", *WORDS[1:]), rows)
 
 
 def counts(words: Counter[str]) -> str:
@@ -69,7 +80,7 @@ def counts(words: Counter[str]) -> str:
 def cells(trip: TriedCase) -> Row:
     """Returns a row of a family's table."""
     through = trip.by_kvtide.verdict if trip.by_kvtide is not None else trip.unbuilt
-    return trip.name, trip.sglang_word, through, trip.reason
+    return trip.name, trip.sglang_word, trip.fails_on, through, trip.reason
 
 
 def refused_pools(refusals: Iterable[Refusal], never: Container[str]) -> Iterator[Row]:

@@ -52,6 +52,16 @@ def test_the_report_has_sglangs_own_results(runs: Runs) -> None:
     _, found = report(runs, "whole")
     alone = {trip["name"]: trip["sglang"]["verdict"] for trip in found["round_trips"]}
     assert {case.name: case.alone for case in CASES} == alone
+    reasons = {trip["name"]: (trip["reason"], trip["fails_on"]) for trip in found["round_trips"]}
+    assert [] == [name for name, said in reasons.items() if all(said) == (alone[name] == "exact")]
+    assert "CPU alone" == reasons["MHA beside state"][1]
+
+
+def test_copies_that_fail_are_counted_by_machines(runs: Runs) -> None:
+    """Whoever serves on CUDA must see how many fail there."""
+    _, out, _ = runs["few"]
+    said = "(those that aren't exact fail: 1 on CUDA machines too)"
+    assert any(line.startswith("2 round trips: ") and said in line for line in out.splitlines())
 
 
 def test_the_report_has_every_class_with_its_verdict(runs: Runs) -> None:
@@ -71,7 +81,7 @@ def test_the_printed_report_has_both_copies_and_the_verdict(runs: Runs) -> None:
     assert (0, "") == (code, err)
     assert "names that kvtide reads of SGLang: all there" in lines
     assert "MHA, page 1: exact" in lines
-    assert "keys alone: exact; SGLang: no copy" in lines
+    assert "keys alone: exact; SGLang: no copy (CUDA too): the class has no copy" in lines
     assert "MHATokenToKOnlyPool: exact in 1 round trip" in lines
     assert "UnifiedMambaPool: no pool of it can be built here" in lines
     ordinary = "ordinary servers need KVTIDE_SGLANG_COLOCATED=1"

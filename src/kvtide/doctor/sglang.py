@@ -169,6 +169,8 @@ class SGLangReport:
         return f"ok for decode servers; ordinary servers need {COLOCATED}=1"
 
     def _in_short(self) -> str:
+        from kvtide.doctor.sglang_checks import where_copies_fail
+
         alone = Counter(trip.sglang_word for trip in self.trips)
         through = [trip.by_kvtide for trip in self.trips if trip.by_kvtide is not None]
         exact = sum(outcome.verdict == "exact" for outcome in through)
@@ -178,7 +180,9 @@ class SGLangReport:
         )
         skipped = f"; {counted(unbuilt, 'case')} can't be built here" if unbuilt else ""
         trips = counted(len(through), "round trip")
-        return f"{trips}: kvtide {exact} exact; SGLang's own copy {counts}{skipped}"
+        where = where_copies_fail(self.trips)
+        fail = f" (those that aren't exact fail: {where})" if where else ""
+        return f"{trips}: kvtide {exact} exact; SGLang's own copy {counts}{fail}{skipped}"
 
     def _facts(self) -> list[tuple[str, str]]:
         settings, limit = self.settings, format_size(self.limit_bytes)
@@ -238,7 +242,9 @@ def _class_finding(found: ClassFound) -> Finding:
 
 
 def _beside(trip: TriedCase) -> str:
-    return "exact" if trip.sglang_word == "exact" else f"exact; SGLang: {trip.sglang_word}"
+    if not trip.fails_on:
+        return "exact"
+    return f"exact; SGLang: {trip.sglang_word} ({trip.fails_on}): {trip.reason}"
 
 
 def _said_of(found: ClassFound) -> str:
@@ -268,6 +274,7 @@ def _trip_to_json(trip: TriedCase, classes: Sequence[ClassFound]) -> dict[str, o
         "classes": [found.name for found in classes if found.name in trip.classes],
         "unbuilt": trip.unbuilt or None,
         "reason": trip.reason or None,
+        "fails_on": trip.fails_on or None,
     }
 
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -21,11 +21,29 @@ from kvtide.plugin.sglang.pools.known_classes import known_classes
 from kvtide.plugin.sglang.settings import Settings
 
 if TYPE_CHECKING:
-    from kvtide.plugin.sglang.cases.round_trips import Built, Case, TripResult
+    from kvtide.plugin.sglang.cases.round_trips import Built, Case, OnlyOn, TripResult
 
 PLUGINS, ENTRY_POINT = "sglang.srt.plugins", "kvtide.plugin.sglang:register"
 CHOSEN = "SGLANG_PLUGINS"
 """SGLang's variable with the names of the plugins that it is to load, if not all."""
+
+MACHINES: Mapping[OnlyOn, str] = {
+    "": "CUDA too",
+    "NPU": "NPU",
+    "ROCm": "ROCm",
+    "no CUDA": "no CUDA",
+    "CPU": "CPU alone",
+}
+"""The machines on which SGLang's copy of a case isn't exact, as reports call them."""
+
+WHERE: Mapping[OnlyOn, str] = {
+    "": "on CUDA machines too",
+    "NPU": "on NPUs",
+    "ROCm": "on ROCm machines",
+    "no CUDA": "only where torch has no CUDA, as for XPU",
+    "CPU": "on a CPU alone",
+}
+"""The same machines in a sentence."""
 
 Verdict = Literal["exact", "wrong", "untried", "refused", "part", "abstract", "unknown"]
 
@@ -47,11 +65,18 @@ class TriedCase:
     """Why its pool can't be built here, if so."""
     reason: str = ""
     """Why SGLang's copy isn't exact, where that is known."""
+    only_on: OnlyOn = ""
+    """The only machines on which it isn't; empty if it isn't on CUDA machines, either."""
 
     @property
     def sglang_word(self) -> str:
         """What SGLang's copy did: its verdict, or `no copy` where the class has none."""
         return "untried" if self.by_sglang is None else word_for(self.by_sglang)
+
+    @property
+    def fails_on(self) -> str:
+        """The machines on which SGLang's copy isn't exact, in words; empty if it is exact."""
+        return "" if self.sglang_word in ("exact", "untried") else MACHINES[self.only_on]
 
 
 @final
@@ -118,6 +143,12 @@ def word_for(result: TripResult) -> str:
     return "no copy" if result.detail.strip() == "NotImplementedError:" else result.verdict
 
 
+def where_copies_fail(trips: Iterable[TriedCase]) -> str:
+    """`3 on CUDA machines too, …`: where SGLang's copies that aren't exact fail, most first."""
+    counts = Counter(trip.only_on for trip in trips if trip.fails_on)
+    return ", ".join(f"{counts[kind]} {text}" for kind, text in WHERE.items() if counts[kind])
+
+
 def all_cases() -> Sequence[Case]:
     """Every case. Raises ImportError or AttributeError where SGLang has moved what they build."""
     from kvtide.plugin.sglang.cases.round_trips import set_what_servers_set
@@ -134,7 +165,9 @@ def make_trips(cases: Iterable[Case]) -> Iterator[TriedCase]:
         try:
             yield _make_trip(case)
         except Exception as error:  # whatever a kernel raises that isn't made for this machine
-            yield TriedCase(case.name, unbuilt=first_line(error), reason=case.reason)
+            yield TriedCase(
+                case.name, unbuilt=first_line(error), reason=case.reason, only_on=case.only_on
+            )
 
 
 def _make_trip(case: Case) -> TriedCase:
@@ -149,7 +182,8 @@ def _make_trip(case: Case) -> TriedCase:
 
     watched = replace(case, build=build)
     by_sglang, by_kvtide = round_trip(watched, Way()), round_trip(watched, KvtideWay())
-    return TriedCase(case.name, frozenset(names), by_sglang, by_kvtide, reason=case.reason)
+    tried = TriedCase(case.name, frozenset(names), by_sglang, by_kvtide)
+    return replace(tried, reason=case.reason, only_on=case.only_on)
 
 
 def reachable(built: Built) -> Iterator[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -334,7 +335,10 @@ def mla_cases(device: str) -> list[Case]:
 
 def cases(device: str) -> list[Case]:
     """All of them, with their tensors on `cpu` or on an `npu`."""
-    return [*mha_cases(device), *mla_cases(device)]
+    return [
+        case if case.alone == "exact" else replace(case, only_on="NPU")
+        for case in (*mha_cases(device), *mla_cases(device))
+    ]
 
 
 CASES = cases("cpu")

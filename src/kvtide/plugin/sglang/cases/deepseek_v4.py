@@ -22,7 +22,7 @@ from kvtide.plugin.sglang.cases.deepseek_v4_server import (
     npu_modules,
     pool_of,
 )
-from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, Refusal
+from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, OnlyOn, Refusal
 
 TOKENS = 3 * PAGE + 77
 Locate = Callable[[torch.Tensor], torch.Tensor]
@@ -286,9 +286,9 @@ def _with(pool: Any, slots: Slots, probes: list[ByteProbe]) -> Built:
     )
 
 
-def _case(name: str, build: Callable[[], Built]) -> Case:
+def _case(name: str, build: Callable[[], Built], only_on: OnlyOn = "") -> Case:
     reason = "has no copy at all: the prefill server computes the request's KV again"
-    return Case(f"DeepSeek-V4{name}", build, "crash", TOKENS, PAGE, reason)
+    return Case(f"DeepSeek-V4{name}", build, "crash", TOKENS, PAGE, reason, only_on)
 
 
 def _low_ratios(server: Server | None = None, **options: Any) -> Built:
@@ -325,11 +325,12 @@ CASES = [
     _case(
         " on ROCm, index keys in fp4",
         lambda: _built(Server(is_rocm=True, fp4_index=True)),
+        "ROCm",
     ),
-    _case(" on ROCm, unified", lambda: _unified(fp8=False)),
-    _case(" on ROCm, unified in fp8", lambda: _unified(fp8=True)),
-    _case(" on an NPU", lambda: _npu(is_a5=False)),
-    _case(" on an A5", lambda: _npu(is_a5=True)),
+    _case(" on ROCm, unified", lambda: _unified(fp8=False), "ROCm"),
+    _case(" on ROCm, unified in fp8", lambda: _unified(fp8=True), "ROCm"),
+    _case(" on an NPU", lambda: _npu(is_a5=False), "NPU"),
+    _case(" on an A5", lambda: _npu(is_a5=True), "NPU"),
 ]
 
 REFUSED = [

@@ -30,7 +30,7 @@ from kvtide.plugin.sglang.cases.round_trips import (
 KEY_BYTES, SCALE_BYTES = 128, 4
 """Of one index key."""
 SIZE = 512
-NO_CUDA = "waits for torch.cuda, whatever the device: raises where torch has no CUDA, as for XPU"
+NO_CUDA = "waits for torch.cuda, whatever the device"
 NO_SCALES = "the scales aren't copied: the values come back under the scales of others"
 
 
@@ -202,7 +202,7 @@ CASES = [
     Case("MLA fp4, with scales", _mla_fp4, "wrong", 100, 64, NO_SCALES),
     Case("MLA, one of 2 ranks", lambda: _shared(mla, 1, 2), "exact", 201, 128),
     Case("MLA, page 1, one of 4 ranks", lambda: _shared(lambda: mla(1), 2, 4), "exact", 7, 4),
-    Case("DSA", _dsa, "crash", 100, 64, NO_CUDA),
+    Case("DSA", _dsa, "crash", 100, 64, NO_CUDA, "no CUDA"),
     Case(
         "DSA, a layer without index keys",
         lambda: _dsa(skip_topk_layers=[False, True, False]),
@@ -210,6 +210,7 @@ CASES = [
         100,
         64,
         NO_CUDA,
+        "no CUDA",
     ),
     Case(
         "DSA fp8 with scales in the latent's row",
@@ -218,6 +219,7 @@ CASES = [
         100,
         64,
         NO_CUDA,
+        "no CUDA",
     ),
     Case(
         "DSA, two tokens an index key, unfinished groups",
@@ -226,17 +228,34 @@ CASES = [
         101,
         128,
         NO_CUDA,
+        "no CUDA",
     ),
-    Case("DSA, one of 2 ranks", lambda: _shared(dsa, 1, 2), "crash", 201, 128, NO_CUDA),
-    Case("DSA of a draft model beside 2 ranks", lambda: _draft(2), "crash", 201, 128, NO_CUDA),
-    Case("DSA, layers split between ranks", lambda: _layer_split(0), "crash", 100, 64, NO_CUDA),
+    Case("DSA, one of 2 ranks", lambda: _shared(dsa, 1, 2), "crash", 201, 128, NO_CUDA, "no CUDA"),
+    Case(
+        "DSA of a draft model beside 2 ranks",
+        lambda: _draft(2),
+        "crash",
+        201,
+        128,
+        NO_CUDA,
+        "no CUDA",
+    ),
+    Case(
+        "DSA, layers split between ranks",
+        lambda: _layer_split(0),
+        "crash",
+        100,
+        64,
+        NO_CUDA,
+        "no CUDA",
+    ),
     Case(
         "DSA, layers split between ranks, unfinished groups",
         lambda: _layer_split(1, **GROUPS),
         "crash",
         101,
         128,
-        f"{NO_CUDA}; the unfinished groups aren't copied",
+        f"the unfinished groups aren't copied; besides, it {NO_CUDA}",
     ),
 ]
 

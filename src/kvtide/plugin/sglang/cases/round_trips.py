@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -81,6 +81,11 @@ class Built:
     """Called in the end: takes back what building it set for this process."""
 
 
+OnlyOn = Literal["", "NPU", "ROCm", "no CUDA", "CPU"]
+"""Kinds of machines. `NPU` and `ROCm` alone have such a pool. `no CUDA` are those where torch has
+no CUDA, such as XPU. On a `CPU` the copy is a view, or torch lacks an operation."""
+
+
 @final
 @dataclass(frozen=True)
 class Case:
@@ -93,6 +98,8 @@ class Case:
     page_size: int = 16
     reason: str = ""
     """Why SGLang alone is wrong or crashes, for whoever reads the table."""
+    only_on: OnlyOn = ""
+    """The only machines on which it does; empty if it does so on CUDA machines, too."""
 
 
 @final

@@ -25,7 +25,7 @@ from kvtide.plugin.sglang.cases.keys_values import (
     layer_probes,
     scattered,
 )
-from kvtide.plugin.sglang.cases.latent import index_probes, last_first
+from kvtide.plugin.sglang.cases.latent import NO_CUDA, index_probes, last_first
 from kvtide.plugin.sglang.cases.recurrent_state import state_params, state_probes
 from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, Refusal
 
@@ -238,13 +238,14 @@ CASES = [
     Case(
         "SWA in HND", _by_page, "crash", 61, reason="its copy refuses this layout by an assertion"
     ),
-    Case("SWA of latents beside DSA", _sparse, "crash", 100, 64, "it waits for CUDA"),
+    Case("SWA of latents beside DSA", _sparse, "crash", 100, 64, NO_CUDA, "no CUDA"),
     *(
         Case(
             f"SWA on an NPU, {'as FIA takes it' if fia else 'plain'}",
             partial(_on_npu, fia),
             "crash",
             reason="values are taken to be as wide as keys",
+            only_on="NPU",
         )
         for fia in (False, True)
     ),
