@@ -84,8 +84,8 @@ def test_people_see_a_line_for_each_layout(capsys: pytest.CaptureFixture[str]) -
         ("--size=lots", "--size: 'lots' is not a size"),
         ("--size=1023KiB", "--size: 1023KiB isn't from 1.0 MiB, a page, to "),
         ("--size=1000TiB", "a tenth of this machine's memory"),
-        ("--rounds=0", "'--rounds'"),
-        ("--threads=0", "'--threads'"),
+        ("--rounds=0", "--rounds is '0'; it must be 1 or more"),
+        ("--threads=0", "--threads is '0'; it must be 1 or more"),
     ],
 )
 def test_bad_option_is_one_line_and_exit_code_2(
