@@ -211,6 +211,23 @@ def test_events_are_one_object_a_line() -> None:
     assert {"event": "report", "exact": True} == report
 
 
+def test_lines_of_others_become_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's warning, which it writes to standard error, doesn't break the stream."""
+    stderr = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with EventDisplay(Console(stderr=True)) as display:
+        print("Setting `pad_token_id`\n\nto 2", end="", file=sys.stderr)  # noqa: T201
+        display.say("a note")
+        print("the\x1b end", end="", file=sys.stderr)  # noqa: T201
+    found = [json.loads(line) for line in stderr.getvalue().splitlines()]
+    assert [
+        ("stderr", "Setting `pad_token_id`"),
+        ("note", "a note"),
+        ("stderr", "to 2the\N{REPLACEMENT CHARACTER} end"),
+    ] == [(line["event"], line["message"]) for line in found]
+    assert sys.stderr is stderr
+
+
 def test_plain_display_prints_answers_and_now_and_then_a_status() -> None:
     """It writes no control characters, and a status line after ten quiet seconds."""
     console, clock = _console_of(80, is_terminal=False), _Clock()

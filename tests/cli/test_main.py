@@ -135,6 +135,20 @@ def test_ctrl_c_is_an_event_too(
     assert {"event": "error", "message": "interrupted", "exit_code": 130} == found[-1]
 
 
+def test_a_bug_is_an_event_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `--log-format json` Python prints it as ever."""
+    serving = FakeServing()
+    monkeypatch.setattr(serving, "open_model", lambda *args, **options: 1 / 0)
+    assert 1 == main(["run", "-p", "Hi", "--log-format", "json"], serving=serving)
+    found = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert ("error", "ZeroDivisionError: division by zero") == (found["event"], found["message"])
+    assert "1 / 0" in found["traceback"]
+    with pytest.raises(ZeroDivisionError):
+        main(["run", "-p", "Hi"], serving=serving)
+
+
 def test_quiet_run_says_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """If it succeeds."""
     words = ["run", "-p", "Hi", "--out", str(tmp_path / "o"), "--quiet", "--verify"]
@@ -188,6 +202,23 @@ def test_package_that_is_missing_while_a_command_runs_is_told(
     assert 2 == main(["run", "-p", "Hi"], serving=serving)
     expected = "transformers is not installed; this command needs: pip install 'kvtide[serve]'"
     assert f"kvtide: {expected}" == capsys.readouterr().err.splitlines()[-1]
+
+
+def test_doctor_plan_and_bench_need_the_extra_cli_alone() -> None:
+    """They run where nothing else of `serve` is installed than what other packages bring."""
+    brought = {"filelock", "jinja2"}  # by the hub's client and by torch
+    missing = sorted(set(EXTRAS["serve"]) - brought)
+    commands = ["doctor --device cpu --size 1MiB", "plan smollm2", "bench copy --size 1MiB"]
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({missing}))\n"
+        "from kvtide.cli.main import main\n"
+        f"codes = [main(command.split()) for command in {commands}]\n"
+        "print(codes, main(['run', '-p', 'Hi', '--model', 'tiny-random']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (0, "[0, 0, 0] 2") == (done.returncode, done.stdout.splitlines()[-1]), done.stderr
+    assert "this command needs: pip install 'kvtide[serve]'" in done.stderr
 
 
 def test_a_module_of_kvtide_that_is_missing_is_a_bug() -> None:

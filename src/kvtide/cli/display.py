@@ -146,10 +146,10 @@ class Display:
         progress = self._progress
         line = (
             f"{progress.title}: {progress.done:,} of {progress.total:,} done, {progress.times}; "
-            f"{stats.running} running, {stats.waiting} waiting, {stats.retracted} retracted; "
+            f"{stats.running:,} running, {stats.waiting:,} waiting, {stats.retracted:,} retracted; "
             f"pool {stats.pool_tokens_used:,} of {stats.pool_tokens:,} tokens; "
             f"host memory {format_size(stats.host_bytes)}; "
-            f"{progress.rate.per_second:.1f} tokens a second"
+            f"{progress.rate.per_second:,.1f} tokens a second"
         )
         self.say(line, event="status", **status_facts(progress, stats))
 

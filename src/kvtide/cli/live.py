@@ -183,6 +183,6 @@ class LiveDisplay(Display):
             [
                 f"{stats.running:,} running, {stats.waiting:,} waiting, "
                 f"{stats.retracted:,} retracted",
-                f"{progress.times}, {progress.rate.per_second:.1f} tokens a second",
+                f"{progress.times}, {progress.rate.per_second:,.1f} tokens a second",
             ],
         )

@@ -8,6 +8,7 @@ number: 130 for Ctrl-C.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
@@ -26,7 +27,7 @@ from kvtide.cli.run import run
 from kvtide.cli.serving import LibraryServing, Serving
 from kvtide.cli.session import EXIT_INTERRUPTED
 from kvtide.cli.usage import describe_usage
-from kvtide.errors import KvtideError, UsageError
+from kvtide.errors import KvtideError, UsageError, first_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -77,15 +78,20 @@ def main(arguments: Sequence[str] | None = None, *, serving: Serving | None = No
         return _complain(invocation, str(error), EXIT_FAILED)
     except ModuleNotFoundError as error:
         return _complain(invocation, describe_missing(error), EXIT_USAGE)
+    except Exception as error:  # a mistake of kvtide's: its traceback is an event like any other
+        if not invocation.as_json:
+            raise
+        trace = "".join(traceback.format_exception(error))
+        return _complain(invocation, first_line(error), EXIT_FAILED, traceback=trace)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     # typer turns KeyboardInterrupt into this code without a message.
     return _complain(invocation, "interrupted", code) if code == EXIT_INTERRUPTED else code
 
 
-def _complain(invocation: Invocation, message: str, code: int) -> int:
+def _complain(invocation: Invocation, message: str, code: int, **facts: str) -> int:
     if invocation.as_json:
-        typer.echo(event_line("error", message, exit_code=code), err=True)
+        typer.echo(event_line("error", message, exit_code=code, **facts), err=True)
     else:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         typer.echo(f"kvtide: {printable(message, encoding)}", err=True)
