@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,24 @@ if TYPE_CHECKING:
     from kvtide.serve.request import Request
 
 STATUS_S = 10.0
-LOUD_EVENTS = ("warning", "error", "differs")
+Event = Literal[
+    "loading",
+    "exact_mode",
+    "kept",
+    "answered",
+    "failed",
+    "status",
+    "ended_early",
+    "report",
+    "verified",
+    "differs",
+    "note",
+    "warning",
+    "stderr",
+    "error",
+]
+"""What can be shown; docs/run.md says what each means."""
+LOUD_EVENTS: tuple[Event, ...] = ("warning", "error", "differs")
 """What a quiet display shows too."""
 _EXCERPT_CHARACTERS = 200
 
@@ -60,7 +77,7 @@ class Display:
     ) -> None:
         self.stop()
 
-    def say(self, line: str, *, event: str = "note", cut: bool = False, **facts: Any) -> None:
+    def say(self, line: str, *, event: Event = "note", cut: bool = False, **facts: Any) -> None:
         """Shows an event in one line. With `cut`, a terminal gets no more than its width.
 
         `facts` are what the line says, for programs: EventDisplay shows them.
@@ -109,7 +126,7 @@ class Display:
     def stop(self) -> None:
         """Ends the phase and removes the live display. May be called at any time."""
 
-    def _is_shown(self, event: str) -> bool:
+    def _is_shown(self, event: Event) -> bool:
         return not self._quiet or event in LOUD_EVENTS
 
     def _is_due(self, what: str, pause_s: float) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 
-from kvtide.cli.display import Display, printable
+from kvtide.cli.display import Display, Event, printable
 
 
-def event_line(event: str, message: str | None = None, **facts: Any) -> str:
+def event_line(event: Event, message: str | None = None, **facts: Any) -> str:
     """One line of JSON, in ASCII: `event`, then the line for people as `message`, then facts."""
     said = {} if message is None else {"message": message}
     return json.dumps({"event": event, **said, **facts})
@@ -44,7 +44,7 @@ class EventDisplay(Display):
         if self._kept is not None:
             sys.stderr = self._kept
 
-    def say(self, line: str, *, event: str = "note", cut: bool = False, **facts: Any) -> None:
+    def say(self, line: str, *, event: Event = "note", cut: bool = False, **facts: Any) -> None:
         """See Display. The line is never cut."""
         del cut
         if self._is_shown(event):

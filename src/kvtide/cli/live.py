@@ -15,7 +15,7 @@ from rich.segment import ControlType, Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from kvtide.cli.display import Display, printable
+from kvtide.cli.display import Display, Event, printable
 from kvtide.sizes import format_size
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class LiveDisplay(Display):
         self._area = LiveArea(console)
         self._bars: Bars | None = None
 
-    def say(self, line: str, *, event: str = "note", cut: bool = False, **facts: Any) -> None:
+    def say(self, line: str, *, event: Event = "note", cut: bool = False, **facts: Any) -> None:
         """See Display."""
         with self._console:  # which writes all of it at once
             self._area.erase()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvtide.cli.answers import is_answered, write_answers
-from kvtide.cli.display import Display
+from kvtide.cli.display import Display, Event
 from kvtide.cli.displays import make_display
 from kvtide.cli.interrupt import Interrupt
 from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
@@ -93,7 +93,7 @@ def execute(settings: RunSettings, serving: Serving) -> int:
         outcome = session.answer(prompts)
         if outcome.interrupted:
             display.stop()
-            display.say(_describe_interruption(settings, outcome), event="interrupted")
+            display.say(_describe_interruption(settings, outcome), event="ended_early")
             return EXIT_INTERRUPTED
         if settings.verify:
             # Write the report now: verifying may run out of memory or be interrupted.
@@ -215,7 +215,7 @@ def _conclude(
         rows.append(("answers", str(settings.out)))
     display.conclude(rows, report)
     if verdict is not None:
-        event = "verified" if verdict.verified else "differs"
+        event: Event = "verified" if verdict.verified else "differs"
         display.say(f"verified: {verdict}", event=event, reason=verdict.reason)
 
 
