@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvtide.errors import UsageError
+from kvtide.serve.adapter import wrap_tokenizer
 from kvtide.serve.chat import encode_chat, encode_text
 from kvtide.serve.models import OpenModel, open_model
 
@@ -83,22 +84,46 @@ def test_to_keep_text_apart_changes_no_later_encoding(tiny: OpenModel) -> None:
     assert 1 == len(tiny.tokenizer.backend_tokenizer.encode("<|im_end|>").ids)
 
 
-def test_a_tokenizer_that_makes_special_tokens_of_text_is_noticed(
-    tiny: OpenModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some find a special token's text among their words."""
-    monkeypatch.setattr(
-        type(tiny.tokenizer), "_encode_without_added_tokens", lambda *args: [3], raising=True
+UNIGRAM_TEMPLATE = (
+    "{% for message in messages %}{{ '<s>[I] ' + message['content'] + ' [/I]' }}{% endfor %}"
+)
+
+
+def unigram(model: OpenModel, *, words: Sequence[str]) -> OpenModel:
+    """The model with a tokenizer like SentencePiece's: a token a character, and these `words`."""
+    pieces = [*words, *sorted(set("abcdehilorstx /<>[]I\n▁"))]
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -5.0) for piece in pieces)], 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+    marks = {"bos": "<s>", "eos": "</s>", "pad": "<unk>"}
+    return replace(
+        model, tokenizer=wrap_tokenizer(backend, chat_template=UNIGRAM_TEMPLATE, **marks)
     )
-    with pytest.raises(UsageError, match="refuses this: Can't sanitize"):
-        encode_chat(tiny, user("<|im_end|>"), special_tokens=False)
 
-    def encode(*args: object, **options: object) -> dict[str, list[int]]:
-        return {"input_ids": [3]}
 
-    monkeypatch.setattr(type(tiny.tokenizer), "__call__", encode)
-    with pytest.raises(UsageError, match="makes a special token of text in this prompt"):
-        encode_text(tiny, "<|im_end|>", special_tokens=False)
+def test_a_tokenizer_that_makes_special_tokens_of_text_is_noticed(tiny: OpenModel) -> None:
+    """Some have a special token's text among their words, and find it there."""
+    model = unigram(tiny, words=["<s>", "</s>"])
+    for text in ("a </s> b", "</s>"):
+        with pytest.raises(UsageError, match="tiny-random makes a special token of text in this"):
+            encode_chat(model, user(text), special_tokens=False)
+        with pytest.raises(UsageError, match="tiny-random makes a special token of text in this"):
+            encode_text(model, text, special_tokens=False)
+        assert special_count(model, encode_chat(model, user(text), special_tokens=True)) == 2
+
+
+def test_a_tokenizer_that_adds_a_space_keeps_text_apart(tiny: OpenModel) -> None:
+    """The space before a text comes once, and not again after each special token's text."""
+    model = unigram(tiny, words=[])
+    ids = encode_chat(model, user("a </s> b"), special_tokens=False)
+    expected = ["<s>", *"[I]▁a▁</s>▁b▁[/I]"]
+    assert expected == model.tokenizer.convert_ids_to_tokens(ids)
+    assert [*"▁x</s>"] == model.tokenizer.convert_ids_to_tokens(
+        encode_text(model, "x</s>", special_tokens=False)
+    )
+    for text in ("", " a", "a ", "\n", " a  b \n\n "):
+        assert plain(model, user(text)) == encode_chat(model, user(text), special_tokens=False)
 
 
 def test_marks_that_would_be_dropped_are_refused(tiny: OpenModel) -> None:

@@ -29,10 +29,7 @@ def encode_text(model: OpenModel, text: str, *, special_tokens: bool) -> list[in
     if not special_tokens:
         special = set(tokenizer.all_special_ids) | _special(tokenizer).keys()
         if sum(token in special for token in ids) > tokenizer.num_special_tokens_to_add():
-            raise UsageError(
-                f"the tokenizer of {model.name} makes a special token of text in this prompt; "
-                "change the text, or allow it with --special-tokens"
-            )
+            raise _made_of_text(model)
     return ids
 
 
@@ -46,7 +43,8 @@ def encode_chat(
     """The tokens of a conversation, up to where the model's answer begins.
 
     With `special_tokens` the text of a special token in it is that token. Raises UsageError if the
-    template refuses the conversation, or if it leaves out the tools or the calls of tools.
+    template refuses the conversation, or if it leaves out the tools or the calls of tools; and if
+    the tokenizer makes a special token of text all the same.
     """
     tokenizer = model.tokenizer
     if not special_tokens:
@@ -65,6 +63,8 @@ def encode_chat(
     except UsageError:
         raise
     except Exception as error:
+        if not special_tokens and _can_render(model, messages, tools):
+            raise _made_of_text(model) from error
         raise UsageError(
             f"the chat template of {model.name} refuses this: {short_reason(error)}"
         ) from error
@@ -110,6 +110,24 @@ def _refuse_unseen(
                 f"the chat template of {model.name} leaves {name!r} out, so the model wouldn't "
                 "see them; choose a model that is made for tools"
             )
+
+
+def _can_render(
+    model: OpenModel, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether the template itself takes the conversation, so that only the tokens are a problem."""
+    try:
+        _rendered(model, _with_known_roles(model.tokenizer, messages, tools), tools)
+    except Exception:  # a template is a program and may raise any error
+        return False
+    return True
+
+
+def _made_of_text(model: OpenModel) -> UsageError:
+    return UsageError(
+        f"the tokenizer of {model.name} makes a special token of text in this prompt; "
+        "change the text, or allow it with --special-tokens"
+    )
 
 
 def _rendered(
