@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.logprobs import LEAST_LOGPROB, step_logprobs, token_texts
@@ -75,6 +76,14 @@ def test_a_token_s_text_is_that_within_an_answer() -> None:
     space, end = tokenizer.encode(" ").ids[0], tokenizer.token_to_id("<|im_end|>")
     assert (" ", "<|im_end|>") == (find(space), find(end))
     assert "\N{REPLACEMENT CHARACTER}" == find(tokenizer.encode("é").ids[0])
+
+
+def test_a_token_s_text_keeps_the_space_that_a_decoder_drops_at_the_beginning() -> None:
+    """SentencePiece's decoder takes the first token's space for its own."""
+    tokenizer = Tokenizer(models.WordLevel({"▁sea": 0, "s": 1}, unk_token="s"))
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    assert "sea" == tokenizer.decode([0])
+    assert [" sea", "s"] == [token_texts(tokenizer)(number) for number in (0, 1)]
 
 
 def _requests(seed: int) -> list[Request]:
