@@ -1,8 +1,8 @@
 """Log-probabilities: of the chosen token and of the likeliest ones, from a step's logits.
 
 They are those of the model itself: of its logits in float32, before temperature, `top_k` and
-`top_p` change them. Each comes from the logits of its own request alone, so it is the same whatever
-else is computed, and after a retraction.
+`top_p` change them. Each comes from the logits of its own request alone, so it is as exact as they
+are: in exact mode the same whatever else is computed, and after a retraction.
 """
 
 from __future__ import annotations
