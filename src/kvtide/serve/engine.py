@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
 
-from kvtide.arena import HostArena
-from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
@@ -40,41 +37,13 @@ from kvtide.serve.sizing import (
     move_model,
     reason_to_refuse,
 )
+from kvtide.serve.stats import EngineStats
+from kvtide.serve.store import Store
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
-from kvtide.transfer import chunk_bytes_for
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts at one moment, and totals since the start."""
-
-    running: int
-    waiting: int
-    retracted: int
-    done: int
-    failed: int
-    cut: int
-    """Requests that asked for more new tokens than the model's context leaves."""
-    prompt_tokens: int
-    new_tokens: int
-    retractions: int
-    resumes: int
-    recomputed_tokens: int
-    offloaded_bytes: int
-    restored_bytes: int
-    offload_seconds: float
-    restore_seconds: float
-    pool_tokens: int
-    pool_tokens_used: int
-    peak_pool_tokens: int
-    host_limit_bytes: int
-    host_bytes: int
-    peak_host_bytes: int
 
 
 @final
@@ -87,6 +56,7 @@ class Engine:
         source: OpenModel,
         tide: Tide,
         pages: PageAllocator,
+        store: Store,
         options: EngineOptions,
         exact_check: RowCheck | None,
     ) -> None:
@@ -101,6 +71,7 @@ class Engine:
         self.tide = tide
         self._options = options
         self.pages = pages
+        self.store = store
         self.scheduler = Scheduler(
             tide,
             self.pages,
@@ -155,13 +126,10 @@ class Engine:
         elif check is None:
             check = check_exact(source, device)
         model = PagedModel(source.model, pool, exact=None if check is None else check.rules)
-        limit_bytes = options.host_memory_bytes
-        if limit_bytes is None:
-            limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
-        block_bytes = chunk_bytes_for(pool, limit_bytes)
-        arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         pages = PageAllocator(page_count)
-        return cls(model, source, Tide(pool, arena, pages), pages, options, check)
+        store = Store.open(pool, options)
+        tide = Tide(pool, store.arena, pages, store.spill)
+        return cls(model, source, tide, pages, store, options, check)
 
     @property
     def has_work(self) -> bool:
@@ -222,6 +190,7 @@ class Engine:
         for request_id in list(self._live):
             self.abort(request_id)
         self.tide.close()
+        self.store.close()
         self._model.release()
         self.tide.pool.device.close()
 
@@ -252,6 +221,7 @@ class Engine:
             host_limit_bytes=arena.limit_bytes,
             host_bytes=arena.used_bytes,
             peak_host_bytes=arena.peak_bytes,
+            **self.store.counts(),
         )
 
     def _check_tokens(self, request: Request) -> None:

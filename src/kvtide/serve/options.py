@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 from kvtide.errors import UsageError
@@ -11,12 +12,13 @@ from kvtide.integers import checked_integer, shown
 _LEAST = {
     "kv_memory_bytes": 0,
     "host_memory_bytes": 0,
+    "disk_memory_bytes": 0,
     "page_size": 1,
     "chunk_tokens": 1,
     "threads": 1,
     "max_running": 1,
 }
-_OPEN = ("kv_memory_bytes", "host_memory_bytes", "threads")
+_OPEN = ("kv_memory_bytes", "host_memory_bytes", "disk_memory_bytes", "threads")
 """The options that may be None."""
 
 
@@ -27,8 +29,10 @@ class EngineOptions:
 
     If `kv_memory_bytes` is None, the pool has room for what can run at once of the requests given
     to `build`, but takes at most half of the free memory. If `host_memory_bytes` is None, it is a
-    quarter of the free memory. If `threads` is None, torch's thread count stays. `keep_logits`
-    keeps a hash of the logits of each token.
+    quarter of the free memory. KV that has no room in host memory goes to files in `disk_dir`, if
+    there is one, of at most `disk_memory_bytes` (None: a quarter of what is free there). If
+    `threads` is None, torch's thread count stays. `keep_logits` keeps a hash of the logits of each
+    token.
 
     `on_pressure` says what happens when the pool is full: the newest request's KV moves to host
     memory (`offload`) or is computed again later (`recompute`). With `wait` nothing is ever
@@ -37,6 +41,8 @@ class EngineOptions:
 
     kv_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
+    disk_dir: Path | None = None
+    disk_memory_bytes: int | None = None
     on_pressure: str = "offload"
     page_size: int = 16
     chunk_tokens: int = 256

@@ -12,10 +12,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import final
 
-from kvtide.errors import ArenaFull, SlotsLost, SnapshotDamaged
+from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.pool import PageAllocator
 from kvtide.serve.request import Request
 from kvtide.tide import Tide
+
+_READ_AHEAD = 2
+"""For how many requests a snapshot is read from its tier before they come back."""
 
 
 @final
@@ -24,7 +27,7 @@ class SchedulerStats:
     """Counts since the start. Seconds are wall time in which the engine waited for a copy.
 
     `damaged` counts snapshots whose bytes differed from their seal, `lost` counts restores that
-    failed while they wrote.
+    failed while they wrote, `missing` counts snapshots that no tier gave back.
     """
 
     retractions: int = 0
@@ -33,6 +36,7 @@ class SchedulerStats:
     arena_full: int = 0
     damaged: int = 0
     lost: int = 0
+    missing: int = 0
     offload_seconds: float = 0.0
     restore_seconds: float = 0.0
 
@@ -92,6 +96,7 @@ class Scheduler:
         self._resume()
         if not self._retracted:
             self._admit()
+        self._read_ahead()
         budget = self._options.chunk_tokens
         steps: list[tuple[Request, int]] = []
         for request in list(self._running):
@@ -186,11 +191,8 @@ class Scheduler:
         page_count = self._pages_for(request.stored)
         try:
             pages = self._tide.resume(request.snapshot, page_count, key=request.id)
-        except (SnapshotDamaged, SlotsLost) as error:
-            if isinstance(error, SlotsLost):
-                self.stats.lost += 1
-            else:
-                self.stats.damaged += 1
+        except (SnapshotDamaged, SnapshotMiss, SlotsLost, ArenaFull) as error:
+            self._count(error)
             self._tide.discard(request.snapshot)
             request.snapshot = None
             self._forget(request)
@@ -200,6 +202,20 @@ class Scheduler:
         self.stats.resumes += 1
         self.stats.restore_seconds += time.perf_counter() - started
         return True
+
+    def _count(self, error: KvtideError) -> None:
+        if isinstance(error, SlotsLost):
+            self.stats.lost += 1
+        elif isinstance(error, SnapshotDamaged):
+            self.stats.damaged += 1
+        else:
+            self.stats.missing += 1
+
+    def _read_ahead(self) -> None:
+        """Has the snapshots of those who come back next brought to host memory."""
+        for request in self._retracted[:_READ_AHEAD]:
+            if request.snapshot is not None:
+                self._tide.read_ahead(request.snapshot)
 
     def _admit(self) -> None:
         while self._waiting and self._may_start(self._waiting[0], 0):

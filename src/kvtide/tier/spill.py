@@ -158,6 +158,7 @@ class Spill:
 
     def read_ahead(self, snapshot: Snapshot) -> None:
         """Says that a snapshot is wanted soon: begins to read it if there is room at once."""
+        self.settle()
         entry = self._used(snapshot)
         if entry is None or entry.is_here or entry.room is not None or entry.error is not None:
             return
@@ -209,8 +210,11 @@ class Spill:
 
     def close(self) -> None:
         """Waits for all moves. Closes neither the arena nor the tiers. Repeatable."""
-        self._workers.close()
+        for entry in tuple(self._moving):
+            if entry.job is not None:
+                self._workers.settle(entry.job, self._deadline_s)
         self.settle()
+        self._workers.close()
 
     def _used(self, snapshot: Snapshot) -> _Kept | None:
         """The entry of a snapshot, which is the one used last from now on; None without one."""
@@ -238,7 +242,9 @@ class Spill:
         It may wait for a tier. False if no snapshot can leave.
         """
         now = self._clock()
-        for entry in self._entries.values():
+        # A snapshot that was removed while it moved has memory until the move ends.
+        removed = (entry for entry in self._moving if id(entry.snapshot) not in self._entries)
+        for entry in (*removed, *self._entries.values()):
             if entry.tier is not None and entry.may_leave:
                 entry.snapshot.lease.release()
                 return True
