@@ -31,6 +31,14 @@ def test_short_help_is_the_long_one(words: list[str], capsys: pytest.CaptureFixt
     assert _help_of(capsys, *words, "--help") == _help_of(capsys, *words, "-h") != ""
 
 
+@pytest.mark.parametrize("words", [[], ["bench"]], ids=" ".join)
+def test_a_command_that_needs_another_shows_its_help(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A person who doesn't know the second word finds it so."""
+    assert _help_of(capsys, *words) == _help_of(capsys, *words, "--help")
+
+
 @pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["plan"]], ids=" ".join)
 def test_help_has_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each stands in a line of its own, with what it means."""

@@ -60,9 +60,11 @@ def copy_command(
         torch.set_num_threads(before)
 
 
-@bench.callback()
-def _group() -> None:
+@bench.callback(invoke_without_command=True)
+def _group(ctx: typer.Context) -> None:
     """Measure this machine."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 def _print_json(figures: dict[str, object], rounds: int) -> None:
