@@ -140,6 +140,19 @@ def test_bars_fit_every_width(width: int) -> None:
         ]
 
 
+def test_bars_are_never_higher_than_the_terminal() -> None:
+    """What leaves the screen at its top would stay for ever."""
+    terminal = Terminal(60)
+    console = Console(
+        file=terminal, width=60, height=3, force_terminal=True, _environ={"TERM": "xterm"}
+    )
+    with LiveDisplay(console, clock=_Clock()) as display:
+        display.start("answering", _requests(2))
+        display.advance(BUSY, [], echo=True)
+        assert ["answering", "KV pool"] == [line[:9].strip() for line in terminal.lines]
+    assert [] == terminal.lines
+
+
 def test_answers_on_the_same_terminal_stand_above_the_bars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -48,6 +48,8 @@ class LiveArea:
         """Shows `content` in place of what was drawn. No thread redraws it."""
         options = self._console.options
         lines = [_trimmed(line) for line in self._console.render_lines(content, options, pad=False)]
+        # A row that has left the screen at its top can't be erased.
+        lines = lines[: max(1, self._console.height - 1)]
         with self._console:  # which writes all of it at once
             self.erase()
             if not self._hides_cursor:
