@@ -366,6 +366,17 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
     assert capsys.readouterr().err.endswith("kvtide: the device is gone\n")
 
 
+def test_unknown_device_is_refused_before_the_model_is_loaded(
+    prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only torch knows the devices, so the line about loading it comes first."""
+    serving = FakeServing()
+    assert main(["run", prompts, "--device", "abacus"], serving=serving) == 2
+    assert [] == serving.opened
+    expected = "loading torch\nkvtide: there is no device 'abacus'\n"
+    assert expected == capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -385,7 +396,6 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
         ("run PROMPTS --seed 1.5", "--seed is '1.5'; it must be a whole number"),
         ("run PROMPTS --temperature x", "--temperature is 'x'; it must be a number"),
         ("run PROMPTS --on-pressure drop", "it must be one of offload, recompute"),
-        ("run PROMPTS --device abacus", "there is no device 'abacus'"),
         ("run PROMPTS --schedule eager", "--schedule is for a simulated device; add --simulate"),
         ("run PROMPTS --kv-memory 12parsecs", "--kv-memory: '12parsecs' is not a size"),
         ("run PROMPTS --kv-memory 0", "--kv-memory: 0 is too small"),

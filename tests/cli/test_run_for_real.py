@@ -18,6 +18,7 @@ from kvtide.cli.main import main
 from kvtide.cli.serving import LibraryServing
 from kvtide.serve.adapter_files import save
 from kvtide.serve.fetch import Progress
+from kvtide.serve.find import FoundModel
 from kvtide.serve.models import OpenModel, open_model
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
@@ -244,8 +245,8 @@ def test_fast_run_does_not_claim_to_be_exact(prompts: str, tmp_path: Path) -> No
 
 
 class _AnyTokenEnds(LibraryServing):
-    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
-        model = super().open_model(name, dtype=dtype, progress=progress)
+    def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
+        model = super().open_model(found, dtype=dtype, progress=progress)
         return replace(model, eos_ids=frozenset(range(260)))
 
 

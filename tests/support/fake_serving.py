@@ -15,6 +15,7 @@ from kvtide.errors import UsageError
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.engine import Engine, EngineOptions, EngineStats
 from kvtide.serve.fetch import Progress
+from kvtide.serve.find import FoundModel
 from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.selfcheck import RowCheck
@@ -125,11 +126,16 @@ class FakeServing:
         if schedule is None and name != "cpu":
             raise UsageError(f"there is no device {name!r}")
 
-    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
+    def find_model(self, name: str, *, progress: Progress) -> FoundModel:
+        """See Serving."""
+        del progress
+        return FoundModel(name, None)
+
+    def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
         """See Serving."""
         progress("loading", 1, 1)
-        self.opened.append((name, dtype))
-        return cast(OpenModel, name)
+        self.opened.append((found.name, dtype))
+        return cast(OpenModel, found.name)
 
     def make_requests(
         self,

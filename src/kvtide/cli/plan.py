@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,9 +120,11 @@ def _fetch_config(name: str) -> Path:
     """The file `config.json` of a model on the hub, kept in the hub's own cache."""
     import huggingface_hub
 
-    # The import sets how much the hub prints, so it comes before `_silent_hub`.
+    from kvtide.serve.hub import silent_hub
+
+    # The import sets how much the hub prints, so it comes before `silent_hub`.
     fetch = huggingface_hub.hf_hub_download
-    with make_display(Console(stderr=True)) as display, _silent_hub():
+    with make_display(Console(stderr=True)) as display, silent_hub():
         display.load(f"fetching the configuration of {name} from the hub", 0, None)
         try:
             return Path(fetch(name, "config.json"))
@@ -136,27 +135,6 @@ def _fetch_config(name: str) -> Path:
                 f"the configuration of {name} can't be fetched: there is no such folder here, and "
                 f"the hub fails: {reason[:300].rstrip('.')}; name {_ACCEPTED}"
             ) from error
-
-
-@contextmanager
-def _silent_hub() -> Iterator[None]:
-    """Hides the hub's progress bars, and its warning at each of six attempts."""
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    logger, had_bars = logging.getLogger("huggingface_hub"), not are_progress_bars_disabled()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if had_bars:
-            enable_progress_bars()
 
 
 def to_json(

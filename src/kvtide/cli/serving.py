@@ -16,6 +16,7 @@ from kvtide.errors import UsageError
 if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineOptions
     from kvtide.serve.fetch import Progress
+    from kvtide.serve.find import FoundModel
     from kvtide.serve.models import OpenModel
     from kvtide.serve.request import Request, SamplingParams
     from kvtide.serve.selfcheck import RowCheck
@@ -24,10 +25,16 @@ if TYPE_CHECKING:
 class Serving(Protocol):
     """What the commands need of the library. Tests give a small fake."""
 
+    def find_model(self, name: str, *, progress: Progress) -> FoundModel:
+        """Finds a model, and fetches it if it isn't here. Raises UsageError if there is none.
+
+        It loads no torch, so the user need not wait for that to be told.
+        """
+
     def check_device(self, name: str, *, schedule: str | None = None) -> None:
         """Raises UsageError if there is no such device. With a `schedule`, simulates it first."""
 
-    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
+    def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
         """Loads weights and tokenizer. Raises UsageError if the model can't be loaded."""
 
     def make_requests(
@@ -63,6 +70,12 @@ class Serving(Protocol):
 class LibraryServing:
     """The library itself."""
 
+    def find_model(self, name: str, *, progress: Progress) -> FoundModel:
+        """See Serving."""
+        from kvtide.serve.find import find_model
+
+        return find_model(name, progress=progress)
+
     def check_device(self, name: str, *, schedule: str | None = None) -> None:
         """See Serving."""
         from kvtide.device import open_device
@@ -73,11 +86,11 @@ class LibraryServing:
             simulate(name, schedule)
         open_device(name).close()
 
-    def open_model(self, name: str, *, dtype: str, progress: Progress) -> OpenModel:
+    def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
         """See Serving."""
         from kvtide.serve.models import open_model
 
-        return open_model(name, dtype=dtype, progress=progress)
+        return open_model(found, dtype=dtype, progress=progress)
 
     def make_requests(
         self,

@@ -83,12 +83,10 @@ def execute(settings: RunSettings, serving: Serving) -> int:
         )
     else:
         prompts = [single_prompt(settings.prompt)]
-    serving.check_device(settings.engine.device, schedule=settings.schedule)
     as_json = settings.log_format == "json"
     console = Console(stderr=True)
     with make_display(console, quiet=settings.quiet, as_json=as_json) as display:
-        display.load(f"loading {settings.model}", 0, None)
-        model = serving.open_model(settings.model, dtype=settings.dtype, progress=display.load)
+        model = _open_model(settings, serving, display)
         session = _Session(settings, serving, display, model)
         outcome = session.answer(prompts)
         if outcome.interrupted:
@@ -101,6 +99,15 @@ def execute(settings: RunSettings, serving: Serving) -> int:
         verdict = session.verify(outcome) if settings.verify else None
         _conclude(settings, outcome, verdict, display)
     return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS
+
+
+def _open_model(settings: RunSettings, serving: Serving, display: Display) -> OpenModel:
+    """Looks for the model first: to load torch takes seconds, and a name is soon mistyped."""
+    found = serving.find_model(settings.model, progress=display.load)
+    display.load("loading torch", 0, None)
+    serving.check_device(settings.engine.device, schedule=settings.schedule)
+    display.load(f"loading {settings.model}", 0, None)
+    return serving.open_model(found, dtype=settings.dtype, progress=display.load)
 
 
 def run_requests(

@@ -36,13 +36,13 @@ from transformers.modeling_gguf_pytorch_utils import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
+from kvtide.serve.folder import Shape
+
 QUANTIZATIONS = frozenset(AUTO_QUANTIZATION_CONFIG_MAPPING)
 """The quantization methods that transformers knows, by their names in a configuration."""
 
 TEXT_SPLITS = frozenset(GGUF_PRE_TOKENIZER_SPLITS)
 """The rules for splitting text into words that transformers knows, by llama.cpp's names."""
-
-Shape = tuple[int, ...]
 
 
 @contextlib.contextmanager

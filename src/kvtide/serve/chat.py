@@ -11,8 +11,8 @@ from typing import Any
 
 from kvtide.errors import UsageError
 from kvtide.serve.adapter import PreTrainedTokenizerBase
-from kvtide.serve.checkpoint import short_reason
 from kvtide.serve.models import OpenModel
+from kvtide.serve.reasons import short_reason
 
 _MARKS = ("\U000f0000", "\U000f0001")
 """transformers puts them around the text that stays text, and drops them from a prompt."""

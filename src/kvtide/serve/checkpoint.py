@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from kvtide.errors import UsageError, shortened
+from kvtide.errors import UsageError
 from kvtide.serve.adapter import PreTrainedModel, PreTrainedTokenizerBase
 from kvtide.serve.adapter_files import (
+    QUANTIZATIONS,
     Loading,
-    Shape,
     gguf_alone,
     gguf_places,
     load_config,
@@ -34,7 +32,7 @@ from kvtide.serve.adapter_files import (
     read_gguf_tensor,
     skeleton_of,
 )
-from kvtide.serve.folder import Stored, read_folder, refuse_pointer
+from kvtide.serve.folder import Shape, Stored, check_magic, read_folder
 from kvtide.serve.gguf_keys import (
     ROPE_FACTORS,
     check_keys,
@@ -43,6 +41,7 @@ from kvtide.serve.gguf_keys import (
     has_digits_apart,
     has_no_space_before,
 )
+from kvtide.serve.reasons import one_line
 
 # SentencePiece writes a space as this character.
 _SPACE = "▁"
@@ -60,7 +59,7 @@ def load_folder(
     """Loads a folder of safetensors. Raises UsageError, in one line, if it isn't complete."""
     what = f"the model in {folder}"
     with one_line(what):
-        found = read_folder(folder)
+        found = read_folder(folder, QUANTIZATIONS)
         shapes = [stored.shape for stored in found.tensors.values()]
         config = load_config(folder)
         skeleton = skeleton_of(config)
@@ -112,7 +111,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 def _read_head(path: Path, link: Path) -> tuple[dict[str, Any], dict[str, Shape]]:
     """The keys and the tensors' shapes of a complete GGUF file."""
-    _check_magic(path)
+    check_magic(path)
     try:
         keys, shapes, whole_bytes = read_gguf_head(link)
     except struct.error as error:  # the file ends before the next number
@@ -129,44 +128,6 @@ def _gguf_config(path: Path, link: Path, keys: dict[str, Any], shapes: dict[str,
         complete(config, keys, factors)
         check_keys(keys, config)
     return config
-
-
-@contextlib.contextmanager
-def one_line(what: str) -> Iterator[None]:
-    """Turns any error of the readers of `what` into a UsageError of one line."""
-    try:
-        yield
-    except UsageError:
-        raise
-    # Half a dozen libraries read these files, and each raises errors of other classes.
-    except Exception as error:
-        raise UsageError(f"{what} can't be loaded: {short_reason(error)}") from error
-
-
-def short_reason(error: BaseException) -> str:
-    """The first line of an error's message, or the error's class if it has no message."""
-    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
-        return _wrong_value(str(error), error.__cause__)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    head = lines[0] if lines else type(error).__name__
-    if head.endswith(":") and len(lines) > 1:
-        head = f"{head} {lines[1]}"
-    if isinstance(error, LookupError):  # its text is a bare key
-        head = f"{type(error).__name__} {head}"
-    return head.rstrip(".")[:300]
-
-
-def _wrong_value(message: str, cause: BaseException) -> str:
-    """What is wrong with a configuration, without the words of the library that checked it."""
-    reason = short_reason(cause)
-    field = re.search(r"error for field '(.+?)'", message)
-    if field is None:  # several fields contradict each other, and the cause says which
-        return reason
-    value = re.search(r"\(value: (.+)\)$|with value (.+?) doesn't match", reason)
-    if value is None:
-        return f"{field[1]} in its configuration is wrong: {reason}"
-    shown = shortened(value[1] or value[2], 80)
-    return f"{field[1]} in its configuration is {shown}, which is of the wrong type"
 
 
 @contextlib.contextmanager
@@ -196,14 +157,6 @@ def _keep_beginnings(tokenizer: PreTrainedTokenizerBase) -> None:
     backend.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-
-
-def _check_magic(path: Path) -> None:
-    refuse_pointer(path)
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
 
 
 def _check_whole(path: Path, whole_bytes: int) -> None:

@@ -1,13 +1,13 @@
-"""Checks a Hugging Face folder before a model is loaded from it.
+"""Checks a model's files before the model is loaded from them. Imports no torch.
 
-The folder is untrusted. Claimed sizes are compared with the files before memory is allocated, and
-file names must not leave the folder.
+The files are untrusted. Claimed sizes are compared with the files before memory is allocated, and
+file names must not leave their folder.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 from safetensors import safe_open
 
 from kvtide.errors import UsageError
-from kvtide.serve.adapter_files import QUANTIZATIONS, Shape
+
+Shape = tuple[int, ...]
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
@@ -60,15 +61,27 @@ def refuse_pointer(path: Path) -> None:
         )
 
 
-def read_folder(folder: Path) -> FolderTensors:
-    """Lists a folder's tensors. Raises UsageError for files that are false or would be ignored."""
+def check_magic(path: Path) -> None:
+    """Raises UsageError for a file that doesn't begin as a GGUF file does."""
+    refuse_pointer(path)
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise UsageError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+
+
+def read_folder(folder: Path, quantizations: Collection[str] | None = None) -> FolderTensors:
+    """Lists a folder's tensors. Raises UsageError for files that are false or would be ignored.
+
+    `quantizations` are the methods that can be loaded; None doesn't check the folder's method.
+    """
     _refuse_other_kinds(folder)
     for mask in _READ:
         for path in sorted(folder.glob(mask)):
             if not path.name.startswith(_OTHER_FORM):
                 refuse_pointer(path)
     config = _read_object(folder / _CONFIG)
-    is_quantized = _refuse_unknown_quantization(folder, config)
+    is_quantized = _refuse_unknown_quantization(folder, config, quantizations)
     files = _weight_files(folder)
     tensors = dict(_stored_in(files))
     _refuse_more_layers(folder, config, len(tensors))
@@ -116,7 +129,9 @@ def _parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *(part for part in config.values() if isinstance(part, dict))]
 
 
-def _refuse_unknown_quantization(folder: Path, config: dict[str, Any]) -> bool:
+def _refuse_unknown_quantization(
+    folder: Path, config: dict[str, Any], known: Collection[str] | None
+) -> bool:
     """Whether the weights are quantized. UsageError for a method that transformers doesn't know."""
     path = folder / _CONFIG
     if "transformers_weights" in config:
@@ -131,7 +146,7 @@ def _refuse_unknown_quantization(folder: Path, config: dict[str, Any]) -> bool:
     for entry in told:
         method = entry.get("quant_method") if isinstance(entry, dict) else None
         names = {f"{method}{bits}" for bits in ("", "_4bit", "_8bit")}
-        if not names & QUANTIZATIONS:
+        if known is not None and not names & set(known):
             raise UsageError(
                 f"the weights in {folder} are quantized by an unknown method (quant_method "
                 f"{method!r} in {_CONFIG}): take the model before quantization"
@@ -178,7 +193,7 @@ def _stored_in(files: list[Path]) -> Iterator[tuple[str, Stored]]:
 
 def _head_of(path: Path) -> Iterator[tuple[str, Stored]]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             for name in file.keys():  # noqa: SIM118 # it isn't a mapping
                 part = file.get_slice(name)
                 yield name, Stored(path, name, tuple(part.get_shape()), part.get_dtype())

@@ -7,33 +7,25 @@ with a model is run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import HFValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvtide.errors import UsageError, shortened
-from kvtide.models.names import BUILT_IN, HUB_ID, TINY_RANDOM
+from kvtide.errors import UsageError
+from kvtide.models.names import BUILT_IN, TINY_RANDOM
 from kvtide.serve.adapter import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     random_llama,
     wrap_tokenizer,
 )
-from kvtide.serve.adapter_files import eos_ids_of, quiet, save
-from kvtide.serve.checkpoint import load_folder, load_gguf, one_line, short_reason
-from kvtide.serve.fetch import SMOLLM2, Progress, kept_model
+from kvtide.serve.adapter_files import eos_ids_of
+from kvtide.serve.checkpoint import load_folder, load_gguf
+from kvtide.serve.fetch import Progress
+from kvtide.serve.find import FoundModel, find_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """The dtypes that weights and KV can have, by name."""
-
-_ACCEPTED = (
-    f"{SMOLLM2.name}, {TINY_RANDOM}, a Hugging Face folder, a .gguf file, "
-    "or a hub id such as org/name"
-)
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 @dataclass(frozen=True)
@@ -50,76 +42,27 @@ class OpenModel:
 
 
 def open_model(
-    name: str, *, dtype: str = "bfloat16", progress: Progress | None = None
+    name: str | FoundModel, *, dtype: str = "bfloat16", progress: Progress | None = None
 ) -> OpenModel:
     """Loads a model onto the CPU, with weights of `dtype`, which is one of `DTYPES`.
 
-    `name` is `smollm2` (the first call fetches and converts it, which takes a minute),
-    `tiny-random`, a Hugging Face folder, a `.gguf` file, or a hub id. `progress` is called during
-    long work. Raises UsageError, in one line, if there is no such model or it isn't complete.
+    `name` is one that `find_model` takes, or what that has found. `progress` is called during long
+    work. Raises UsageError, in one line, if there is no such model or it isn't complete.
     """
     if dtype not in DTYPES:
         raise UsageError(f"there is no dtype {dtype!r} for a model: choose {' or '.join(DTYPES)}")
     report = progress or _say_nothing
-    if name == TINY_RANDOM:
+    found = find_model(name, progress=report) if isinstance(name, str) else name
+    if found.path is None:
         model, tokenizer = _tiny_random(DTYPES[dtype])
-    elif name == SMOLLM2.name:
-        folder = kept_model(SMOLLM2, _convert_gguf, report)
-        model, tokenizer = load_folder(folder, DTYPES[dtype])
+    elif found.path.is_dir():
+        model, tokenizer = load_folder(found.path, DTYPES[dtype])
     else:
-        model, tokenizer = _load_named(name, DTYPES[dtype], report)
+        report(f"reading {found.name}", 0, None)
+        model, tokenizer = load_gguf(found.path, DTYPES[dtype])
     model.requires_grad_(False)
     model.eval()
-    return OpenModel(model, tokenizer, name, eos_ids_of(model, tokenizer))
-
-
-def _load_named(
-    name: str, dtype: torch.dtype, report: Progress
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    try:
-        path = Path(name).expanduser()
-        is_folder, is_file = bool(name) and path.is_dir(), path.is_file()
-    # RuntimeError: `~user` names an unknown user.
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or short_reason(error)
-        raise UsageError(
-            f"there is no model {shortened(name, 80)!r} ({reason}): name {_ACCEPTED}"
-        ) from error
-    if is_folder:
-        return load_folder(path, dtype)
-    if is_file:
-        report(f"reading {name}", 0, None)
-        return load_gguf(path, dtype)
-    # A name with two slashes, or one that ends in .gguf, is the path of a missing file.
-    if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
-        return load_folder(_fetch_from_hub(name, report), dtype)
-    raise UsageError(f"there is no model {name!r}: name {_ACCEPTED}")
-
-
-def _convert_gguf(path: Path, folder: Path) -> None:
-    """Writes a GGUF file as a Hugging Face folder of bfloat16 safetensors."""
-    model, tokenizer = load_gguf(path, torch.bfloat16)
-    with one_line(f"the converted model in {folder}"):
-        save(model, tokenizer, folder)
-
-
-def _fetch_from_hub(name: str, report: Progress) -> Path:
-    report(f"fetching {name} from the hub", 0, None)
-    try:
-        with quiet():
-            # Only files at the top: folders hold the same weights in other formats.
-            folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
-            )
-    except HFValidationError as error:  # a name that no model of the hub can have
-        raise UsageError(f"there is no model {shortened(name, 80)!r}: name {_ACCEPTED}") from error
-    # The hub raises its HTTP client's errors, and changes the client between releases.
-    except Exception as error:
-        raise UsageError(
-            f"the model {name} can't be fetched: there is no such folder here, and the hub "
-            f"fails: {short_reason(error)}; name {_ACCEPTED}"
-        ) from error
-    return Path(folder)
+    return OpenModel(model, tokenizer, found.name, eos_ids_of(model, tokenizer))
 
 
 def _tiny_random(dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
