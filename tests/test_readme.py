@@ -52,7 +52,7 @@ def test_the_engines_example_answers() -> None:
 
 
 def test_whoever_serves_with_sglang_reads_what_an_ordinary_server_needs() -> None:
-    """In each paragraph or row that names such servers, and not behind a link."""
+    """Each paragraph or row that names such servers says it, and not behind a link."""
     text = README.read_text("utf-8")
     parts = [part for part in re.split(r"\n\n|\n(?=\|)", text) if "ordinary server" in part]
     assert 2 == len(parts)

@@ -44,8 +44,8 @@ def check_circumstances(printed: dict[str, Any]) -> None:
     assert machine["processor"]
 
 
-def test_json_of_layouts_says_as_much(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each layout has a size of its own, as it moves whole pages, and quartiles of each ratio."""
+def test_json_of_layouts_has_sizes_and_quartiles(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each layout has its size, since it moves whole pages, and the quartiles of each ratio."""
     options = ["--json", "--size", "1MiB", "--rounds", "1", "--threads", "1"]
     assert 0 == main(["bench", "copy", "--layouts", *options])
     printed = json.loads(capsys.readouterr().out)

@@ -93,7 +93,7 @@ def test_live_display_is_removed_at_the_end() -> None:
 
 
 def _show_steps(display: Display, terminal: Terminal, console: Console, widths: list[int]) -> None:
-    """An answer after each change of the terminal's width."""
+    """Shows an answer after each change of the terminal's width."""
     display.start("answering", _requests(24))
     for number, width in enumerate(widths):
         terminal.resize(width)
@@ -107,7 +107,7 @@ def _show_steps(display: Display, terminal: Terminal, console: Console, widths: 
 
 @pytest.mark.parametrize("widths", [[80, 80], [120, 60, 50], [48, 90, 120], [61, 60, 59, 58]])
 def test_resized_terminal_keeps_nothing_of_the_old_bars(widths: list[int]) -> None:
-    """While the run goes on there are the answers and one set of bars, after it the answers."""
+    """During the run the screen has the answers and one set of bars, afterwards the answers."""
     terminal = Terminal(widths[0])
     console = Console(
         file=terminal, width=widths[0], force_terminal=True, _environ={"TERM": "xterm"}
@@ -126,7 +126,7 @@ def test_resized_terminal_keeps_nothing_of_the_old_bars(widths: list[int]) -> No
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 140])
 def test_bars_fit_every_width(width: int) -> None:
-    """They give way to the figures."""
+    """Bars get shorter so that the figures have room."""
     terminal = Terminal(width)
     console = Console(file=terminal, width=width, force_terminal=True, _environ={"TERM": "xterm"})
     with LiveDisplay(console, clock=_Clock()) as display:
@@ -156,7 +156,7 @@ def test_bars_are_never_higher_than_the_terminal() -> None:
 def test_answers_on_the_same_terminal_stand_above_the_bars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever writes to standard output there steps aside first."""
+    """A writer to standard output removes the bars first, and they come back below the line."""
     terminal = Terminal(60)
     monkeypatch.setattr("sys.stdout", terminal)
     console = Console(file=terminal, width=60, force_terminal=True, _environ={"TERM": "xterm"})
@@ -173,7 +173,7 @@ def test_answers_on_the_same_terminal_stand_above_the_bars(
 
 
 def test_live_display_leaves_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written there meanwhile isn't moved to standard error."""
+    """Text that is written there during the run isn't moved to standard error."""
     stdout = io.StringIO()
     monkeypatch.setattr("sys.stdout", stdout)
     with LiveDisplay(_console_of(80, is_terminal=True)) as display:
@@ -184,7 +184,7 @@ def test_live_display_leaves_standard_output_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_quiet_display_shows_errors_alone() -> None:
-    """Of events, the loud ones; no answers, no status, no table."""
+    """Warnings and errors are shown, but no answers, no status and no table."""
     console, clock = _console_of(80, is_terminal=True), _Clock()
     with make_display(console, quiet=True) as display:
         display.load("fetching", 0, 100)
@@ -197,7 +197,7 @@ def test_quiet_display_shows_errors_alone() -> None:
 
 
 def test_events_are_one_object_a_line() -> None:
-    """With the event's name, the line for people, and its figures."""
+    """The object has the event's name, the line for people, and the figures."""
     console, clock = _console_of(20, is_terminal=True), _Clock()
     with EventDisplay(console, clock=clock) as display:
         display.load("fetching", 1, 2)
@@ -224,7 +224,7 @@ def test_events_are_one_object_a_line() -> None:
     assert {"event": "report", "exact": True} == report
 
 
-def test_lines_of_others_become_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_libraries_become_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's warning, which it writes to standard error, doesn't break the stream."""
     stderr = io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)

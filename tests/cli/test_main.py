@@ -53,7 +53,7 @@ def test_help_has_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture
 def test_examples_of_the_help_have_options_that_exist(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A person copies them."""
+    """People copy the examples."""
     monkeypatch.setenv("COLUMNS", "140")
     found = re.findall(rf"^ +(kvtide {verb} .*?)(?:  #.*)?$", _help_of(capsys, verb, "-h"), re.M)
     assert len(found) >= 2
@@ -105,7 +105,7 @@ def test_a_shell_completes_names(line: str, expected: list[str]) -> None:
 
 
 def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the two options that programs of typer have."""
+    """The help has the two options for it that all programs with typer have."""
     found = _help_of(capsys, "-h")
     assert "--install-completion" in found
     assert "--show-completion" in found
@@ -123,7 +123,7 @@ def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None
 def test_errors_are_events_too(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `--log-format json`, whatever is wrong, and wherever it is found."""
+    """`--log-format json` holds for every error, wherever it is found."""
     assert 2 == main(words, serving=FakeServing())
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
@@ -135,7 +135,7 @@ def test_errors_are_events_too(
 def test_ctrl_c_is_an_event_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It comes last."""
+    """The event of the interruption comes last."""
     serving = FakeServing()
     monkeypatch.setattr(serving, "open_model", lambda *args, **options: press_ctrl_c())
     assert 130 == main(["run", "-p", "Hi", "--log-format", "json"], serving=serving)
@@ -146,7 +146,7 @@ def test_ctrl_c_is_an_event_too(
 def test_a_bug_is_an_event_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without `--log-format json` Python prints it as ever."""
+    """Python prints the traceback only without `--log-format json`."""
     serving = FakeServing()
     monkeypatch.setattr(serving, "open_model", lambda *args, **options: 1 / 0)
     assert 1 == main(["run", "-p", "Hi", "--log-format", "json"], serving=serving)
@@ -158,14 +158,14 @@ def test_a_bug_is_an_event_with_its_traceback(
 
 
 def test_quiet_run_says_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """If it succeeds."""
+    """A run that succeeds writes nothing to standard output and standard error."""
     words = ["run", "-p", "Hi", "--out", str(tmp_path / "o"), "--quiet", "--verify"]
     assert 0 == main(words, serving=FakeServing())
     assert ("", "") == capsys.readouterr()
 
 
 def test_quiet_run_tells_of_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line, as ever."""
+    """An error is one line, as it is without `--quiet`."""
     assert 2 == main(["run", "-p", "Hi", "--quiet", "--device", "abacus"], serving=FakeServing())
     assert "kvtide: there is no device 'abacus'\n" == capsys.readouterr().err
 
@@ -198,7 +198,7 @@ def test_old_python_is_told_that_serve_needs_a_newer_one(monkeypatch: pytest.Mon
 def test_package_that_is_missing_while_a_command_runs_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`kvtide run` after an installation of the extra `cli` alone."""
+    """This happens to `kvtide run` where only the extra `cli` is installed."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "kvtide.serve.adapter", raising=False)
 
@@ -213,7 +213,7 @@ def test_package_that_is_missing_while_a_command_runs_is_told(
 
 
 def test_doctor_plan_and_bench_need_the_extra_cli_alone() -> None:
-    """They run where nothing else of `serve` is installed than what other packages bring."""
+    """These commands run where packages that only `serve` needs are missing."""
     brought = {"filelock", "jinja2"}  # by the hub's client and by torch
     missing = sorted(set(EXTRAS["serve"]) - brought)
     commands = ["doctor --device cpu --size 1MiB", "plan smollm2", "bench copy --size 1MiB"]
@@ -237,7 +237,7 @@ def test_a_module_of_kvtide_that_is_missing_is_a_bug() -> None:
 
 
 def test_extras_have_the_packages_that_errors_name_for_them() -> None:
-    """In pyproject.toml; `serve` has all of `cli`."""
+    """The extras are those of pyproject.toml; `serve` has all of `cli`."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     for extra, packages in EXTRAS.items():
         (block,) = re.findall(rf"^{extra} = \[\n(.*?)^\]", text, re.M | re.S)

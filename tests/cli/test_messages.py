@@ -25,7 +25,7 @@ def _parse(*messages: object, **fields: object) -> Prompt:
 
 
 def test_parts_of_text_are_one_text() -> None:
-    """Joined as they are, with nothing between them."""
+    """The parts are joined as they are, with nothing between them."""
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi"}]
     assert ({"role": "user", "content": "Say hi"},) == _parse(
         {"role": "user", "content": parts}
@@ -48,7 +48,7 @@ def test_a_conversation_with_a_tool_is_kept_for_the_template() -> None:
 
 
 def test_an_answer_of_the_api_can_be_sent_back() -> None:
-    """It has keys that are null or empty in an answer of text."""
+    """An answer of text has keys that are null or empty; they are accepted."""
     unset: dict[str, object] = {
         "refusal": None,
         "audio": None,
@@ -134,14 +134,14 @@ def test_bad_message_is_refused_by_its_place(message: object, complaint: str) ->
     ],
 )
 def test_bad_tool_is_refused_by_its_place(tools: object, complaint: str) -> None:
-    """Its description is the model's to read, and only its form is checked."""
+    """Only the form of a tool's description is checked; its meaning is for the model."""
     with pytest.raises(UsageError) as error:
         _parse(_user("x"), tools=tools)
     assert complaint in str(error.value)
 
 
-def test_messages_are_a_list_with_something_in_it() -> None:
-    """And nothing else."""
+def test_messages_are_a_list_that_is_not_empty() -> None:
+    """A string and an empty list are refused."""
     wrong: dict[str, Any] = {"'messages' is a string, not a list": "x", "'messages' is empty": []}
     for complaint, messages in wrong.items():
         line = json.dumps({"id": "a", "messages": messages}).encode()
@@ -150,6 +150,6 @@ def test_messages_are_a_list_with_something_in_it() -> None:
 
 
 def test_deep_values_are_kept_or_refused() -> None:
-    """Never a traceback."""
+    """A value of any depth never ends in a traceback."""
     message = _calling(name="f", arguments=json.loads(DEEP))
     assert json.loads(DEEP) == _parse(message).messages[0]["tool_calls"][0]["function"]["arguments"]

@@ -28,7 +28,7 @@ def _text(**fields: object) -> Prompt:
 
 
 def test_a_chat_completion_is_a_conversation_with_settings() -> None:
-    """By the names of the API."""
+    """The settings have the names of the API."""
     tool = {"type": "function", "function": {"name": "f"}}
     prompt = _chat(
         max_completion_tokens=9, temperature=0.5, top_p=0.9, seed=3, stop="END", n=2, tools=[tool]
@@ -77,8 +77,8 @@ def test_logprobs_of_a_chat_are_said_in_two_fields(
     assert expected == _chat(**said).settings
 
 
-def test_what_changes_nothing_is_accepted() -> None:
-    """Bookkeeping, and values that ask for what kvtide does anyway."""
+def test_fields_without_effect_are_accepted() -> None:
+    """They are bookkeeping, or their values ask for what kvtide does anyway."""
     plain = _chat()
     bookkeeping = {"user": "u", "metadata": {"k": "v"}, "store": True, "service_tier": "auto"}
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "stream": False}
@@ -116,8 +116,8 @@ def test_what_changes_nothing_is_accepted() -> None:
         ({"tools": [{"type": "file_search"}]}, 'body.tools[0].type is "file_search"'),
     ],
 )
-def test_what_can_not_be_done_is_refused_by_name(body: dict[str, Any], complaint: str) -> None:
-    """Rather than answered as if it hadn't been asked for."""
+def test_an_impossible_request_is_refused_by_name(body: dict[str, Any], complaint: str) -> None:
+    """It isn't answered as if the field weren't there."""
     with pytest.raises(UsageError) as error:
         _chat(**body)
     assert str(error.value).startswith("f, line 1: ")
@@ -137,7 +137,7 @@ def test_what_can_not_be_done_is_refused_by_name(body: dict[str, Any], complaint
     ],
 )
 def test_a_bad_completion_is_refused_by_name(body: dict[str, Any], complaint: str) -> None:
-    """It has fields of its own."""
+    """A completion has other fields than a chat."""
     with pytest.raises(UsageError) as error:
         _text(**body)
     assert complaint in str(error.value)
@@ -161,8 +161,8 @@ def test_a_bad_line_around_the_body_is_refused(fields: dict[str, Any], complaint
     assert complaint in str(error.value)
 
 
-def test_what_a_line_lacks_is_named() -> None:
-    """Each key that the format has."""
+def test_a_missing_key_is_named() -> None:
+    """The error names each key of the format that the line lacks."""
     line = {"custom_id": "a", "url": CHAT, "body": {"messages": [USER]}}
     assert "a" == parse_batch_line(json.dumps(line).encode(), where="f, line 1").id
     for key in line:

@@ -31,14 +31,14 @@ def _ended(token_count: int, **values: Any) -> Request:
 
 
 def test_time_left_is_unknown_before_the_first_token() -> None:
-    """A guess from nothing would be a lie."""
+    """Before the first token nothing is known from which the time could be computed."""
     progress = _progress(4)
     progress.add(105.0, make_stats(), [])
     assert (5.0, None) == (progress.elapsed_s, progress.left_s)
     assert "0:05 so far" == progress.times
 
 
-def test_answers_are_thought_to_reach_their_limits_until_one_ends() -> None:
+def test_answers_are_expected_to_reach_their_limits_until_one_ends() -> None:
     """40 tokens at most, 8 of them in 4 seconds: 32 are left."""
     progress = _progress(4)
     progress.add(104.0, make_stats(new_tokens=8), [])
@@ -55,7 +55,7 @@ def test_answers_that_stopped_say_how_long_the_others_are() -> None:
 
 
 def test_one_short_answer_does_not_make_the_others_short() -> None:
-    """Short ones end first; 299 others have gone on for as long."""
+    """Short answers end first; 299 others have gone on for as long."""
     params = SamplingParams(max_new_tokens=1000)
     progress = Progress("answering", [make_request(params=params) for _ in range(300)], 0.0)
     short = make_request(params=params, output_ids=[0, 0], finish_reason="stop")
@@ -65,14 +65,14 @@ def test_one_short_answer_does_not_make_the_others_short() -> None:
 
 
 def test_failed_requests_say_nothing_of_the_others_length() -> None:
-    """Nor do their own tokens count any more."""
+    """Tokens of failed requests don't count any more either."""
     progress = _progress(4)
     progress.add(101.0, make_stats(new_tokens=10), [_ended(0, error="too long")])
     assert 2.0 == progress.left_s
 
 
-def test_what_is_not_done_takes_a_token_more_at_least() -> None:
-    """Also if it has more tokens than it may."""
+def test_an_unfinished_request_takes_one_more_token_at_least() -> None:
+    """This holds even if the request has more tokens than it may have."""
     progress = _progress(2)
     progress.add(110.0, make_stats(new_tokens=20), [_ended(5)])
     assert 0.5 == progress.left_s
@@ -86,7 +86,7 @@ def test_time_left_is_zero_at_the_end() -> None:
 
 
 def test_seconds_are_shown_as_a_clock_shows_them() -> None:
-    """Hours only if there are some."""
+    """Hours are shown only if there are some."""
     assert ["0:00", "0:05", "1:00", "12:30", "1:02:03", "27:46:40"] == [
         format_seconds(seconds) for seconds in (0.4, 5, 59.6, 750, 3723, 100_000)
     ]

@@ -59,13 +59,13 @@ def test_messages_and_settings_are_kept(tmp_path: Path) -> None:
 def test_settings_have_the_names_that_people_use(
     key: str, value: object, setting: dict[str, object]
 ) -> None:
-    """Those of OpenAI's API too."""
+    """The names of OpenAI's API are accepted too."""
     line = json.dumps({"id": "a", "prompt": "x", key: value}).encode()
     assert setting == parse_prompt(line, where="f, line 1").settings
 
 
 def test_prompts_know_their_places(tmp_path: Path) -> None:
-    """The number among the prompts, whatever blank lines are between them."""
+    """A place is the number among the prompts; blank lines between them don't count."""
     path = _write(tmp_path, '{"id": "z", "prompt": "1"}', "", '{"id": "a", "prompt": "2"}')
     assert [("z", 0), ("a", 1)] == [(prompt.id, prompt.place) for prompt in read_prompts(path)]
 
@@ -178,7 +178,7 @@ def test_bad_line_is_refused_with_its_number(
 
 
 def test_plain_text_has_a_prompt_a_line(tmp_path: Path) -> None:
-    """A file called .txt; ids are the lines' numbers, and a prompt keeps its spaces."""
+    """The file is called .txt; ids are the lines' numbers, and a prompt keeps its spaces."""
     path = tmp_path / "prompts.TXT"
     path.write_bytes(b'\xef\xbb\xbf  Hi \r\n\n"quoted"\n')
     prompts = read_prompts(str(path))
@@ -189,7 +189,7 @@ def test_plain_text_has_a_prompt_a_line(tmp_path: Path) -> None:
     assert prompts == read_prompts(str(path), input_format="text")
 
 
-def test_plain_text_is_only_what_is_called_so(tmp_path: Path) -> None:
+def test_only_a_file_called_txt_is_plain_text(tmp_path: Path) -> None:
     """A damaged file of JSON, or one of another kind, must not become prompts of its lines."""
     path = _write(tmp_path, "Why is the sky blue?")
     with pytest.raises(UsageError, match=r"line 1: is not a JSON object .* --input-format text"):
@@ -204,7 +204,7 @@ def test_plain_text_is_only_what_is_called_so(tmp_path: Path) -> None:
 
 
 def test_plain_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    """By line and byte, as JSON is."""
+    """The error names the line and the byte, as it does for JSON."""
     path = _write(tmp_path, b"ok", b"caf\xe9")
     with pytest.raises(UsageError, match=r"line 2: is not UTF-8 \(byte 4: 0xe9\)"):
         read_prompts(path, input_format="text")
@@ -254,7 +254,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_documented_lines_can_be_read_and_every_key_is_documented(tmp_path: Path) -> None:
-    """Of kvtide's own lines and of the batch format."""
+    """The document has kvtide's own lines and the batch format."""
     text = DOCUMENT.read_text(encoding="utf-8")
     plain, batch = re.findall(r"^```json\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert ["sky", "two"] == [prompt.id for prompt in read_prompts(_write(tmp_path, plain))]

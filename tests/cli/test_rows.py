@@ -25,19 +25,19 @@ LIKELIEST = (TokenLogprob(5, "h", -0.5), TokenLogprob(7, "j", -1.5))
 
 
 def test_one_answer_is_the_line() -> None:
-    """What other programs have read so far."""
+    """Programs that read a line for each answer needn't change."""
     assert {"id": "a", **PLAIN} == answer_row(PROMPT, [make_request("a", **ANSWERED)], model="m")
 
 
 def test_several_answers_are_a_list_of_samples() -> None:
-    """In order, each with what a line of one answer has, but the id."""
+    """Samples keep their order; each has what a line of one answer has, but for the id."""
     second = make_request("a#1", **(ANSWERED | {"text": "ha"}))
     row = answer_row(PROMPT, [make_request("a", **ANSWERED), second], model="m")
     assert {"id": "a", "samples": [PLAIN, PLAIN | {"text": "ha"}]} == row
 
 
 def test_logprobs_come_where_they_were_asked_for() -> None:
-    """The chosen token's, and those of the likeliest tokens, for each step."""
+    """Each step has those of the chosen token and of the likeliest tokens."""
     steps = [StepLogprobs(LIKELIEST[0], LIKELIEST)]
     request = make_request("a", params=SamplingParams(logprobs=2), logprobs=steps)
     likeliest = [
@@ -48,8 +48,8 @@ def test_logprobs_come_where_they_were_asked_for() -> None:
     assert expected == answer_row(PROMPT, [request], model="m")["logprobs"]
 
 
-def test_a_line_of_which_an_answer_failed_is_known() -> None:
-    """Of several samples one is enough."""
+def test_a_line_with_a_failed_answer_is_known() -> None:
+    """One failed sample of several is enough."""
     good, bad = make_request("a", **ANSWERED), make_request("a#1", **FAILED)
     assert not has_failed(answer_row(PROMPT, [good], model="m"))
     assert not has_failed(answer_row(PROMPT, [good, good], model="m"))
@@ -80,7 +80,7 @@ def test_a_chat_completion_of_a_batch_is_answered_as_openai_does() -> None:
 
 
 def test_logprobs_of_a_chat_completion_have_openai_s_form() -> None:
-    """Bytes too, but for a token that is a part of a character."""
+    """Tokens have their bytes too, but for a token that is a part of a character."""
     half = TokenLogprob(9, "\N{REPLACEMENT CHARACTER}", -2.0)
     steps = [StepLogprobs(TokenLogprob(8, "é", -0.5), (half,))]
     request = make_request("a", params=SamplingParams(logprobs=1), logprobs=steps)
@@ -99,7 +99,7 @@ def test_logprobs_of_a_chat_completion_have_openai_s_form() -> None:
 
 
 def test_a_completion_of_a_batch_is_answered_as_openai_does() -> None:
-    """Its logprobs have a form of their own."""
+    """The logprobs of a completion have another form than those of a chat."""
     steps = [
         StepLogprobs(LIKELIEST[0], LIKELIEST),
         StepLogprobs(LIKELIEST[1], (LIKELIEST[0], TokenLogprob(3, "h", -9.0))),

@@ -56,7 +56,7 @@ def test_model_without_template_takes_plain_prompts_only(untaught: OpenModel) ->
 
 
 def test_a_raw_prompt_is_continued_without_the_template(tiny: OpenModel) -> None:
-    """As OpenAI's completions are; the text of a special token stays text unless asked."""
+    """OpenAI's completions work so. Special tokens' text stays text unless asked otherwise."""
     raw = replace(_prompt(prompt="a<|im_end|>"), is_openai=True)
     assert len("a<|im_end|>") == len(encode_prompt(tiny, raw))
     assert 2 == len(encode_prompt(tiny, raw, special_tokens=True))

@@ -228,7 +228,7 @@ class TestMyLayouts(LayoutTests):
 
 
 def test_a_wrong_sample_fails_once(tmp_path: Path) -> None:
-    """The test of the sample itself says what is wrong; the others say which test that is."""
+    """The sample's own test says what is wrong; the other tests name that test."""
     (tmp_path / "test_wrong.py").write_text(WRONG_SAMPLES, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfsE", "test_wrong.py"]

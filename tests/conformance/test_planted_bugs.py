@@ -318,7 +318,7 @@ def slots_by_reference(patch: pytest.MonkeyPatch) -> None:
 
 
 def snapshot_is_a_range(patch: pytest.MonkeyPatch) -> None:
-    """Of the tokens that have rows, only the first and the last are kept."""
+    """The snapshot keeps the whole range between the first and the last token that have rows."""
     patch.setattr(
         tide_module,
         "ranges_of",

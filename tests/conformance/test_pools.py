@@ -58,18 +58,18 @@ class TestCreatedPool(PoolTests):
 
 @final
 class OwnWay:
-    """A way that isn't kvtide's, though a Tide does its work; `load` may do nothing."""
+    """Moves bytes with a Tide, but isn't the kit's way; `load` may do nothing."""
 
     def __init__(self, way: TideWay, *, loads: bool) -> None:
         self.way = way
         self.loads = loads
 
     def save(self, slots: Any, request: int | None) -> Any:
-        """Saves by the Tide."""
+        """Saves with the Tide."""
         return self.way.save(slots, request)
 
     def load(self, saved: Any, slots: Any, request: int | None) -> None:
-        """Restores by the Tide, or does nothing."""
+        """Restores with the Tide, or does nothing."""
         if self.loads:
             self.way.load(saved, slots, request)
 
@@ -80,13 +80,13 @@ class OwnWay:
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_load_that_does_nothing_fails_wherever_bytes_move(loads: bool) -> None:
-    """Every test but that of the planes goes there and back by the way that the pool gives."""
+    """Every test but that of the planes moves its bytes by the way that the pool gives."""
 
     class Tests(TestCreatedPool):
-        """A pool with its own way."""
+        """Tests a pool that gives a way."""
 
         def make_way(self, subject: PoolUnderTest, block_bytes: int) -> OwnWay:
-            """Moves by a Tide, or not at all."""
+            """Returns a way that moves with a Tide, or not at all."""
             return OwnWay(TideWay(subject, block_bytes), loads=loads)
 
     names = [name for name in dir(PoolTests) if name.startswith("test_")]

@@ -55,7 +55,7 @@ def test_operations_take_turns_and_only_the_second_call_counts(
 def test_quartiles_hold_half_of_the_rounds(
     seconds: list[float], quartiles: tuple[float, float]
 ) -> None:
-    """A single round that something disturbed changes them as little as the median."""
+    """A single disturbed round changes quartiles as little as the median."""
     assert quartiles == median_of(Timing(value, 0.0) for value in seconds).quartiles
 
 

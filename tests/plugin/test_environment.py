@@ -1,4 +1,4 @@
-"""An operator's settings: a slip of the hand is named, whatever engine it was made for."""
+"""Settings of an operator: a mistyped variable is named, for every engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAMES = ("KVTIDE_HOST_MEMORY", "KVTIDE_TOY", "KVTIDE_TOY_COLOCATED")
 
 
 @pytest.mark.parametrize("text", ["24", "0", "24000", "1048575"])
-def test_few_bytes_without_a_unit_are_a_unit_left_out(text: str) -> None:
-    """No arena is that small; nobody would notice before a request is retracted."""
+def test_few_bytes_without_a_unit_are_refused(text: str) -> None:
+    """No arena is that small; the mistake would show only when a request is retracted."""
     is_bytes = f"'{text}' has no unit, so it is {int(text):,} bytes"
     said = f"^KVTIDE_HOST_MEMORY: {is_bytes}.*such as 24GiB$"
     with pytest.raises(UsageError, match=said):
@@ -26,8 +26,8 @@ def test_few_bytes_without_a_unit_are_a_unit_left_out(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "size_bytes"), [("1048576", 1 << 20), ("24GiB", 24 << 30), ("8KiB", 8192), ("24B", 24)]
 )
-def test_a_size_that_is_meant_is_taken(text: str, size_bytes: int) -> None:
-    """With a unit, or with as many digits as bytes have."""
+def test_a_plausible_size_is_accepted(text: str, size_bytes: int) -> None:
+    """Such a size has a unit, or at least as many digits as an arena has in bytes."""
     assert size_bytes == host_memory_bytes({"KVTIDE_HOST_MEMORY": text})
 
 
@@ -44,14 +44,14 @@ def test_a_size_that_is_meant_is_taken(text: str, size_bytes: int) -> None:
     ],
 )
 def test_an_unknown_variable_is_named_with_the_closest_known(name: str, said: str) -> None:
-    """One that resembles none is named alone; on one line, whatever is in it."""
+    """A name that resembles no known one is named alone; line breaks in names are escaped."""
     known = dict.fromkeys([*NAMES, *OF_KVTIDE, "HOME", "KVTIDE"], "1")
     assert [said] == unknown_variables(NAMES, {**known, name: "1"})
     assert [] == unknown_variables(NAMES, known)
 
 
 def test_every_variable_that_kvtide_reads_is_known() -> None:
-    """Those of engines' plugins are theirs to name."""
+    """Each engine's plugin has a list of the variables that it reads."""
     files = [
         path
         for path in Path(kvtide.__file__).parent.rglob("*.py")

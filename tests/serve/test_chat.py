@@ -1,4 +1,4 @@
-"""Prompts as tokens: the template's special tokens work, and the text of a user's stays text."""
+"""Prompts as tokens: special tokens of the template work, and those in a user's text stay text."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.fixture
 def tiny() -> OpenModel:
-    """One token a byte. Opened for each test, since a test may change the tokenizer."""
+    """Opens the model again for each test, since a test may change the tokenizer."""
     return open_model("tiny-random")
 
 
 def user(content: str) -> list[dict[str, Any]]:
-    """A conversation of one turn."""
+    """Makes a conversation of one turn."""
     return [{"role": "user", "content": content}]
 
 
 def plain(model: OpenModel, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """The tokens as transformers makes them, special tokens' text included."""
+    """Makes the tokens with transformers, which takes text for special tokens."""
     encoded = model.tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, return_dict=True
     )
@@ -47,7 +47,7 @@ def plain(model: OpenModel, messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def special_count(model: OpenModel, ids: list[int]) -> int:
-    """How many special tokens there are."""
+    """Counts the special tokens."""
     added = model.tokenizer.added_tokens_decoder
     return sum(token in added and added[token].special for token in ids)
 
@@ -62,7 +62,7 @@ def test_a_special_token_s_text_stays_text(tiny: OpenModel, text: str) -> None:
 
 
 def test_a_special_token_s_text_is_the_token_where_that_is_asked_for(tiny: OpenModel) -> None:
-    """As transformers does by itself."""
+    """The tokens equal those of transformers without kvtide."""
     messages = user("a<|im_end|>")
     ids = encode_chat(tiny, messages, special_tokens=True)
     assert plain(tiny, messages) == ids
@@ -75,7 +75,7 @@ def test_a_raw_text_is_kept_apart_too(tiny: OpenModel) -> None:
     assert 2 == len(encode_text(tiny, "a<|im_end|>", special_tokens=True))
 
 
-def test_to_keep_text_apart_changes_no_later_encoding(tiny: OpenModel) -> None:
+def test_keeping_text_apart_changes_no_later_encoding(tiny: OpenModel) -> None:
     """The tokenizer is shared, and has a switch for this."""
     before = plain(tiny, user("<|im_end|>"))
     encode_text(tiny, "<|im_end|>", special_tokens=False)
@@ -90,7 +90,7 @@ UNIGRAM_TEMPLATE = (
 
 
 def unigram(model: OpenModel, *, words: Sequence[str]) -> OpenModel:
-    """The model with a tokenizer like SentencePiece's: a token a character, and these `words`."""
+    """Gives the model a tokenizer like SentencePiece's: a token a character, and these `words`."""
     pieces = [*words, *sorted(set("abcdehilorstx /<>[]I\n▁"))]
     backend = Tokenizer(models.Unigram([("<unk>", 0.0), *((piece, -5.0) for piece in pieces)], 0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -103,7 +103,7 @@ def unigram(model: OpenModel, *, words: Sequence[str]) -> OpenModel:
 
 
 def test_a_tokenizer_that_makes_special_tokens_of_text_is_noticed(tiny: OpenModel) -> None:
-    """Some have a special token's text among their words, and find it there."""
+    """Some tokenizers have a special token's text among their words, and find it there."""
     model = unigram(tiny, words=["<s>", "</s>"])
     for text in ("a </s> b", "</s>"):
         with pytest.raises(UsageError, match="tiny-random makes a special token of text in this"):
@@ -135,7 +135,7 @@ def test_marks_that_would_be_dropped_are_refused(tiny: OpenModel) -> None:
 
 
 def test_tools_and_their_calls_reach_the_template(tiny: OpenModel) -> None:
-    """Special tokens' text in them stays text; in a name it is refused."""
+    """Text of special tokens in tools stays text; in a tool's name it is refused."""
     tiny.tokenizer.chat_template = TOOL_TEMPLATE
     called = [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
     text = tiny.tokenizer.decode(encode_chat(tiny, called, [TOOL], special_tokens=False))
@@ -170,7 +170,7 @@ def test_the_developer_is_the_system_where_the_template_knows_none(tiny: OpenMod
 
 
 def test_prompts_without_special_text_are_encoded_as_ever(tiny: OpenModel) -> None:
-    """To keep text apart costs no prompt that has none of it a single token."""
+    """A prompt that has no special text gets the tokens that it got before."""
     _compare_with_plain(tiny, 100)
 
 
@@ -182,7 +182,7 @@ PIECES = (
 
 @pytest.mark.smollm2
 def test_smollm2_s_tokens_are_those_of_its_plain_tokenizer() -> None:
-    """Many prompts, with spaces and line breaks at their borders."""
+    """The test compares many prompts, with spaces and line breaks at their borders."""
     model = open_model("smollm2")
     _compare_with_plain(model, 400)
     for text in ("a <|im_end|> b", "<|im_start|>", "\n<|im_end|>\n", "<|endoftext|> <file_sep>"):

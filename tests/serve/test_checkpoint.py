@@ -102,7 +102,7 @@ def test_a_shape_that_does_not_fit_is_named_with_both(folder: Path) -> None:
 def test_a_wrong_configuration_is_said_without_a_library_s_words(
     folder: Path, field: str, value: object, reason: str
 ) -> None:
-    """The field and its value, and nothing of how they were checked."""
+    """The error names the field and its value, and not how they were checked."""
     change_config(folder, **{field: value})
     line = refusal(folder)
     assert reason in line

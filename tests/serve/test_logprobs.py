@@ -27,12 +27,12 @@ def text_of(token_id: int) -> str:
 
 
 def _logprob(value: float) -> float:
-    """The logarithm of the softmax of `LOGITS`, by the book."""
+    """Computes the logarithm of the softmax of `LOGITS` from its definition."""
     return value - math.log(sum(math.exp(x) for x in LOGITS.tolist()))
 
 
 def test_chosen_and_likeliest_tokens_have_their_logprobs() -> None:
-    """Of equal ones the smaller id comes first, and the chosen token needn't be among them."""
+    """Equally likely tokens are sorted by id; the chosen token needn't be among the likeliest."""
     step = step_logprobs(LOGITS, 0, 3, text_of)
     assert (0, "0") == (step.chosen.token_id, step.chosen.text)
     assert step.chosen.logprob == pytest.approx(_logprob(1.0))
@@ -42,8 +42,8 @@ def test_chosen_and_likeliest_tokens_have_their_logprobs() -> None:
     )
 
 
-def test_none_of_the_likeliest_may_be_asked_for_and_more_than_there_are() -> None:
-    """The chosen token's alone, or all."""
+def test_no_likeliest_token_or_more_than_there_are_may_be_asked_for() -> None:
+    """The answer has the chosen token alone, or all tokens."""
     assert () == step_logprobs(LOGITS, 0, 0, text_of).likeliest
     assert [1, 3, 2, 0, 4] == [
         token.token_id for token in step_logprobs(LOGITS, 0, 20, text_of).likeliest
@@ -51,13 +51,13 @@ def test_none_of_the_likeliest_may_be_asked_for_and_more_than_there_are() -> Non
 
 
 def test_an_impossible_token_has_the_least_logprob() -> None:
-    """Minus infinity isn't a number of JSON."""
+    """JSON has no number for minus infinity."""
     assert TokenLogprob(4, "4", LEAST_LOGPROB) == step_logprobs(LOGITS, 4, 0, text_of).chosen
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_without_probabilities_are_an_error(value: float) -> None:
-    """Also where the chosen token is another."""
+    """The error comes even if the chosen token is another."""
     with pytest.raises(ArithmeticError, match="give no probabilities"):
         step_logprobs(torch.tensor([value, 1.0]), 1, 0, text_of)
 
@@ -79,7 +79,7 @@ def test_a_token_s_text_is_that_within_an_answer() -> None:
 
 
 def test_a_token_s_text_keeps_the_space_that_a_decoder_drops_at_the_beginning() -> None:
-    """SentencePiece's decoder takes the first token's space for its own."""
+    """The decoder of SentencePiece removes the space of the first token."""
     tokenizer = Tokenizer(models.WordLevel({"▁sea": 0, "s": 1}, unk_token="s"))
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     assert "sea" == tokenizer.decode([0])
@@ -96,7 +96,7 @@ def _requests(seed: int) -> list[Request]:
 
 
 def test_logprobs_are_the_same_after_a_retraction() -> None:
-    """To the last bit: they come from the same logits."""
+    """They are equal to the last bit, since they come from the same logits."""
     plenty, scarce = _requests(3), _requests(3)
     source = tiny("bfloat16")
     engine = Engine.build(source, EngineOptions(page_size=4, chunk_tokens=16), plenty)

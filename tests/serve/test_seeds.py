@@ -32,7 +32,7 @@ def test_the_same_numbers_give_the_same_seed_in_every_process() -> None:
 
 @given(NUMBERS, NUMBERS, NUMBERS)
 def test_a_seed_is_one_that_sampling_takes(seed: int, place: int, sample: int) -> None:
-    """Whatever the numbers are."""
+    """The seed is valid for numbers of any size."""
     assert 0 <= derived_seed(seed, place, sample) <= LARGEST
     assert 0 <= sample_seed(seed, sample) <= LARGEST
 

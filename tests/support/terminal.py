@@ -1,4 +1,4 @@
-"""A terminal small enough to see through, which breaks lines anew when its width changes."""
+"""A simple terminal for tests, which breaks lines anew when its width changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Row:
 
 
 class Terminal(io.StringIO):
-    """Knows text, `\\r`, `\\n`, cursor up, erase below, colours, and cursor on and off.
+    """A terminal that knows text, `\\r`, `\\n`, cursor up, erase below, colours, cursor on and off.
 
     Like tmux, VTE, kitty and others, `resize` joins the rows of a line and breaks it anew.
     """

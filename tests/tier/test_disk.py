@@ -230,7 +230,7 @@ def test_invalid_limit_is_refused(tier: Callable[..., DiskTier], bad: Any) -> No
 
 
 def test_place_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    """A file, and a folder whose parent isn't there, can't be used."""
+    """A file is refused, and so is a folder whose parent isn't there."""
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "no" / "parent"):
         with pytest.raises(UsageError, match="cannot use the folder"):
@@ -357,10 +357,10 @@ def test_tensors_that_overlap_are_refused(tier: Callable[..., DiskTier], tide: T
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "linked shard"])
-def test_what_is_no_file_is_not_opened(
+def test_only_a_regular_file_is_opened(
     tier: Callable[..., DiskTier], tide: Tide, tmp_path: Path, kind: str
 ) -> None:
-    """A link to a right file, a pipe without a writer, a folder: none is read, and none waits."""
+    """Links, pipes and folders aren't read, and a pipe without a writer is no reason to wait."""
     disk = tier()
     save(disk, tide, "a")
     path, elsewhere = path_of(disk, "a"), tmp_path / "elsewhere"
@@ -393,7 +393,7 @@ def test_failed_write_keeps_what_was_there(
     call: str,
     number: int,
 ) -> None:
-    """The put says that a later try may work; nothing half is left, and the books are right."""
+    """The error says that a later try may work; no part of a file is left in the folder."""
     disk = tier()
     save(disk, tide, "a", 10)
 

@@ -206,7 +206,7 @@ def test_second_tier_takes_what_the_first_refuses(make_world: MakeWorld) -> None
 
 
 def test_hung_tier_costs_the_deadline_once(make_world: MakeWorld) -> None:
-    """Whoever waits in vain goes on without room; what comes late is noted, and leaks nothing."""
+    """A wait in vain ends without room; the late answer is noted, and leaks nothing."""
     world = make_world(hangs=1.0)
     snapshots = [world.save(value) for value in range(4)]
     with pytest.raises(ArenaFull):

@@ -57,7 +57,7 @@ CALLS: tuple[tuple[range, slice | None], ...] = (
     (range(2), None),
     (range(2, 3), slice(2)),
 )
-"""Of three buffers with three units each: two calls for the first, and one for the other two."""
+"""Two calls copy the first of three buffers of three units; one call copies the other two."""
 
 
 def three_buffers() -> list[torch.Tensor]:

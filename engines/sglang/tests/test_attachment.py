@@ -298,7 +298,7 @@ def test_an_arena_without_room_for_anything_is_a_warning(
 def test_unknown_variables_are_a_warning_of_the_first_rank(
     place: Place, configure: Config, caplog: pytest.LogCaptureFixture, rank: int, count: int
 ) -> None:
-    """In every server, whatever kvtide does there."""
+    """Every server gets the warning, whatever kvtide does there."""
     configure({**ALONE, "attn_tp_rank": rank}, disaggregation_mode="prefill")
     settings = Settings(unknown=("KVTIDE_A", "KVTIDE_B (did you mean KVTIDE_C?)"))
     hooks._beginning(settings)(lambda *_: None, Scheduler(place.allocator, place.request_pool))

@@ -159,7 +159,7 @@ def test_one_line_of_the_log_says_what_is_covered(forced: EngineRun) -> None:
 
 
 def test_one_line_of_the_log_names_unknown_variables(forced: EngineRun) -> None:
-    """Though kvtide reads its settings in each of the server's processes; here a test's own."""
+    """There is one line although every process of the server reads the settings."""
     (line,) = forced.log_lines("kvtide knows no variable")
     assert line.endswith("kvtide knows no variable KVTIDE_WATCH")
 

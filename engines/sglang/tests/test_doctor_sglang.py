@@ -58,7 +58,7 @@ def test_the_report_has_sglangs_own_results(runs: Runs) -> None:
 
 
 def test_copies_that_fail_are_counted_by_machines(runs: Runs) -> None:
-    """Whoever serves on CUDA must see how many fail there."""
+    """Operators with CUDA see how many copies fail there."""
     _, out, _ = runs["few"]
     said = "(those that aren't exact fail: 1 on CUDA machines too)"
     assert any(line.startswith("2 round trips: ") and said in line for line in out.splitlines())
@@ -153,7 +153,7 @@ def test_a_plugin_that_is_turned_off_is_not_ok(runs: Runs) -> None:
 
 
 def test_a_plugin_that_is_not_registered_is_not_ok(runs: Runs) -> None:
-    """As where kvtide's source is on the path and kvtide isn't installed."""
+    """This happens where kvtide's source is on the path and kvtide isn't installed."""
     code, out, _ = runs["not registered"]
     lines = out.splitlines()
     assert 1 == code
@@ -162,7 +162,7 @@ def test_a_plugin_that_is_not_registered_is_not_ok(runs: Runs) -> None:
 
 
 def test_unknown_variables_are_named(runs: Runs) -> None:
-    """With the name that was meant, where one is like it."""
+    """The report suggests a known name where one resembles the unknown one."""
     code, found = report(runs, "a misspelt variable")
     said = "KVTIDE_HOST_MEMROY (did you mean KVTIDE_HOST_MEMORY?)"
     assert (1, 1, [said]) == (code, found["failed"], found["unknown_variables"])

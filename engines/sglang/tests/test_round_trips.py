@@ -23,7 +23,7 @@ UNTRIED = ("MHA MXFP8, page 16", "MHA MXFP8, page 128, interleaved scales")
 
 
 class AsOnCUDA(Way):
-    """SGLang's methods as on a CUDA machine, where what was copied to the host is no view."""
+    """Copies with SGLang as on a CUDA machine, where its copies on the host aren't views."""
 
     def save(self, built: Built, slots: torch.Tensor, rows: Mapping[str, int]) -> Any:
         """See Way."""
@@ -46,14 +46,14 @@ def test_sglang_alone_is_as_the_table_says(case: Case) -> None:
 def test_sglang_alone_fails_where_the_table_says(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fails without CUDA or on a CPU alone is exact where torch.cuda waits and copies copy."""
+    """Cases that fail without CUDA or on a CPU are exact with stand-ins for wait and copy."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     is_exact = round_trip(case, AsOnCUDA()).verdict == "exact"
     assert (case.only_on in ("no CUDA", "CPU") and case.name not in UNTRIED) == is_exact
 
 
-def test_what_was_not_imitated_needs_an_operation_of_an_accelerator() -> None:
-    """Those cases are marked by their reason alone."""
+def test_cases_that_were_not_tried_need_an_operation_of_an_accelerator() -> None:
+    """The reason of such a case names a dtype or a kernel that a CPU lacks."""
     untried = [case for case in FAILING if case.name in UNTRIED]
     assert [("CPU", True)] * 2 == [
         (case.only_on, "float8_e8m0fnu" in case.reason or "kernel" in case.reason)
@@ -62,6 +62,6 @@ def test_what_was_not_imitated_needs_an_operation_of_an_accelerator() -> None:
 
 
 def test_every_failure_has_a_reason_and_no_success_has() -> None:
-    """For whoever reads the table or the doctor."""
+    """The table and the doctor print the reasons."""
     assert [] == [case.name for case in CASES if bool(case.reason) == (case.alone == "exact")]
     assert [] == [case.name for case in CASES if case.only_on and case.alone == "exact"]

@@ -147,7 +147,7 @@ class PagedModel:
 
 
 def _shared_passes(segments: Sequence[Segment], rows: RowCounts) -> Iterator[_PassRows]:
-    """As few passes as the segments' order allows. A segment too long to share has its pass."""
+    """Yields as few passes as the order allows. A segment too long to share has its own pass."""
     shared: list[Segment] = []
     for segment in segments:
         if segment.count > rows.most:

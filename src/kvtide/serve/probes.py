@@ -151,7 +151,7 @@ def _scores_that_cancel(sizes: AttentionSizes, length: int) -> tuple[Tensor, Ten
 
 
 def _values_that_cancel(sizes: AttentionSizes, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As above; keys come in equal pairs, and the values of a pair sum to zero."""
+    """Returns inputs of the same shapes; keys come in equal pairs whose values sum to zero."""
     generator = torch.Generator().manual_seed(_SEED)
     query = torch.randn(1, sizes.heads, sizes.head_dim, generator=generator)
     slots = (length, sizes.kv_heads)

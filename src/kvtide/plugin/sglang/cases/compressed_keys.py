@@ -82,7 +82,7 @@ def _mha() -> Built:
 
 
 def _with_state() -> Built:
-    """As in the model that has them: between the layers that attend are some that recur."""
+    """Builds a pool as in the model: recurrent layers stand between those that attend."""
     requests = request_pool_with_state()
     pool, allocator = hybrid(requests.mamba_pool, 1)
     probes = _probes(pool.full_kv_pool, requests, _attached(requests, allocator))
@@ -113,7 +113,7 @@ def _tokens(probe: ByteProbe, aside: torch.Tensor) -> ByteProbe:
 
 
 def _slots_of(requests: Any, level: str, row: int, count: int) -> torch.Tensor:
-    """Those of a request's first entries: 0 where it has none."""
+    """Returns the slots of a request's first entries: 0 where it has no entry."""
     table: torch.Tensor = getattr(requests, f"req_to_sparse_{level}_token")
     return table[row, :count].long()
 

@@ -112,7 +112,7 @@ def _plain(**options: Any) -> Built:
 
 
 def _shrunk() -> Built:
-    """As after SGLang has backed less of a pool with memory than it laid out addresses for."""
+    """Builds a pool that SGLang has backed with less memory than it laid out addresses for."""
     pool, _ = mha(size=256)
     pool.size = 192
     allocator = scattered(allocator_for(pool, pool.size, 16, torch.bfloat16))

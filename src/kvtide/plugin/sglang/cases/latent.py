@@ -28,7 +28,7 @@ from kvtide.plugin.sglang.cases.round_trips import (
 )
 
 KEY_BYTES, SCALE_BYTES = 128, 4
-"""Of one index key."""
+"""The sizes of one index key and of its scale."""
 SIZE = 512
 NO_CUDA = "waits for torch.cuda, whatever the device"
 NO_SCALES = "the scales aren't copied: the values come back under the scales of others"

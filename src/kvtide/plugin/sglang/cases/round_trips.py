@@ -76,7 +76,7 @@ class Built:
     window_tokens: int | None = None
     """How far sliding-window attention looks back."""
     draft_pools: Sequence[Any] = ()
-    """Those of draft models, which keep their KV in the same slots."""
+    """The pools of draft models, which keep their KV in the same slots."""
     undo: Callable[[], None] = lambda: None
     """Called in the end: takes back what building it set for this process."""
 

@@ -112,7 +112,7 @@ def windowed(page_size: int, gone: int = 0, window: int | None = None, **options
 
 
 def with_tail(built: Built, read: ReadRows = by_token) -> Built:
-    """As decode servers do: a request comes back with rows for its window alone.
+    """A request comes back with rows for its window alone, as on decode servers.
 
     Of 61 tokens a window of 20 begins within the third page. The source still has the second.
     """
