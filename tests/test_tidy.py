@@ -64,6 +64,12 @@ UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 # Names that say nothing about a value, and texts that docstrings, comments and errors don't use.
 EMPTY_NAMES = {"one", "own", "of", "at"}
 UNWANTED_TEXTS = {"can't be meant": "say `invalid`", "``": "a name stands in single backticks"}
+# A docstring that begins with such a word goes on from something that its reader hasn't read.
+HEADLESS_WORDS = {
+    *("Also", "And", "As", "But", "Else", "Nor", "Of", "Or", "Rather"),
+    *("Than", "That", "Those", "Though", "Whoever"),
+}
+DOCUMENTED_FOLDERS = ("tests", "engines", "simnpu/src", "simnpu/tests", "benchmarks")
 
 
 @functools.cache
@@ -300,6 +306,23 @@ def check_words(source: Source) -> list[str]:
     return problems
 
 
+def check_beginnings(source: Source) -> list[str]:
+    """A docstring is a sentence that can be read alone, so it has a subject or a verb first."""
+    return [
+        f"{source.path}:{line}: a docstring begins with {text.split()[0]!r}"
+        for line, text in docstrings(source.tree)
+        if text.split() and text.split()[0].strip(",:;") in HEADLESS_WORDS
+    ]
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields the line and the text of each docstring, those of attributes and constants too."""
+    values = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    for value in values:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.lineno, value.value
+
+
 @functools.cache
 def read_package() -> list[Source]:
     """Reads all files of the package."""
@@ -325,8 +348,10 @@ CHECKS: list[Check] = [
     check_lengths,
     lambda source: check_docstrings(source, documented_in_package()),
     check_words,
+    check_beginnings,
 ]
 NAMES = ["order", "dependencies", "devices", "pickles", "lengths", "docstrings", "words"]
+NAMES += ["beginnings"]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=NAMES)
@@ -419,6 +444,16 @@ def test_tests_name_their_values() -> None:
     ]
 
 
+def test_all_docstrings_can_be_read_alone() -> None:
+    """The rule for beginnings holds in the folders beside the package, too."""
+    sources = [
+        Source(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+        for folder in DOCUMENTED_FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    assert [] == [problem for source in sources for problem in check_beginnings(source)]
+
+
 BAD = [
     ("order", "pool/pool.py", "from kvtide.transfer import Mover"),
     ("order", "tide.py", "def f():\n    import kvtide.serve.engine"),
@@ -460,6 +495,9 @@ BAD = [
     ("words", "tide.py", 'raise SlotError("a slot that can\'t be meant")'),
     ("words", "tide.py", "# It raises SlotError for a slot that can't\n# be meant."),
     ("words", "tide.py", "# See ``Job."),
+    ("beginnings", "tide.py", '"""Of a job, the last step."""'),
+    ("beginnings", "tide.py", 'def f():\n    """Also, it waits."""'),
+    ("beginnings", "tide.py", 'class C:\n    x: int\n    """\n    Those of the job."""'),
 ]
 
 
@@ -482,6 +520,7 @@ GOOD = [
     ("lengths", "tide.py", "def f():\n" + "    x = 1\n" * (LONGEST_FUNCTION - 1)),
     ("docstrings", "tide.py", '"""Doc."""\ndef _f(): pass'),
     ("words", "tide.py", '"""See `Job`, one of them."""\nx = one.own'),
+    ("beginnings", "tide.py", '"""Offsets of a job, as bytes."""\nx = "Of a job"'),
 ]
 
 
