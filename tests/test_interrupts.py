@@ -299,7 +299,7 @@ def test_the_allocator_loses_no_page_wherever_an_interrupt_comes() -> None:
 
 
 @pytest.mark.parametrize("is_back", [False, True])
-def test_a_second_interrupt_ends_no_wait_for_what_moves(
+def test_a_second_interrupt_ends_no_wait_for_a_move(
     monkeypatch: pytest.MonkeyPatch, is_back: bool
 ) -> None:
     """People press Ctrl-C again if it takes long; pages must not be free before the move ends."""

@@ -51,7 +51,7 @@ def test_the_engines_example_answers() -> None:
     assert names["engine"].exact_check.exact_rows
 
 
-def test_whoever_serves_with_sglang_reads_what_an_ordinary_server_needs() -> None:
+def test_readme_names_the_setting_for_ordinary_servers() -> None:
     """Each paragraph or row that names such servers says it, and not behind a link."""
     text = README.read_text("utf-8")
     parts = [part for part in re.split(r"\n\n|\n(?=\|)", text) if "ordinary server" in part]

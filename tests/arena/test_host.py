@@ -99,7 +99,7 @@ def test_the_limit_is_hard_to_the_byte() -> None:
     arena.lease(2).release()
 
 
-def test_full_takes_nothing() -> None:
+def test_a_full_arena_takes_nothing() -> None:
     """After the refusal the free blocks can still be leased."""
     arena, _ = make_arena(limit_bytes=4 * 64, block_bytes=64)
     first = arena.lease(2)

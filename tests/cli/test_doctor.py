@@ -247,7 +247,7 @@ def test_device_that_cannot_be_opened_is_tried_without_kvtide(ask: Ask) -> None:
     assert lines[-1].startswith("device cpu: 1 of ")
 
 
-def test_json_is_one_object_with_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_with_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
     """The object holds the whole report, and nothing else is on standard output."""
     assert 0 == main([*CPU, "--json"])
     captured = capsys.readouterr()

@@ -26,7 +26,9 @@ def _help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     "words", [[], ["run"], ["doctor"], ["plan"], ["bench"], ["bench", "copy"]], ids=" ".join
 )
-def test_short_help_is_the_long_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_option_prints_the_same_help(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every command knows `-h`."""
     assert _help_of(capsys, *words, "--help") == _help_of(capsys, *words, "-h") != ""
 

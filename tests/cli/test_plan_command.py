@@ -137,7 +137,7 @@ def test_json_has_the_same_as_numbers(capsys: pytest.CaptureFixture[str]) -> Non
     } == found
 
 
-def test_json_has_null_for_what_costs_nothing_or_is_not_there(
+def test_json_has_null_for_absent_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A model without a window has no size for it; a size of 0 bytes sets no limit on tokens."""
@@ -302,7 +302,7 @@ def test_file_too_large_to_be_a_configuration_is_not_read(
         (".", "is not a model's folder: it has no config.json"),
     ],
 )
-def test_name_of_nothing_is_one_line(
+def test_unknown_name_is_one_line(
     name: str,
     reason: str,
     tmp_path: Path,

@@ -24,7 +24,7 @@ PROMPT = Prompt("f, line 1", "a", ({"role": "user", "content": "x"},), is_chat=F
 LIKELIEST = (TokenLogprob(5, "h", -0.5), TokenLogprob(7, "j", -1.5))
 
 
-def test_one_answer_is_the_line() -> None:
+def test_a_single_answer_is_the_whole_line() -> None:
     """Programs that read a line for each answer needn't change."""
     assert {"id": "a", **PLAIN} == answer_row(PROMPT, [make_request("a", **ANSWERED)], model="m")
 

@@ -76,7 +76,7 @@ def test_without_simulation_there_is_no_npu() -> None:
         ("gpu", "device 'gpu' can't be simulated: simnpu: "),
     ],
 )
-def test_what_cannot_be_simulated_is_one_line(
+def test_invalid_device_or_schedule_is_one_line(
     options: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exit code is 2, and no model is loaded."""

@@ -62,7 +62,7 @@ def test_a_raw_prompt_is_continued_without_the_template(tiny: OpenModel) -> None
     assert 2 == len(encode_prompt(tiny, raw, special_tokens=True))
 
 
-def test_what_the_template_refuses_is_bad_input(untaught: OpenModel) -> None:
+def test_prompt_that_the_template_refuses_is_bad_input(untaught: OpenModel) -> None:
     """Templates raise errors of their own, such as for roles that don't alternate."""
     untaught.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UsageError, match=r"f, line 7: .*tiny-random refuses .*must alternate"):

@@ -156,7 +156,9 @@ def test_ranks_of_other_hosts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> N
     assert (3 + 4, 4) == HostMemory(None, 2, RanksElsewhere()).measure(3)
 
 
-def test_ranks_that_cannot_be_asked_count_as_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_be_asked_are_counted_like_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Replicas of a server share the host, but have no group in common, so they can't ask.
 
     Each of them is taken to have written as much to its pool as this rank.

@@ -169,7 +169,7 @@ def test_the_developer_is_the_system_where_the_template_knows_none(tiny: OpenMod
     assert text.startswith("<|im_start|>developer\nBe brief.")
 
 
-def test_prompts_without_special_text_are_encoded_as_ever(tiny: OpenModel) -> None:
+def test_prompts_without_special_text_are_encoded_as_before(tiny: OpenModel) -> None:
     """A prompt that has no special text gets the tokens that it got before."""
     _compare_with_plain(tiny, 100)
 

@@ -99,7 +99,7 @@ def test_a_shape_that_does_not_fit_is_named_with_both(folder: Path) -> None:
         ("num_attention_heads", 3, "The hidden size (64) is not a multiple of the number of"),
     ],
 )
-def test_a_wrong_configuration_is_said_without_a_library_s_words(
+def test_a_wrong_configuration_is_an_error_in_kvtide_s_words(
     folder: Path, field: str, value: object, reason: str
 ) -> None:
     """The error names the field and its value, and not how they were checked."""

@@ -113,7 +113,7 @@ def test_layers_without_weights_cost_no_memory(folder: Path, key: str) -> None:
         {"quant_method": ["fp8"]},
     ],
 )
-def test_quantization_that_nobody_knows_is_refused(folder: Path, told: Any) -> None:
+def test_an_unknown_quantization_is_refused(folder: Path, told: Any) -> None:
     """transformers ignores an unknown method, and takes the packed weights for numbers."""
     change_config(folder, quantization_config=told)
     assert "are quantized by an unknown method" in refusal(folder)

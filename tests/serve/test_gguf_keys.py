@@ -532,7 +532,7 @@ def test_a_tensor_of_an_unknown_type_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("claim", ["layers", "texts", "numbers", "tensor", "tensors"])
-def test_what_a_file_claims_costs_no_memory(tmp_path: Path, claim: str) -> None:
+def test_sizes_that_a_file_claims_cost_no_memory(tmp_path: Path, claim: str) -> None:
     """The file's sizes come from a stranger, so each is compared with the bytes that exist."""
     path = write_gguf(tiny(), tmp_path / "tiny.gguf")
     data = bytearray(path.read_bytes())

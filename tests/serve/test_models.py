@@ -298,7 +298,7 @@ def test_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
     assert "PK" in refusal(path)
 
 
-def test_gguf_opens_as_what_it_was_made_of(tmp_path: Path) -> None:
+def test_gguf_opens_as_the_model_it_was_made_from(tmp_path: Path) -> None:
     """A GGUF file of the tiny model gives its weights and tokens back."""
     tiny = open_model("tiny-random", dtype="float32")
     opened = open_model(str(write_gguf(tiny, tmp_path / "tiny.gguf")), dtype="float32")

@@ -31,26 +31,26 @@ def test_the_same_numbers_give_the_same_seed_in_every_process() -> None:
 
 
 @given(NUMBERS, NUMBERS, NUMBERS)
-def test_a_seed_is_one_that_sampling_takes(seed: int, place: int, sample: int) -> None:
+def test_each_seed_is_valid_for_sampling(seed: int, place: int, sample: int) -> None:
     """The seed is valid for numbers of any size."""
     assert 0 <= derived_seed(seed, place, sample) <= LARGEST
     assert 0 <= sample_seed(seed, sample) <= LARGEST
 
 
 @given(NUMBERS)
-def test_a_prompts_own_seed_is_taken_as_it_is_for_its_first_sample(seed: int) -> None:
+def test_the_first_sample_has_the_seed_of_its_prompt(seed: int) -> None:
     """Two lines with the same seed are answered alike."""
     assert sample_seed(seed, 0) == seed
 
 
-def test_further_samples_of_an_own_seed_differ() -> None:
+def test_further_samples_of_a_given_seed_differ() -> None:
     """Otherwise n samples would be one answer n times."""
     seeds = [sample_seed(seed, sample) for seed in (0, 1, 7) for sample in range(50)]
 
     assert len(set(seeds)) == len(seeds)
 
 
-def test_a_places_seeds_are_not_those_of_an_own_seed() -> None:
+def test_given_and_derived_seeds_do_not_collide() -> None:
     """The two ways to derive a seed share nothing."""
     samples = {sample_seed(0, sample) for sample in range(100)}
 

@@ -86,7 +86,7 @@ def test_memory_that_is_not_free_is_refused(
         sizing.check_memory(pool_bytes, EngineOptions(**options))
 
 
-def test_what_fits_to_the_byte_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_fit_to_the_byte_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pool and host memory may be all that is free."""
     monkeypatch.setattr(sizing, "free_memory_bytes", lambda: 1000)
     sizing.check_memory(600, EngineOptions(kv_memory_bytes=600, host_memory_bytes=400))

@@ -137,7 +137,7 @@ def test_used_bytes_are_what_the_files_take(tier: Callable[..., DiskTier], tide:
     assert sum(file.stat().st_size for file in files) == disk.stats.used_bytes
 
 
-def test_snapshot_larger_than_the_limit_drives_nobody_out(
+def test_snapshot_larger_than_the_limit_removes_no_other(
     tier: Callable[..., DiskTier], tide: Tide
 ) -> None:
     """TierFull comes before anything is removed."""
@@ -148,7 +148,9 @@ def test_snapshot_larger_than_the_limit_drives_nobody_out(
     assert small.contains("a")
 
 
-def test_what_is_being_read_does_not_leave(tier: Callable[..., DiskTier], tide: Tide) -> None:
+def test_a_file_that_is_being_read_is_not_removed(
+    tier: Callable[..., DiskTier], tide: Tide
+) -> None:
     """A put finds no room while the only other file is being read, and finds it afterwards."""
     small = tier(limit_bytes=FILE_BYTES)
     save(small, tide, "a")

@@ -82,7 +82,7 @@ def test_a_request_comes_back_in_other_slots(place: Place, keeper: Keeper) -> No
     assert (0, 0) == (backup.size_bytes, keeper.arena.used_bytes)
 
 
-def test_nobody_elses_slots_change(place: Place, keeper: Keeper) -> None:
+def test_slots_of_other_requests_do_not_change(place: Place, keeper: Keeper) -> None:
     """Only the rows of the request that comes back change."""
     req, other = place.admit("a", 20), place.admit("b", 30, row=3)
     backup = keeper.save(req)
