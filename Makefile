@@ -81,7 +81,7 @@ $(SGLANG)/.installed: $(SGLANG)/.packages $(VENV)/.simnpu
 demo: setup
 	@mkdir -p $(OUT)
 	$(VENV)/bin/kvtide run examples/prompts.jsonl --model smollm2 --kv-memory $(KV_MEMORY) \
-	  --verify --out $(OUT)/answers.jsonl --report $(OUT)/report.json
+	  --verify --overwrite --out $(OUT)/answers.jsonl --report $(OUT)/report.json
 
 # What downloads, what compiles and what checks wait for different things.
 test:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.cli.answers import write_answers
-from kvtide.cli.files import check_writable
+from kvtide.cli.files import check_writable, write_text
 from kvtide.cli.report import write_report
 from kvtide.errors import KvtideError, UsageError
 
@@ -65,7 +64,7 @@ def test_failure_to_write_names_file_and_reason(tmp_path: Path) -> None:
     """If the folder vanishes during the run, the error is one line."""
     path = tmp_path / "gone" / "out.jsonl"
     with pytest.raises(KvtideError, match=r"cannot write .*gone/out\.jsonl: No such file"):
-        write_answers(path, [], model="m")
+        write_text(path, "new")
 
 
 def test_full_disk_leaves_the_old_file_and_no_draft(
@@ -80,7 +79,7 @@ def test_full_disk_leaves_the_old_file_and_no_draft(
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(KvtideError, match=r"cannot write .*out\.jsonl: No space left on device"):
-        write_answers(path, [], model="m")
+        write_text(path, "new")
     assert "old" == path.read_text(encoding="utf-8")
     assert [path] == list(tmp_path.iterdir())
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
-from kvtide.cli.report import make_report, summarize
-from support.fake_serving import FOUND, make_request, make_stats
+import signal
+from dataclasses import replace
 
-ANSWERED = {"output_ids": [5, 6], "text": "hé\n", "finish_reason": "stop", "retractions": 2}
+from kvtide.cli.outcome import Outcome, PromptCounts
+from kvtide.cli.report import make_report, summarize
+from kvtide.errors import KvtideError
+from support.fake_serving import FOUND, make_request, make_stats
 
 
 def test_report_has_exactly_these_keys() -> None:
@@ -22,10 +25,13 @@ def test_report_has_exactly_these_keys() -> None:
         offload_seconds=0.25,
         restore_seconds=0.125,
     )
-    requests = [make_request("a", **ANSWERED), make_request("b", error="too large")]
+    outcome = Outcome([], stats, 1.5, FOUND)
     expected = {
-        "requests": 2,
-        "failed": 1,
+        "requests": 9,
+        "kept": 3,
+        "answered": 7,
+        "failed": 2,
+        "ended_by": None,
         "prompt_tokens": 10,
         "new_tokens": 6,
         "retractions": 3,
@@ -45,7 +51,7 @@ def test_report_has_exactly_these_keys() -> None:
         "selfcheck_seconds": 0.25,
         "verified": None,
     }
-    report = make_report(requests, stats, seconds=1.5, exact=True, check=FOUND, verified=None)
+    report = make_report(PromptCounts(9, 3, 7, 2), outcome, exact=True, verified=None)
     assert expected == report
     assert list(expected) == list(report)
 
@@ -54,7 +60,8 @@ def test_table_says_what_was_recomputed() -> None:
     """The table counts the recomputed tokens, and the requests that are inexact because of them."""
     requests = [make_request("a", exact=False), make_request("b")]
     stats = make_stats(recomputed_tokens=7)
-    report = make_report(requests, stats, seconds=1.0, exact=False, check=None, verified=None)
+    outcome = Outcome(requests, stats, 1.0, None)
+    report = make_report(PromptCounts(2, 0, 2, 0), outcome, exact=False, verified=None)
     rows = dict(summarize(requests, report))
     assert "the KV of 7 tokens" == rows["recomputed"]
     assert "false (1 request recomputed in different steps)" == rows["exact"]
@@ -62,7 +69,27 @@ def test_table_says_what_was_recomputed() -> None:
 
 def test_table_of_a_fast_run_says_so() -> None:
     """Nothing was recomputed, so `--fast` is the reason."""
-    report = make_report([], make_stats(), seconds=0.0, exact=False, check=None, verified=None)
+    outcome = Outcome([], make_stats(), 0.0, None)
+    report = make_report(PromptCounts(1, 1, 1, 0), outcome, exact=False, verified=None)
     rows = dict(summarize([], report))
     assert "false (--fast)" == rows["exact"]
     assert "recomputed" not in rows
+    assert "1, 0 of them failed, 1 kept from earlier runs" == rows["requests"]
+
+
+def test_nothing_answered_is_neither_exact_nor_not() -> None:
+    """The report has null, and the table says why."""
+    outcome = Outcome([], make_stats(), 1.0, FOUND)
+    report = make_report(PromptCounts(2, 0, 0, 2), outcome, exact=True, verified=None)
+    assert report["exact"] is None
+    assert "null (nothing was answered)" == dict(summarize([], report))["exact"]
+
+
+def test_report_says_what_ended_the_run() -> None:
+    """The signal by its name, or the error's first line, which comes first."""
+    outcome = Outcome([], make_stats(), 1.0, None, ended_by=signal.SIGTERM)
+    counts = PromptCounts(2, 0, 1, 0)
+    assert "SIGTERM" == make_report(counts, outcome, exact=True, verified=None)["ended_by"]
+    outcome = replace(outcome, error=KvtideError("the disk\nis full"))
+    report = make_report(counts, outcome, exact=True, verified=None)
+    assert "KvtideError: the disk" == report["ended_by"]

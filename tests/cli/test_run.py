@@ -1,29 +1,23 @@
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtide.cli.answers import write_answers
+from kvtide.cli.files import replace_file
 from kvtide.cli.main import main
-from kvtide.cli.prompts import Prompt
 from kvtide.cli.session import RunSettings
 from kvtide.errors import KvtideError, UsageError
-from kvtide.serve.request import Request
 from kvtide.serve.seeds import derived_seed
 from support.fake_serving import FOUND, FakeEngine, FakeServing, press_ctrl_c
-from support.results import read_report, read_rows
-
-Answers = Sequence[tuple[Prompt, Sequence[Request]]]
+from support.results import read_part, read_report, read_rows
 
 
 @pytest.fixture
@@ -247,13 +241,17 @@ def test_ctrl_c_keeps_the_answers_that_are_done(
     before = signal.getsignal(signal.SIGINT)
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
     assert main(["run", prompts, *options], serving=serving) == 130
-    assert ["first", "large"] == [row["id"] for row in read_rows(out)]
+    assert ["large", "first"] == read_part(out)
+    assert not out.exists()
     (engine,) = serving.engines
     assert ["moved", "last"] == engine.aborted
     assert engine.is_closed
     assert signal.getsignal(signal.SIGINT) is before
     captured = capsys.readouterr()
-    assert f"2 of 4 requests are answered, kept in {out}\nkvtide: interrupted\n" in captured.err
+    assert (
+        f"answered: 1 of 4 prompts (1 failed), kept in {out}.part; the same command with --resume "
+        "answers the rest\nkvtide: interrupted\n"
+    ) in captured.err
     assert captured.out == ""
 
 
@@ -272,7 +270,7 @@ def test_second_ctrl_c_does_not_wait_for_the_step(
     serving, out = FakeServing(press_twice), tmp_path / "out.jsonl"
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
     assert main(["run", prompts, *options], serving=serving) == 130
-    assert ["first", "large"] == [row["id"] for row in read_rows(out)]
+    assert ["large", "first"] == read_part(out)
     assert serving.engines[0].is_closed
     assert capsys.readouterr().err.endswith("\nkvtide: interrupted\n")
 
@@ -300,12 +298,12 @@ def test_ctrl_c_while_answers_are_written_waits_for_them(
 
         monkeypatch.setattr(engine, "close", close)
 
-    def press_and_write(path: Path, answers: Answers, *, model: str) -> int:
+    def press_and_replace(path: Path, parts: Iterable[bytes]) -> None:
         for _ in range(presses):
             press_ctrl_c()
-        return write_answers(path, answers, model=model)
+        replace_file(path, parts)
 
-    monkeypatch.setattr("kvtide.cli.session.write_answers", press_and_write)
+    monkeypatch.setattr("kvtide.cli.answers.file.replace_file", press_and_replace)
     serving, out = FakeServing(press_in_close), tmp_path / "out.jsonl"
     assert main(["run", prompts, "--out", str(out)], serving=serving) == 130
     assert len(read_rows(out)) == 4
@@ -361,7 +359,7 @@ def test_failure_of_the_engine_keeps_the_answers_that_are_done(
     serving, out = FakeServing(fail_at_step_4), tmp_path / "out.jsonl"
     options = ["--kv-memory", "24MiB", "--max-new-tokens", "3", "--out", str(out)]
     assert main(["run", prompts, *options], serving=serving) == 1
-    assert ["first", "large"] == [row["id"] for row in read_rows(out)]
+    assert ["large", "first"] == read_part(out)
     assert serving.engines[0].is_closed
     assert capsys.readouterr().err.endswith("kvtide: the device is gone\n")
 
@@ -445,7 +443,8 @@ def test_pool_too_small_for_a_page_leaves_the_old_answers_alone(
     error = UsageError("--kv-memory: 1 byte is less than a page\nof 360 KiB")
     serving, out = FakeServing(build_error=error), tmp_path / "out.jsonl"
     out.write_text("old", encoding="utf-8")
-    assert main(["run", prompts, "--kv-memory", "1", "--out", str(out)], serving=serving) == 2
+    options = ["--kv-memory", "1", "--out", str(out), "--overwrite"]
+    assert main(["run", prompts, *options], serving=serving) == 2
     assert capsys.readouterr().err.endswith("less than a page of 360 KiB\n")
     assert "old" == out.read_text(encoding="utf-8")
 
@@ -484,37 +483,8 @@ def test_terminal_that_knows_ascii_only_gets_its_lines(
     files = [str(tmp_path / "p"), "--verify", "--out", str(tmp_path / "\u00e9")]
     assert main(["run", *files], serving=FakeServing(tell_apart)) == 3
     sys.stderr.flush()
-    assert f"answers: {tmp_path}/?\n".encode() in raw.getvalue()
+    assert f"answers: kept in {tmp_path}/?\n".encode() in raw.getvalue()
     assert b"verified: false (request '?', step 0: " in raw.getvalue()
-
-
-@contextlib.contextmanager
-def _standard_output_to(path: Path) -> Iterator[None]:
-    """Does what a shell does for `> path`: file descriptor 1 and sys.stdout write to the file."""
-    kept = os.dup(1)
-    try:
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-        with (
-            open(1, "w", encoding="utf-8", closefd=False) as stdout,
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            patch.setattr("sys.stdout", stdout)
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def test_answers_to_standard_output_are_all_that_is_there(
-    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`--out /dev/stdout > file`: the table is on standard error."""
-    with _standard_output_to(tmp_path / "all"):
-        assert main(["run", prompts, "--out", "/dev/stdout"], serving=FakeServing()) == 0
-    lines = (tmp_path / "all").read_text(encoding="utf-8").splitlines()
-    assert ["first", "large", "moved", "last"] == [json.loads(line)["id"] for line in lines]
-    assert "answers: /dev/stdout" == capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

@@ -137,6 +137,10 @@ class FakeServing:
         self.opened.append((found.name, dtype))
         return cast(OpenModel, found.name)
 
+    def hash_model(self, model: OpenModel) -> str:
+        """See Serving: equal names are equal models."""
+        return f"hash of {model}"
+
     def make_requests(
         self,
         _model: OpenModel,

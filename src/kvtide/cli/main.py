@@ -1,8 +1,8 @@
 """The command `kvtide` and its exit codes.
 
 0: done. 1: something failed, or a check of `kvtide doctor` did. 2: bad input, with one line on
-standard error. 3: `--verify` found a difference. 4: every request failed. 128 and a signal's
-number: 130 for Ctrl-C.
+standard error. 3: `--verify` found a difference. 4: every request failed. 129, 130 and 143: ended
+by SIGHUP, Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from kvtide.cli.doctor import doctor
 from kvtide.cli.events import event_line
 from kvtide.cli.extras import describe_missing
 from kvtide.cli.help import DOCTOR_EXAMPLES, PLAN_EXAMPLES, RUN_EXAMPLES, epilog
+from kvtide.cli.interrupt import ENDINGS
 from kvtide.cli.invocation import Invocation
 from kvtide.cli.plan import plan
 from kvtide.cli.run import run
 from kvtide.cli.serving import LibraryServing, Serving
-from kvtide.cli.session import EXIT_INTERRUPTED
 from kvtide.cli.usage import describe_usage
 from kvtide.errors import KvtideError, UsageError, first_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvtide",
@@ -85,8 +86,8 @@ def main(arguments: Sequence[str] | None = None, *, serving: Serving | None = No
         return _complain(invocation, first_line(error), EXIT_FAILED, traceback=trace)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
-    # typer turns KeyboardInterrupt into this code without a message.
-    return _complain(invocation, "interrupted", code) if code == EXIT_INTERRUPTED else code
+    # typer turns KeyboardInterrupt into its code without a message.
+    return _complain(invocation, ENDINGS[code], code) if code in ENDINGS else code
 
 
 def _complain(invocation: Invocation, message: str, code: int, **facts: str) -> int:

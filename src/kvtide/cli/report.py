@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtide.cli.files import write_text
+from kvtide.cli.outcome import Outcome, PromptCounts
+from kvtide.errors import first_line
 from kvtide.sizes import counted, format_size
 
 if TYPE_CHECKING:
@@ -22,23 +24,20 @@ def write_report(path: Path, report: dict[str, object]) -> None:
 
 
 def make_report(
-    requests: Sequence[Request],
-    stats: EngineStats,
-    *,
-    seconds: float,
-    exact: bool,
-    check: RowCheck | None,
-    verified: bool | None,
+    counts: PromptCounts, outcome: Outcome, *, exact: bool, verified: bool | None
 ) -> dict[str, object]:
-    """The `--report` object. `seconds` is wall time without loading and verifying.
+    """The `--report` object. What is counted beside prompts is of this run alone.
 
-    `exact` says whether every answer is exact, recomputed ones included. `check` is the
-    self-check's result, None with `--fast`. `verified` is None without `--verify` and until
-    verifying has ended.
+    `exact` says whether every answer is exact, recomputed ones included; the report has null where
+    no prompt was answered. `verified` is None without `--verify` and until verifying has ended.
     """
+    stats, seconds, check = outcome.stats, outcome.seconds, outcome.exact_check
     return {
-        "requests": len(requests),
-        "failed": sum(r.error is not None for r in requests),
+        "requests": counts.prompts,
+        "kept": counts.kept,
+        "answered": counts.answered,
+        "failed": counts.failed,
+        "ended_by": _what_ended(outcome),
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
         "retractions": stats.retractions,
@@ -53,7 +52,7 @@ def make_report(
         "tokens_per_second": round(stats.new_tokens / seconds, 3) if seconds > 0 else 0.0,
         "offload_seconds": round(stats.offload_seconds, 6),
         "restore_seconds": round(stats.restore_seconds, 6),
-        "exact": exact,
+        "exact": exact if counts.answered else None,
         "exact_rows": None if check is None else check.exact_rows,
         "selfcheck_seconds": None if check is None else round(check.seconds, 3),
         "verified": verified,
@@ -70,6 +69,13 @@ def describe_cuts(stats: EngineStats) -> str | None:
     )
 
 
+def _what_ended(outcome: Outcome) -> str | None:
+    """The signal or the error that ended the run early."""
+    if outcome.error is not None:
+        return first_line(outcome.error)
+    return None if outcome.ended_by is None else outcome.ended_by.name
+
+
 def describe_check(check: RowCheck) -> str:
     """The line about exact mode: its row counts, and its cost if it is slow here."""
     return f"exact mode: {check.detail} (self-check: {check.seconds:.1f} s)"
@@ -81,7 +87,7 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
     moving = report["offload_seconds"] + report["restore_seconds"]
     share = moving / report["seconds"] if report["seconds"] else 0.0
     rows = [
-        ("requests", f"{report['requests']:,}, {report['failed']:,} of them failed"),
+        ("requests", _explain_requests(report)),
         ("prompt tokens", f"{report['prompt_tokens']:,}"),
         (
             "new tokens",
@@ -111,7 +117,14 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
     return rows
 
 
-def _explain_exact(exact: bool, inexact_count: int) -> str:
+def _explain_requests(report: Mapping[str, Any]) -> str:
+    kept = f", {report['kept']:,} kept from earlier runs" if report["kept"] else ""
+    return f"{report['requests']:,}, {report['failed']:,} of them failed{kept}"
+
+
+def _explain_exact(exact: bool | None, inexact_count: int) -> str:
+    if exact is None:
+        return "null (nothing was answered)"
     if exact:
         return "true"
     if inexact_count:

@@ -37,6 +37,9 @@ class Serving(Protocol):
     def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
         """Loads weights and tokenizer. Raises UsageError if the model can't be loaded."""
 
+    def hash_model(self, model: OpenModel) -> str:
+        """32 hex digits for all of the model that decides an answer."""
+
     def make_requests(
         self,
         model: OpenModel,
@@ -91,6 +94,12 @@ class LibraryServing:
         from kvtide.serve.models import open_model
 
         return open_model(found, dtype=dtype, progress=progress)
+
+    def hash_model(self, model: OpenModel) -> str:
+        """See Serving."""
+        from kvtide.serve.identity import hash_of
+
+        return hash_of(model)
 
     def make_requests(
         self,

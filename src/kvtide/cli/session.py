@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
-
-from kvtide.cli.answers import is_answered, write_answers
+from kvtide.cli.answering import run_requests
+from kvtide.cli.answers import Answers, Kept, open_answers
+from kvtide.cli.answers.keys import Conditions
 from kvtide.cli.display import Display, Event
 from kvtide.cli.displays import make_display
-from kvtide.cli.interrupt import Interrupt
+from kvtide.cli.interrupt import Ended, Interrupt
+from kvtide.cli.outcome import Answered, Outcome, Work
 from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
-from kvtide.cli.report import describe_check, describe_cuts, make_report, summarize, write_report
+from kvtide.cli.report import describe_check, make_report, summarize, write_report
+from kvtide.cli.rows import answer_row
 from kvtide.cli.serving import Serving
+from kvtide.cli.sturdy import make_console
 from kvtide.cli.verify import Verdict, compare_runs, reference_options, reference_requests
+from kvtide.errors import KvtideError
+from kvtide.sizes import counted
 
 if TYPE_CHECKING:
-    from kvtide.serve.engine import Engine, EngineStats
+    from kvtide.serve.engine import Engine
     from kvtide.serve.models import OpenModel
     from kvtide.serve.options import EngineOptions
     from kvtide.serve.request import Request, SamplingParams
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 
 EXIT_OK = 0
 EXIT_DIFFERS = 3
-EXIT_INTERRUPTED = 130
+EXIT_ALL_FAILED = 4
 
 
 @dataclass(frozen=True)
@@ -62,19 +67,16 @@ class RunSettings:
     log_format: str = "text"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of answering all requests once; `seconds` is its wall time."""
-
-    requests: list[Request]
-    stats: EngineStats
-    seconds: float
-    interrupted: bool
-    exact_check: RowCheck | None
-
-
 def execute(settings: RunSettings, serving: Serving) -> int:
     """Answers, verifies and reports; returns the exit code. Raises UsageError for bad input."""
+    with Interrupt() as interrupt:
+        try:
+            return _execute(settings, serving, interrupt)
+        except Ended as ended:
+            return ended.exit_code
+
+
+def _execute(settings: RunSettings, serving: Serving, interrupt: Interrupt) -> int:
     if settings.prompt is None:
         prompts = read_prompts(
             settings.source,
@@ -84,20 +86,23 @@ def execute(settings: RunSettings, serving: Serving) -> int:
     else:
         prompts = [single_prompt(settings.prompt)]
     as_json = settings.log_format == "json"
-    console = Console(stderr=True)
-    with make_display(console, quiet=settings.quiet, as_json=as_json) as display:
-        model = _open_model(settings, serving, display)
-        session = _Session(settings, serving, display, model)
-        outcome = session.answer(prompts)
-        if outcome.interrupted:
-            display.stop()
-            display.say(_describe_interruption(settings, outcome), event="ended_early")
-            return EXIT_INTERRUPTED
-        if settings.verify:
-            # Write the report now: verifying may run out of memory or be interrupted.
-            _report(settings, outcome, None)
-        verdict = session.verify(outcome) if settings.verify else None
-        _conclude(settings, outcome, verdict, display)
+    console = make_console()
+    out = open_answers(settings.out, resume=settings.resume, overwrite=settings.overwrite)
+    with closing(out) as answers:
+        with make_display(console, quiet=settings.quiet, as_json=as_json) as display:
+            model = _open_model(settings, serving, display)
+            session = _Session(settings, serving, display, interrupt, model, answers)
+            shares_terminal = answers.is_terminal and console.is_terminal
+            answered = session.answer(prompts, echo=not shares_terminal)
+            if not answered.is_complete:
+                _end_early(settings, answered, answers, display)
+            if settings.verify:
+                # Write the report now: verifying may run out of memory or be interrupted.
+                _report(settings, answered, None)
+            verdict = session.verify(answered) if settings.verify else None
+            _conclude(settings, answered, verdict, answers.place(), display)
+    if not answered.counts.answered:
+        return EXIT_ALL_FAILED
     return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS
 
 
@@ -110,89 +115,116 @@ def _open_model(settings: RunSettings, serving: Serving, display: Display) -> Op
     return serving.open_model(found, dtype=settings.dtype, progress=display.load)
 
 
-def run_requests(
-    engine: Engine,
-    requests: list[Request],
-    display: Display,
-    interrupt: Interrupt,
-    *,
-    echo: bool,
-) -> Outcome:
-    """Adds all requests and steps the engine until all have ended, or until Ctrl-C.
-
-    Changes the requests in place; after Ctrl-C aborts the unfinished ones. With `echo` shows each
-    answer as it comes. The caller has entered `interrupt` and closes the engine.
-    """
-    started = time.perf_counter()
-    with interrupt.hasty():
-        for request in requests:
-            engine.add(request)
-        if (line := describe_cuts(engine.stats)) is not None:
-            display.say(line)
-        while engine.has_work and not interrupt.requested:
-            finished = engine.step()
-            display.advance(engine.stats, finished, echo=echo)
-    seconds = time.perf_counter() - started
-    stats = engine.stats
-    for request in requests:
-        if request.finish_reason is None:
-            engine.abort(request.id)
-    return Outcome(requests, stats, seconds, interrupt.requested, engine.exact_check)
-
-
 class _Session:
-    """Answers the requests with one model, and verifies them."""
+    """Answers the prompts with one model, and verifies the answers."""
 
     def __init__(
-        self, settings: RunSettings, serving: Serving, display: Display, model: OpenModel
+        self,
+        settings: RunSettings,
+        serving: Serving,
+        display: Display,
+        interrupt: Interrupt,
+        model: OpenModel,
+        answers: Answers,
     ) -> None:
         self._settings = settings
         self._serving = serving
         self._display = display
+        self._interrupt = interrupt
         self._model = model
+        self._answers = answers
+        self._written: set[str] = set()
 
-    def answer(self, prompts: Sequence[Prompt]) -> Outcome:
-        """Answers the requests and writes the answers; after an error, the answers so far."""
-        answers = [(prompt, self._make_requests(prompt)) for prompt in prompts]
-        requests = [request for _, samples in answers for request in samples]
-        engine = self._build_engine(self._settings.engine, requests)
+    def answer(self, prompts: Sequence[Prompt], *, echo: bool) -> Answered:
+        """Answers the prompts that have no answer yet. `echo` shows each answer.
+
+        What ends that early, an error of the engine too, is in the outcome: the answers so far
+        are written.
+        """
+        conditions = self._conditions()
+        works = [self._work(prompt, conditions) for prompt in prompts]
+        keys = {work.prompt.id: work.key for work in works}
+        kept = self._answers.keep(keys, conditions.header())
+        if self._settings.resume:
+            line = _describe_kept(kept, len(prompts))
+            self._display.say(line, event="kept", kept=len(kept.ids), prompts=len(prompts))
+        left = [work for work in works if work.prompt.id not in kept.ids]
+        requests = [request for work in left for request in work.requests]
+        engine = self._build_engine(self._settings.engine, requests) if requests else None
+        # A signal only sets a flag until the answers are in place; otherwise it would lose them.
+        with self._interrupt.gently():
+            outcome = Outcome.nothing()
+            if engine is not None:
+                with closing(engine):
+                    self._answers.begin()
+                    outcome = self._fill(engine, left, echo=echo)
+            outcome = self._complete(outcome, works, left)
+        outcome = replace(outcome, ended_by=self._interrupt.requested)
+        return Answered(works, kept, self._written, outcome)
+
+    def verify(self, answered: Answered) -> Verdict | None:
+        """Answers again, without retractions, all that was answered in this run, and compares.
+
+        Returns None if that is nothing: answers that were kept have no logits.
+        """
+        requests = [request for request in answered.outcome.requests if request.error is None]
+        if not requests:
+            return None
+        others = reference_requests(requests)
+        options = reference_options(self._settings.engine)
+        engine = self._build_engine(options, others, answered.outcome.exact_check)
+        with self._interrupt.gently(), closing(engine):
+            reference = self._drive(engine, others, "verifying", echo=False, on_end=lambda _: None)
+        self._interrupt.check()
+        if reference.error is not None:
+            raise reference.error
+        return compare_runs(requests, reference.requests)
+
+    def _fill(self, engine: Engine, left: Sequence[Work], *, echo: bool) -> Outcome:
+        """Answers, and writes each line as its prompt ends."""
         if engine.exact_check is not None:
             self._display.say(describe_check(engine.exact_check), event="exact_mode")
-        # Ctrl-C only sets a flag until the answers are written; otherwise it would lose them.
-        with Interrupt() as interrupt:
-            try:
-                outcome = self._drive(engine, requests, "answering", interrupt, echo=True)
-            finally:
-                if self._settings.out is not None:
-                    write_answers(self._settings.out, answers, model=self._settings.model)
-        return replace(outcome, interrupted=interrupt.requested)
+        work_of = {request: work for work in left for request in work.requests}
 
-    def verify(self, outcome: Outcome) -> Verdict:
-        """Answers again, without retractions, all that didn't fail, and compares."""
-        answered = [request for request in outcome.requests if request.error is None]
-        others = reference_requests(answered)
-        options = reference_options(self._settings.engine)
-        engine = self._build_engine(options, others, outcome.exact_check)
-        with Interrupt() as interrupt:
-            reference = self._drive(engine, others, "verifying", interrupt, echo=False)
-        if interrupt.requested:
-            raise KeyboardInterrupt
-        return compare_runs(answered, reference.requests)
+        def write_if_ended(request: Request) -> None:
+            work = work_of[request]
+            if work.has_ended:
+                self._write(work)
+
+        requests = [*work_of]
+        return self._drive(engine, requests, "answering", echo=echo, on_end=write_if_ended)
+
+    def _write(self, work: Work) -> None:
+        row = answer_row(work.prompt, work.requests, model=self._settings.model)
+        with self._display.aside():
+            self._answers.write(work.prompt.id, row, None if work.has_failed else work.key)
+        self._written.add(work.prompt.id)
+
+    def _complete(self, outcome: Outcome, works: Sequence[Work], left: Sequence[Work]) -> Outcome:
+        """Puts complete answers in their place; if that fails, it is the outcome's error."""
+        try:
+            self._answers.sync()
+            if outcome.error is None and all(work.has_ended for work in left):
+                self._answers.finish([work.prompt.id for work in works])
+        except KvtideError as error:
+            return replace(outcome, error=outcome.error or error)
+        return outcome
 
     def _drive(
         self,
         engine: Engine,
-        requests: list[Request],
+        requests: Sequence[Request],
         title: str,
-        interrupt: Interrupt,
         *,
         echo: bool,
+        on_end: Callable[[Request], None],
     ) -> Outcome:
         try:
             self._display.start(title, requests)
-            return run_requests(engine, requests, self._display, interrupt, echo=echo)
+            return run_requests(
+                engine, requests, self._display, self._interrupt, echo=echo, on_end=on_end
+            )
         finally:
-            engine.close()
             self._display.stop()
 
     def _build_engine(
@@ -200,6 +232,26 @@ class _Session:
     ) -> Engine:
         self._display.load("making the pool and the engine", 0, None)
         return self._serving.build_engine(self._model, options, requests, check)
+
+    def _conditions(self) -> Conditions:
+        engine = self._settings.engine
+        return Conditions(
+            model=self._settings.model,
+            model_hash=self._serving.hash_model(self._model),
+            settings={
+                "dtype": self._settings.dtype,
+                "exact": engine.exact,
+                "device": engine.device.partition(":")[0],
+                "simulated": self._settings.schedule is not None,
+                "chunk_tokens": engine.chunk_tokens,
+            },
+            sampling=self._settings.sampling,
+        )
+
+    def _work(self, prompt: Prompt, conditions: Conditions) -> Work:
+        requests = self._make_requests(prompt)
+        form = "openai" if prompt.is_openai else "plain"
+        return Work(prompt, requests, conditions.key(requests, form))
 
     def _make_requests(self, prompt: Prompt) -> list[Request]:
         settings = self._settings
@@ -212,36 +264,74 @@ class _Session:
         )
 
 
+def _end_early(
+    settings: RunSettings, answered: Answered, answers: Answers, display: Display
+) -> NoReturn:
+    """Says what is kept, writes the report, and raises what ended the run."""
+    display.stop()
+    counts, place = answered.counts, answers.place()
+    failed = f" ({counts.failed:,} failed)" if counts.failed else ""
+    display.say(
+        f"answered: {counts.answered:,} of {counted(counts.prompts, 'prompt')}{failed}"
+        f"{', ' if place else ''}{place}",
+        event="ended_early",
+        answered=counts.answered,
+        prompts=counts.prompts,
+        failed=counts.failed,
+    )
+    outcome = answered.outcome
+    try:
+        _report(settings, answered, None)
+    except KvtideError as error:
+        if outcome.error is None:
+            raise
+        display.say(str(error), event="error")
+    if outcome.error is not None:
+        raise outcome.error
+    assert outcome.ended_by is not None
+    raise Ended(outcome.ended_by)
+
+
+def _describe_kept(kept: Kept, prompt_count: int) -> str:
+    notes = [
+        (kept.changed, "of other prompts or settings, computed again"),
+        (kept.broken, "damaged, computed again"),
+        (kept.others, "of ids that no prompt has, left in the file"),
+    ]
+    said = "".join(f"; {counted(count, 'answer')} {what}" for count, what in notes if count)
+    return f"answered already: {len(kept.ids):,} of {counted(prompt_count, 'prompt')}{said}"
+
+
 def _conclude(
-    settings: RunSettings, outcome: Outcome, verdict: Verdict | None, display: Display
+    settings: RunSettings,
+    answered: Answered,
+    verdict: Verdict | None,
+    place: str,
+    display: Display,
 ) -> None:
     """Writes the report, and shows the table and the verdict."""
-    report = _report(settings, outcome, verdict)
-    rows = summarize(outcome.requests, report)
-    if settings.out is not None:
-        rows.append(("answers", str(settings.out)))
-    display.conclude(rows, report)
+    report = _report(settings, answered, verdict)
+    rows = summarize(answered.outcome.requests, report)
+    display.conclude([*rows, ("answers", place)] if place else rows, report)
     if verdict is not None:
         event: Event = "verified" if verdict.verified else "differs"
         display.say(f"verified: {verdict}", event=event, reason=verdict.reason)
+    elif settings.verify:
+        reason = "no prompt was answered in this run"
+        display.say(f"verified: null ({reason})", event="verified", reason=reason)
 
 
-def _report(settings: RunSettings, outcome: Outcome, verdict: Verdict | None) -> dict[str, object]:
+def _report(
+    settings: RunSettings, answered: Answered, verdict: Verdict | None
+) -> dict[str, object]:
     """Makes the report, and writes it if there is a `--report`."""
     report = make_report(
-        outcome.requests,
-        outcome.stats,
-        seconds=outcome.seconds,
-        exact=settings.engine.exact and all(request.exact for request in outcome.requests),
-        check=outcome.exact_check,
+        answered.counts,
+        answered.outcome,
+        exact=settings.engine.exact
+        and all(request.exact for work in answered.left for request in work.requests),
         verified=None if verdict is None else verdict.verified,
     )
     if settings.report is not None:
         write_report(settings.report, report)
     return report
-
-
-def _describe_interruption(settings: RunSettings, outcome: Outcome) -> str:
-    answered = sum(is_answered(request) for request in outcome.requests)
-    kept = f", kept in {settings.out}" if settings.out is not None else ""
-    return f"{answered} of {len(outcome.requests)} requests are answered{kept}"

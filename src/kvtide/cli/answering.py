@@ -1,0 +1,57 @@
+"""Drives an engine through the requests of all prompts, and says when each has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvtide.cli.display import Display
+from kvtide.cli.interrupt import Ended, Interrupt
+from kvtide.cli.outcome import Outcome
+from kvtide.cli.report import describe_cuts
+
+if TYPE_CHECKING:
+    from kvtide.serve.engine import Engine
+    from kvtide.serve.request import Request
+
+
+def run_requests(
+    engine: Engine,
+    requests: Sequence[Request],
+    display: Display,
+    interrupt: Interrupt,
+    *,
+    echo: bool,
+    on_end: Callable[[Request], None],
+) -> Outcome:
+    """Adds all requests, and steps the engine until all have ended or something ends the run.
+
+    Changes the requests in place, calls `on_end` with each that ended, then shows it if `echo`.
+    After a signal the others are aborted. The caller has entered `interrupt`, `gently`, and closes
+    the engine. Raises nothing that the engine or `on_end` raises: it is the outcome's error.
+    """
+    started = time.perf_counter()
+    error: Exception | None = None
+    try:
+        with interrupt.hasty():
+            for request in requests:
+                engine.add(request)
+        if (line := describe_cuts(engine.stats)) is not None:
+            display.say(line)
+        while engine.has_work and interrupt.requested is None:
+            with interrupt.hasty():
+                finished = engine.step()
+            for request in finished:
+                on_end(request)
+            display.advance(engine.stats, finished, echo=echo)
+    except Ended:
+        pass  # a second Ctrl-C didn't wait for the step; `requested` tells of it
+    except Exception as caught:
+        error = caught
+    seconds, stats = time.perf_counter() - started, engine.stats
+    if error is None:
+        for request in requests:
+            if request.finish_reason is None:
+                engine.abort(request.id)
+    return Outcome(requests, stats, seconds, engine.exact_check, interrupt.requested, error)
