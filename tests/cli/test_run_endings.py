@@ -113,18 +113,33 @@ def test_resume_answers_the_rest(
     )
 
 
-def test_resume_of_a_complete_run_needs_no_engine(
-    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The file stays as it is, and nothing is left to verify."""
+def test_resume_of_a_complete_run_needs_no_engine(prompts: str, tmp_path: Path) -> None:
+    """The file stays as it is."""
     out = tmp_path / "out"
     assert main(["run", prompts, "--out", str(out)], serving=FakeServing()) == 0
     before, serving = out.read_bytes(), FakeServing()
-    options = ["--out", str(out), "--resume", "--verify"]
-    assert main(["run", prompts, *options], serving=serving) == 0
+    assert main(["run", prompts, "--out", str(out), "--resume"], serving=serving) == 0
     assert [] == serving.engines
     assert before == out.read_bytes()
-    assert capsys.readouterr().err.endswith("verified: null (no prompt was answered in this run)\n")
+
+
+def test_kept_answers_are_verified_by_their_lines(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line is compared with that of a run without retractions; no logits are left of it."""
+    out, report = tmp_path / "out", tmp_path / "report"
+    command = ["run", prompts, "--out", str(out), "--resume", "--verify", "--report", str(report)]
+    main(command, serving=_at_step(3, _kill(signal.SIGTERM)))
+    assert main(command, serving=FakeServing()) == 0
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("verified: true (3 requests: all tokens, and the logits of 6 steps ")
+    assert "; 2 answers of earlier runs: the lines are the same" in said
+    assert read_report(report)["verified"] is True
+    lines = out.read_text(encoding="utf-8").replace("0 1 ", "0 9 ", 1)
+    out.write_text(lines, encoding="utf-8")
+    assert main(command, serving=FakeServing()) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("verified: false (request 'a', an answer of an earlier run: its 'text' ")
 
 
 def test_changed_prompts_are_answered_again(

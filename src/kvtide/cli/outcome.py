@@ -83,7 +83,7 @@ class Answered:
     @property
     def left(self) -> list[Work]:
         """The work that was done in this run."""
-        return [work for work in self.works if work.prompt.id not in self.kept.ids]
+        return [work for work in self.works if work.prompt.id not in self.kept.lines]
 
     @property
     def is_complete(self) -> bool:
@@ -96,7 +96,7 @@ class Answered:
         failed = sum(work.has_failed for work in self.works if work.prompt.id in self.written)
         return PromptCounts(
             prompts=len(self.works),
-            kept=len(self.kept.ids),
-            answered=len(self.kept.ids) + len(self.written) - failed,
+            kept=len(self.kept.lines),
+            answered=len(self.kept.lines) + len(self.written) - failed,
             failed=failed,
         )

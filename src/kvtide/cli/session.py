@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from kvtide.cli.report import describe_check, make_report, summarize, write_repo
 from kvtide.cli.rows import answer_row
 from kvtide.cli.serving import Serving
 from kvtide.cli.sturdy import make_console
-from kvtide.cli.verify import Verdict, compare_runs, reference_options, reference_requests
+from kvtide.cli.verify import KeptLine, Verdict, compare_runs, reference_options, reference_requests
 from kvtide.errors import KvtideError
 from kvtide.sizes import counted
 
@@ -99,7 +100,8 @@ def _execute(settings: RunSettings, serving: Serving, interrupt: Interrupt) -> i
             if settings.verify:
                 # Write the report now: verifying may run out of memory or be interrupted.
                 _report(settings, answered, None)
-            verdict = session.verify(answered) if settings.verify else None
+            can_verify = settings.verify and answered.counts.answered > 0
+            verdict = session.verify(answered) if can_verify else None
             _conclude(settings, answered, verdict, answers.place(), display)
     if not answered.counts.answered:
         return EXIT_ALL_FAILED
@@ -147,8 +149,8 @@ class _Session:
         kept = self._answers.keep(keys, conditions.header())
         if self._settings.resume:
             line = _describe_kept(kept, len(prompts))
-            self._display.say(line, event="kept", kept=len(kept.ids), prompts=len(prompts))
-        left = [work for work in works if work.prompt.id not in kept.ids]
+            self._display.say(line, event="kept", kept=len(kept.lines), prompts=len(prompts))
+        left = [work for work in works if work.prompt.id not in kept.lines]
         requests = [request for work in left for request in work.requests]
         engine = self._build_engine(self._settings.engine, requests) if requests else None
         # A signal only sets a flag until the answers are in place; otherwise it would lose them.
@@ -162,23 +164,31 @@ class _Session:
         outcome = replace(outcome, ended_by=self._interrupt.requested)
         return Answered(works, kept, self._written, outcome)
 
-    def verify(self, answered: Answered) -> Verdict | None:
-        """Answers again, without retractions, all that was answered in this run, and compares.
+    def verify(self, answered: Answered) -> Verdict:
+        """Answers again, without retractions, all that was answered, and compares.
 
-        Returns None if that is nothing: answers that were kept have no logits.
+        Of answers of earlier runs the lines are compared.
         """
         requests = [request for request in answered.outcome.requests if request.error is None]
-        if not requests:
-            return None
         others = reference_requests(requests)
+        earlier = [work for work in answered.works if work.prompt.id in answered.kept.lines]
+        everything = others + [request for work in earlier for request in work.requests]
         options = reference_options(self._settings.engine)
-        engine = self._build_engine(options, others, answered.outcome.exact_check)
+        engine = self._build_engine(options, everything, answered.outcome.exact_check)
         with self._interrupt.gently(), closing(engine):
-            reference = self._drive(engine, others, "verifying", echo=False, on_end=lambda _: None)
+            end = self._drive(engine, everything, "verifying", echo=False, on_end=lambda _: None)
         self._interrupt.check()
-        if reference.error is not None:
-            raise reference.error
-        return compare_runs(requests, reference.requests)
+        if end.error is not None:
+            raise end.error
+        kept = [
+            KeptLine(
+                work.prompt.id,
+                json.loads(answered.kept.lines[work.prompt.id]),
+                answer_row(work.prompt, work.requests, model=self._settings.model),
+            )
+            for work in earlier
+        ]
+        return compare_runs(requests, others, kept)
 
     def _fill(self, engine: Engine, left: Sequence[Work], *, echo: bool) -> Outcome:
         """Answers, and writes each line as its prompt ends."""
@@ -299,7 +309,7 @@ def _describe_kept(kept: Kept, prompt_count: int) -> str:
         (kept.others, "of ids that no prompt has, left in the file"),
     ]
     said = "".join(f"; {counted(count, 'answer')} {what}" for count, what in notes if count)
-    return f"answered already: {len(kept.ids):,} of {counted(prompt_count, 'prompt')}{said}"
+    return f"answered already: {len(kept.lines):,} of {counted(prompt_count, 'prompt')}{said}"
 
 
 def _conclude(
@@ -317,7 +327,7 @@ def _conclude(
         event: Event = "verified" if verdict.verified else "differs"
         display.say(f"verified: {verdict}", event=event, reason=verdict.reason)
     elif settings.verify:
-        reason = "no prompt was answered in this run"
+        reason = "no prompt was answered"
         display.say(f"verified: null ({reason})", event="verified", reason=reason)
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What `--resume` found: the ids whose answers are kept, and how many lines aren't used.
+    """What `--resume` found: the lines that are kept, by ids, and how many lines aren't used.
 
     `changed` counts the ids whose answer is to another prompt or by other settings, `others` the
     answers to ids that no prompt has, and `broken` the lines that aren't answers.
     """
 
-    ids: frozenset[str] = frozenset()
+    lines: Mapping[str, bytes] = field(default_factory=dict)
     changed: int = 0
     others: int = 0
     broken: int = 0

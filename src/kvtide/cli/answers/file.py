@@ -54,15 +54,14 @@ class AnswerFile(Answers):
         if not self._resume:
             return Kept()
         saved = self._in_file.answers | self._in_part.answers
-        kept = {pair: line for pair, line in saved.items() if keys.get(pair[0]) == pair[1]}
+        kept = {pair[0]: line for pair, line in saved.items() if keys.get(pair[0]) == pair[1]}
         if saved and not kept:
             self._refuse_misfits(len(saved))
         others = {pair[0]: line for pair, line in saved.items() if pair[0] not in keys}
-        self._lines = {pair[0]: line for pair, line in kept.items()} | others
-        ids = {answer_id for answer_id, _ in kept}
+        self._lines = kept | others
         return Kept(
-            ids=frozenset(ids),
-            changed=len({answer_id for answer_id, _ in saved if answer_id in keys} - ids),
+            lines=kept,
+            changed=len({answer_id for answer_id, _ in saved if answer_id in keys} - {*kept}),
             others=len(others),
             broken=len(self._in_part.broken),
         )
