@@ -32,7 +32,8 @@ help:
 	@echo 'make test-sglang  the tests under SGLang alone'
 	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
 	@echo 'make soak         what takes too long for make test: all models of transformers against their'
-	@echo '                  own answers, and forty small models in exact mode (many minutes)'
+	@echo '                  own answers, forty small models in exact mode, and kvtide run'
+	@echo '                  ended again and again (many minutes)'
 	@echo 'make clean        remove the environments and everything else that make and tests made'
 	@echo
 	@echo 'PYTHON=python3.12 make ... picks another Python; KV_MEMORY=64MiB make demo another pool.'
@@ -110,6 +111,7 @@ MODELS := $(lastword $(sort $(wildcard benchmarks/models/results/*.json)))
 soak: setup
 	$(ONE_THREAD) $(PY) benchmarks/models/sweep.py --against $(MODELS)
 	$(ONE_THREAD) $(PY) benchmarks/exact/bench.py
+	$(ONE_THREAD) $(PY) benchmarks/run/soak.py
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so

@@ -85,7 +85,7 @@ def words(chance: random.Random) -> str:
 
 
 def settings(chance: random.Random) -> dict[str, Any]:
-    """Of three lines about one has each of these."""
+    """Settings of a line, each of which about one line in three has."""
     possible = {
         "max_tokens": chance.randint(1, 16),
         "temperature": chance.choice([0.0, 0.5, 1.3]),

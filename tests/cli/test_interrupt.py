@@ -11,7 +11,7 @@ from kvtide.cli.interrupt import ENDINGS, SIGNALS, Ended, Interrupt
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_raises_and_says_its_exit_code(number: signal.Signals) -> None:
-    """As Ctrl-C does, so that what cleans up after that cleans up after all."""
+    """The error is a KeyboardInterrupt, so what cleans up after Ctrl-C cleans up after each."""
     before = signal.getsignal(number)
     with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt) as ended:
         os.kill(os.getpid(), number)

@@ -145,7 +145,7 @@ def test_kept_answers_are_verified_by_their_lines(
 def test_changed_prompts_are_answered_again(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And nothing else is. What belongs to a removed prompt stays in the file, and is said."""
+    """Nothing else is. What belongs to a removed prompt stays in the file, and is said."""
     out = tmp_path / "out"
     assert main(["run", prompts, "--out", str(out)], serving=FakeServing()) == 0
     lines = Path(prompts).read_text(encoding="utf-8").splitlines()

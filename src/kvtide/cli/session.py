@@ -89,20 +89,22 @@ def _execute(settings: RunSettings, serving: Serving, interrupt: Interrupt) -> i
     as_json = settings.log_format == "json"
     console = make_console()
     out = open_answers(settings.out, resume=settings.resume, overwrite=settings.overwrite)
-    with closing(out) as answers:
-        with make_display(console, quiet=settings.quiet, as_json=as_json) as display:
-            model = _open_model(settings, serving, display)
-            session = _Session(settings, serving, display, interrupt, model, answers)
-            shares_terminal = answers.is_terminal and console.is_terminal
-            answered = session.answer(prompts, echo=not shares_terminal)
-            if not answered.is_complete:
-                _end_early(settings, answered, answers, display)
-            if settings.verify:
-                # Write the report now: verifying may run out of memory or be interrupted.
-                _report(settings, answered, None)
-            can_verify = settings.verify and answered.counts.answered > 0
-            verdict = session.verify(answered) if can_verify else None
-            _conclude(settings, answered, verdict, answers.place(), display)
+    with (
+        closing(out) as answers,
+        make_display(console, quiet=settings.quiet, as_json=as_json) as display,
+    ):
+        model = _open_model(settings, serving, display)
+        session = _Session(settings, serving, display, interrupt, model, answers)
+        shares_terminal = answers.is_terminal and console.is_terminal
+        answered = session.answer(prompts, echo=not shares_terminal)
+        if not answered.is_complete:
+            _end_early(settings, answered, answers, display)
+        if settings.verify:
+            # Write the report now: verifying may run out of memory or be interrupted.
+            _report(settings, answered, None)
+        can_verify = settings.verify and answered.counts.answered > 0
+        verdict = session.verify(answered) if can_verify else None
+        _conclude(settings, answered, verdict, answers.place(), display)
     if not answered.counts.answered:
         return EXIT_ALL_FAILED
     return EXIT_OK if verdict is None or verdict.verified else EXIT_DIFFERS

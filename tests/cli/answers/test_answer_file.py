@@ -108,7 +108,7 @@ def test_answers_are_not_replaced_unasked(out: Path, where: str) -> None:
 
 
 def test_failed_prompts_alone_are_nothing_to_lose(out: Path) -> None:
-    """Whoever has mended the reason runs the same command again."""
+    """The same command runs again once the reason is mended."""
     _run(out, "a", "b", failed="a")
     out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
     _run(out, "a")
@@ -161,7 +161,7 @@ def test_resume_goes_on_from_file_and_part(out: Path) -> None:
 
 
 def test_where_the_answers_are_names_both_files(out: Path) -> None:
-    """Whoever moves them must know of both."""
+    """A person who moves the answers must know of both."""
     _run(out, "b")
     with closing(_open(out, resume=True)) as answers:
         answers.keep(KEYS, HEADER)

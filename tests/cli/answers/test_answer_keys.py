@@ -62,7 +62,7 @@ def test_the_number_of_samples_decides() -> None:
 
 
 def test_a_header_names_every_setting() -> None:
-    """Those of sampling too, so that each can be named if it differs."""
+    """The header has the settings of sampling too, so that each can be named if it differs."""
     header = CONDITIONS.header()
     assert "name" == header["model"]
     assert {"model_hash": "hash", "exact": True, "temperature": 0.5, "stop": ("x",)}.items() <= (

@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_lines_are_in_the_file_at_once(path: Path) -> None:
-    """Whoever kills the process kills nothing that was appended."""
+    """A process that is killed takes nothing with it that it has appended."""
     with closing(PartFile(path)) as part:
         part.append(b"one\n")
         part.append(b"two\n")
@@ -80,7 +80,7 @@ def test_lines_reach_the_disk_once_a_second(path: Path, syncs: list[int]) -> Non
 
 
 def test_a_second_process_is_told_who_is_first(path: Path) -> None:
-    """And it changes nothing."""
+    """The second process changes nothing."""
     with closing(PartFile(path)) as part:
         part.append(b"one\n")
         code = (
@@ -116,7 +116,7 @@ def test_a_part_that_its_run_has_removed_is_not_written_to(
 
 
 def test_a_planted_link_is_not_followed(path: Path, tmp_path: Path) -> None:
-    """Whoever may write to the folder can't have answers appended to another file."""
+    """A link that somebody put there doesn't have answers appended to another file."""
     victim = tmp_path / "victim"
     victim.write_text("precious", encoding="utf-8")
     path.symlink_to(victim)
