@@ -231,7 +231,7 @@ def test_what_can_be_answered_can_be_verified(
     options = ["--model", "tiny-random", "--kv-memory", "32KiB", "--host-memory", "16KiB"]
     few = ["--max-new-tokens", "8", "--verify"]
     assert main(["run", _write(tmp_path, lines), *options, *few]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("verified: true (4 requests: all tokens")
     assert "a run in which nothing was retracted" in last
 
