@@ -241,6 +241,15 @@ def test_lines_of_libraries_become_events(monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.stderr is stderr
 
 
+def test_events_need_no_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be started with it closed. The events go nowhere then."""
+    monkeypatch.setattr("sys.stderr", None)
+    with EventDisplay(Console(stderr=True)) as display:
+        display.say("a note")
+        assert sys.stderr is None
+    assert sys.stderr is None
+
+
 def test_plain_display_prints_answers_and_now_and_then_a_status() -> None:
     """It writes no control characters, and a status line after ten quiet seconds."""
     console, clock = _console_of(80, is_terminal=False), _Clock()

@@ -29,7 +29,8 @@ class EventDisplay(Display):
 
     def __enter__(self) -> EventDisplay:
         self._kept = sys.stderr
-        sys.stderr = ForeignLines(sys.stderr)
+        if self._kept is not None:  # it is None where standard error is closed
+            sys.stderr = ForeignLines(self._kept)
         return self
 
     def __exit__(
