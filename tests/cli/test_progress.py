@@ -30,20 +30,27 @@ def _ended(token_count: int, **values: Any) -> Request:
     return make_request(params=params, output_ids=[0] * token_count, **values)
 
 
+def test_time_left_is_unknown_while_the_first_prompts_are_read() -> None:
+    """No answer has ended and no minute has passed: a guess would be wrong by far."""
+    progress = _progress(4)
+    progress.add(159.0, make_stats(new_tokens=8), [])
+    assert (59.0, None) == (progress.elapsed_s, progress.left_s)
+    assert "0:59 so far" == progress.times
+
+
 def test_time_left_is_unknown_before_the_first_token() -> None:
     """Before the first token nothing is known from which the time could be computed."""
     progress = _progress(4)
-    progress.add(105.0, make_stats(), [])
-    assert (5.0, None) == (progress.elapsed_s, progress.left_s)
-    assert "0:05 so far" == progress.times
+    progress.add(500.0, make_stats(), [])
+    assert progress.left_s is None
 
 
 def test_answers_are_expected_to_reach_their_limits_until_one_ends() -> None:
-    """40 tokens at most, 8 of them in 4 seconds: 32 are left."""
+    """40 tokens at most, 8 of them in 64 seconds: 32 are left."""
     progress = _progress(4)
-    progress.add(104.0, make_stats(new_tokens=8), [])
-    assert 16.0 == progress.left_s
-    assert "0:04 so far, about 0:16 left" == progress.times
+    progress.add(164.0, make_stats(new_tokens=8), [])
+    assert 256.0 == progress.left_s
+    assert "1:04 so far, about 4:16 left" == progress.times
 
 
 def test_answers_that_stopped_say_how_long_the_others_are() -> None:
@@ -67,8 +74,9 @@ def test_one_short_answer_does_not_make_the_others_short() -> None:
 def test_failed_requests_say_nothing_of_the_others_length() -> None:
     """Tokens of failed requests don't count any more either."""
     progress = _progress(4)
-    progress.add(101.0, make_stats(new_tokens=10), [_ended(0, error="too long")])
-    assert 2.0 == progress.left_s
+    progress.add(101.0, make_stats(), [_ended(0, error="too long")])
+    progress.add(200.0, make_stats(new_tokens=10), [])
+    assert 200.0 == progress.left_s
 
 
 def test_an_unfinished_request_takes_one_more_token_at_least() -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvtide.serve.request import Request
 
 _RATE_WINDOW_S = 5.0
+_EARLY_S = 60.0
 
 
 class Progress:
@@ -25,7 +26,7 @@ class Progress:
         self._started = self._now = now
         self._new_tokens = 0
         self._open_tokens = sum(request.params.max_new_tokens for request in requests)
-        self._ended_tokens = self._stopped = 0
+        self._ended = self._ended_tokens = self._stopped = 0
 
     def add(self, now: float, stats: EngineStats, finished: Sequence[Request]) -> None:
         """Notes a step of the engine, and the requests that it finished."""
@@ -36,6 +37,7 @@ class Progress:
         for request in finished:
             self._open_tokens -= request.params.max_new_tokens
             self._ended_tokens += len(request.output_ids)
+            self._ended += request.error is None
             self._stopped += request.finish_reason == "stop"
 
     @property
@@ -45,13 +47,15 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """An estimate; None until there is a token to judge by.
+        """An estimate; None until an answer has ended or a minute has passed.
 
+        Before that the first prompts take most of the time, and the answers seem slow.
         It takes each token to end an answer as often as a token did so far, and no answer to go
         past its limit. Judging by the answers that have ended would be wrong, as short ones end
         first.
         """
-        if self._new_tokens <= 0 or self.elapsed_s <= 0:
+        is_early = self._ended == 0 and self.elapsed_s < _EARLY_S
+        if is_early or self._new_tokens <= 0 or self.elapsed_s <= 0:
             return None
         open_count = self.total - self.done
         if open_count == 0:
