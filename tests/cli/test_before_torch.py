@@ -69,7 +69,7 @@ def test_a_missing_model_is_told_before_torch_is_loaded(
 
 
 def test_a_run_says_at_once_that_it_loads_torch(tmp_path: Path) -> None:
-    """The line comes before the import, whose failure is this test's end of the run."""
+    """The line comes before the import, which fails in this test and ends the run."""
     code, said = _run("tiny-random", tmp_path)
     assert "loading torch" == said.splitlines()[0]
     assert (2, True) == (code, "torch is not installed" in said.splitlines()[-1])

@@ -141,7 +141,7 @@ def test_bars_fit_every_width(width: int) -> None:
 
 
 def test_bars_are_never_higher_than_the_terminal() -> None:
-    """What leaves the screen at its top would stay for ever."""
+    """A row that has left the screen at its top can't be erased."""
     terminal = Terminal(60)
     console = Console(
         file=terminal, width=60, height=3, force_terminal=True, _environ={"TERM": "xterm"}

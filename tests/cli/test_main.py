@@ -37,7 +37,7 @@ def test_short_option_prints_the_same_help(
 def test_a_command_that_needs_another_shows_its_help(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A person who doesn't know the second word finds it so."""
+    """The help names the words that may follow."""
     assert _help_of(capsys, *words) == _help_of(capsys, *words, "--help")
 
 

@@ -61,7 +61,7 @@ def go(engine: Engine, *, retract_every: int) -> list[Request]:
     return requests
 
 
-def test_what_has_no_room_in_host_memory_comes_back_from_disk(
+def test_kv_without_room_in_host_memory_comes_back_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is computed again, the answers have the same bits, and nothing stays on the disk."""
@@ -82,8 +82,8 @@ def test_what_has_no_room_in_host_memory_comes_back_from_disk(
     assert not list((tmp_path / "kv").glob("??/*.safetensors"))
 
 
-def test_without_a_disk_it_is_computed_again() -> None:
-    """The same run without a disk fills the arena: the test above is one of the disk."""
+def test_without_a_disk_such_kv_is_computed_again() -> None:
+    """The same run without a disk fills the arena, so the test above does use the disk."""
     engine = build(None)
     go(engine, retract_every=2)
     assert engine.scheduler.stats.arena_full > 0
