@@ -22,6 +22,10 @@ def test_report_has_exactly_these_keys() -> None:
         pool_tokens=64,
         peak_pool_tokens=48,
         peak_host_bytes=8192,
+        disk_written_bytes=300,
+        disk_read_bytes=200,
+        disk_seconds=0.5,
+        peak_disk_bytes=400,
         offload_seconds=0.25,
         restore_seconds=0.125,
     )
@@ -42,6 +46,10 @@ def test_report_has_exactly_these_keys() -> None:
         "pool_tokens": 64,
         "peak_pool_tokens": 48,
         "peak_host_bytes": 8192,
+        "disk_written_bytes": 300,
+        "disk_read_bytes": 200,
+        "disk_seconds": 0.5,
+        "peak_disk_bytes": 400,
         "seconds": 1.5,
         "tokens_per_second": 4.0,
         "offload_seconds": 0.25,
@@ -93,3 +101,15 @@ def test_report_says_what_ended_the_run() -> None:
     outcome = replace(outcome, error=KvtideError("the disk\nis full"))
     report = make_report(counts, outcome, exact=True, verified=None)
     assert "KvtideError: the disk" == report["ended_by"]
+
+
+def test_table_has_a_row_for_the_disk_if_one_was_used() -> None:
+    """Without a disk there is no row about it."""
+    for peak, expected in (
+        (0, None),
+        (4096, "2.0 KiB written, 1.0 KiB read, at most 4.0 KiB in use"),
+    ):
+        stats = make_stats(disk_written_bytes=2048, disk_read_bytes=1024, peak_disk_bytes=peak)
+        outcome = Outcome([], stats, 1.0, FOUND)
+        report = make_report(PromptCounts(1, 0, 1, 0), outcome, exact=True, verified=None)
+        assert expected == dict(summarize([], report)).get("disk")

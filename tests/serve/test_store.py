@@ -77,8 +77,9 @@ def test_kv_without_room_in_host_memory_comes_back_from_disk(
     engine.close()
     assert answers(expected) == answers(requests)
     assert (0, 0) == (stats.recomputed_tokens, engine.scheduler.stats.arena_full)
-    assert stats.written_bytes > 0
-    assert stats.read_bytes > 0
+    assert stats.disk_written_bytes > 0
+    assert stats.disk_read_bytes > 0
+    assert 0 < stats.peak_disk_bytes <= stats.disk_limit_bytes
     assert not list((tmp_path / "kv").glob("??/*.safetensors"))
 
 

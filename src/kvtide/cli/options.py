@@ -144,6 +144,13 @@ class MemoryOptions:
     host_memory: Annotated[
         str | None, _memory("For retracted KV.", show_default="a quarter of what is free")
     ] = None
+    disk_dir: Annotated[
+        Path | None,
+        _memory("A folder for retracted KV that host memory has no room for.", show_default="none"),
+    ] = None
+    disk_memory: Annotated[
+        str | None, _memory("The most it takes there.", show_default="a quarter of what is free")
+    ] = None
     on_pressure: Annotated[OnPressure, _memory("Fate of retracted KV.")] = OnPressure.offload
     max_running: Annotated[int, _memory("Requests that run at once.", min=1, max=100_000)] = 64
     page_size: Annotated[int, _memory("Tokens a page.", min=1, max=4096)] = 16

@@ -48,6 +48,10 @@ def make_report(
         "pool_tokens": stats.pool_tokens,
         "peak_pool_tokens": stats.peak_pool_tokens,
         "peak_host_bytes": stats.peak_host_bytes,
+        "disk_written_bytes": stats.disk_written_bytes,
+        "disk_read_bytes": stats.disk_read_bytes,
+        "disk_seconds": round(stats.disk_seconds, 6),
+        "peak_disk_bytes": stats.peak_disk_bytes,
         "seconds": round(seconds, 6),
         "tokens_per_second": round(stats.new_tokens / seconds, 3) if seconds > 0 else 0.0,
         "offload_seconds": round(stats.offload_seconds, 6),
@@ -110,6 +114,15 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
         ),
         ("host memory", f"at most {format_size(report['peak_host_bytes'])} in use"),
     ]
+    if report["peak_disk_bytes"]:
+        rows.append(
+            (
+                "disk",
+                f"{format_size(report['disk_written_bytes'])} written, "
+                f"{format_size(report['disk_read_bytes'])} read, "
+                f"at most {format_size(report['peak_disk_bytes'])} in use",
+            )
+        )
     if report["recomputed_tokens"]:
         rows.append(("recomputed", f"the KV of {counted(report['recomputed_tokens'], 'token')}"))
     inexact = sum(not request.exact for request in requests)

@@ -85,6 +85,8 @@ def _engine_options(
     return EngineOptions(
         kv_memory_bytes=_parse_size(memory.kv_memory, "--kv-memory", least=1),
         host_memory_bytes=_parse_size(memory.host_memory, "--host-memory", least=0),
+        disk_dir=memory.disk_dir,
+        disk_memory_bytes=_disk_bytes(memory),
         on_pressure=memory.on_pressure.value,
         page_size=memory.page_size,
         chunk_tokens=memory.chunk_tokens,
@@ -94,6 +96,12 @@ def _engine_options(
         max_running=memory.max_running,
         keep_logits=keep_logits,
     )
+
+
+def _disk_bytes(memory: MemoryOptions) -> int | None:
+    if memory.disk_memory is not None and memory.disk_dir is None:
+        raise UsageError("--disk-memory is the limit of a folder; name it with --disk-dir")
+    return _parse_size(memory.disk_memory, "--disk-memory", least=1)
 
 
 def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> SamplingParams:

@@ -36,8 +36,8 @@ class EngineStats:
     disk_limit_bytes: int = 0
     disk_bytes: int = 0
     """Bytes that snapshots take on the disk now."""
-    written_bytes: int = 0
-    """Bytes that left host memory for the disk, in all."""
-    read_bytes: int = 0
+    peak_disk_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
     disk_seconds: float = 0.0
     """How long the engine waited for the disk."""

@@ -11,7 +11,7 @@ from kvtide.arena import HostArena
 from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.pool import Pool
 from kvtide.serve.options import EngineOptions
-from kvtide.tier import DiskTier, Spill
+from kvtide.tier import DiskStats, DiskTier, Spill, SpillStats
 from kvtide.transfer import chunk_bytes_for
 
 
@@ -20,8 +20,9 @@ class DiskCounts(TypedDict):
 
     disk_limit_bytes: int
     disk_bytes: int
-    written_bytes: int
-    read_bytes: int
+    peak_disk_bytes: int
+    disk_written_bytes: int
+    disk_read_bytes: int
     disk_seconds: float
 
 
@@ -48,17 +49,15 @@ class Store:
         return cls(arena, _open_disk(options))
 
     def counts(self) -> DiskCounts:
-        """What the disk has, and what has moved."""
-        if self.disk is None or self.spill is None:
-            return DiskCounts(
-                disk_limit_bytes=0, disk_bytes=0, written_bytes=0, read_bytes=0, disk_seconds=0.0
-            )
-        held, moved = self.disk.stats, self.spill.stats
+        """What the disk has, and what has moved; nothing without a disk."""
+        held = DiskStats() if self.disk is None else self.disk.stats
+        moved = SpillStats() if self.spill is None else self.spill.stats
         return DiskCounts(
             disk_limit_bytes=held.limit_bytes,
             disk_bytes=held.used_bytes,
-            written_bytes=moved.written_bytes,
-            read_bytes=moved.read_bytes,
+            peak_disk_bytes=held.peak_bytes,
+            disk_written_bytes=moved.written_bytes,
+            disk_read_bytes=moved.read_bytes,
             disk_seconds=moved.waited_seconds,
         )
 

@@ -42,9 +42,10 @@ from kvtide.tier.folder import Folder
 class DiskStats:
     """What the tier has, and counts since it was opened."""
 
-    snapshots: int
-    used_bytes: int
-    limit_bytes: int
+    snapshots: int = 0
+    used_bytes: int = 0
+    peak_bytes: int = 0
+    limit_bytes: int = 0
     damaged: int = 0
     evicted: int = 0
 
@@ -80,7 +81,7 @@ class DiskTier(Tier):
         self._change = threading.Lock()  # held for changes of the index, and never for long
         self._is_lost = False
         self._folder = Folder(folder)
-        self._damaged = self._evicted = 0
+        self._damaged = self._evicted = self._peak_bytes = 0
         try:
             self._find()
         except BaseException:
@@ -91,7 +92,12 @@ class DiskTier(Tier):
     def stats(self) -> DiskStats:
         """What the tier has, and its counts."""
         return DiskStats(
-            len(self._entries), self._used_bytes, self._limit_bytes, self._damaged, self._evicted
+            len(self._entries),
+            self._used_bytes,
+            self._peak_bytes,
+            self._limit_bytes,
+            self._damaged,
+            self._evicted,
         )
 
     def contains(self, key: str) -> bool:
@@ -159,6 +165,7 @@ class DiskTier(Tier):
         self._used_bytes += sum(self._aside.values())
         while self._used_bytes > self._limit_bytes and self._evict():
             pass
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
 
     def _drop(self, name: str) -> None:
         """Takes a name from the index, and its bytes from those in use."""
@@ -192,6 +199,7 @@ class DiskTier(Tier):
                     f"{self._limit_bytes} in use; raise the limit, or recompute this request"
                 )
             self._used_bytes += size_bytes
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         try:
             yield
         finally:
