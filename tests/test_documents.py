@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer.main
 
-from kvtide.cli.main import app
+from kvtide.cli.display import Event
+from kvtide.cli.help import EXIT_CODES
+from kvtide.cli.main import app, main
 from kvtide.cli.verify import compare_runs
+from support.fake_serving import FakeServing
+from support.results import read_report, read_rows
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(
@@ -23,6 +28,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 LARGEST_PICTURE_BYTES = 200_000
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+RUN, PROMPTS = ROOT / "docs" / "run.md", ROOT / "docs" / "prompts.md"
 MOST_LINES = 5
 
 
@@ -169,6 +175,53 @@ def test_name_that_a_file_does_not_define_is_found(name: str, expected: list[str
 def test_unknown_command_is_found(text: str, expected: list[str]) -> None:
     """An unknown command, option and target are found."""
     assert expected == unknown_in_commands(text)
+
+
+def first_column(text: str, heading: str) -> list[str]:
+    """The names in backticks that stand first in the rows of the first table below a heading."""
+    rows = text.partition(f"{heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The report and the answers of a run: the first prompt has one answer, the second two."""
+    prompts, out, report = (tmp_path / name for name in ("prompts.jsonl", "out", "report"))
+    lines = [{"id": "a", "prompt": "Hi", "logprobs": 1}, {"id": "b", "prompt": "Hi", "n": 2}]
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    files = ["--out", str(out), "--report", str(report)]
+    assert 0 == main(["run", str(prompts), *files], serving=FakeServing())
+    return read_report(report), read_rows(out)
+
+
+def test_fields_of_the_report_are_documented(
+    written: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    """docs/run.md has those that there are, in their order."""
+    report, _ = written
+    assert [*report] == first_column(RUN.read_text("utf-8"), "| Field")
+
+
+def test_fields_of_the_answers_are_documented(
+    written: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    """docs/prompts.md has those of a line with one answer, and of a line with several."""
+    _, rows = written
+    fields = {name for row in rows for name in row}
+    text = PROMPTS.read_text("utf-8").partition("## The lines of")[2]
+    assert sorted(fields) == sorted(first_column(text, "| Key"))
+
+
+def test_exit_codes_are_documented() -> None:
+    """docs/run.md says the same as the help."""
+    text = RUN.read_text("utf-8").partition("| Code | Meaning |\n| --- | --- |\n")[2]
+    rows = [row.strip("| ").split(" | ") for row in text.partition("\n\n")[0].splitlines()]
+    assert EXIT_CODES == dict(rows)
+
+
+def test_events_are_documented() -> None:
+    """docs/run.md has each that there is."""
+    assert [*get_args(Event)] == first_column(RUN.read_text("utf-8"), "| `event`")
 
 
 def last_screen(picture: str) -> str:
