@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvtide.cli.prompts import Prompt
-from kvtide.cli.rows import answer_row, has_failed
+from kvtide.cli.rows import answer_row
 from kvtide.serve.request import SamplingParams, StepLogprobs, TokenLogprob
 from support.fake_serving import make_request
 
@@ -46,15 +46,6 @@ def test_logprobs_come_where_they_were_asked_for() -> None:
     ]
     expected = [{**likeliest[0], "likeliest": likeliest}]
     assert expected == answer_row(PROMPT, [request], model="m")["logprobs"]
-
-
-def test_a_line_with_a_failed_answer_is_known() -> None:
-    """One failed sample of several is enough."""
-    good, bad = make_request("a", **ANSWERED), make_request("a#1", **FAILED)
-    assert not has_failed(answer_row(PROMPT, [good], model="m"))
-    assert not has_failed(answer_row(PROMPT, [good, good], model="m"))
-    assert has_failed(answer_row(PROMPT, [bad], model="m"))
-    assert has_failed(answer_row(PROMPT, [good, bad], model="m"))
 
 
 def test_a_chat_completion_of_a_batch_is_answered_as_openai_does() -> None:
@@ -122,8 +113,6 @@ def test_a_failed_line_of_a_batch_says_so_in_both_places() -> None:
     """Programs look at the status, or at the error."""
     good, bad = make_request("a", **ANSWERED), make_request("a#1", **FAILED)
     row = answer_row(BATCH, [good, bad], model="m")
-    assert has_failed(row)
     assert {"code": "request_failed", "message": "too large"} == row["error"]
     assert 400 == row["response"]["status_code"]
     assert "too large" == row["response"]["body"]["error"]["message"]
-    assert not has_failed(answer_row(BATCH, [good], model="m"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtide.cli.openai_rows import openai_row
@@ -22,12 +22,6 @@ def answer_row(prompt: Prompt, requests: Sequence[Request], *, model: str) -> di
     if len(requests) == 1:
         return {"id": prompt.id, **_sample(requests[0])}
     return {"id": prompt.id, "samples": [_sample(request) for request in requests]}
-
-
-def has_failed(row: Mapping[str, Any]) -> bool:
-    """Whether the line, made by `answer_row`, says that an answer to its prompt failed."""
-    samples = row.get("samples", [row])
-    return any(sample.get("error") is not None for sample in samples)
 
 
 def _sample(request: Request) -> dict[str, Any]:
