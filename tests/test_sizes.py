@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import UsageError
-from kvtide.sizes import format_size, parse_size
+from kvtide.sizes import format_size, parse_memory, parse_size
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,16 @@ from kvtide.sizes import format_size, parse_size
 def test_sizes_parse_to_bytes(text: str, size_bytes: int) -> None:
     """Units of 1000 and of 1024, decimals and letter case come out exactly."""
     assert size_bytes == parse_size(text, name="--kv-memory")
+
+
+@pytest.mark.parametrize("text", ["24", " 24", "1.5", "1048575"])
+def test_a_few_bytes_of_memory_without_a_unit_are_refused(text: str) -> None:
+    """Nobody means bytes; with its unit the same amount is accepted, and so is none at all."""
+    with pytest.raises(UsageError, match=rf"^--host-memory: '{text}' has no unit, so it is "):
+        parse_memory(text, name="--host-memory")
+    assert parse_size(text, name="") == parse_memory(f"{text}B", name="--host-memory")
+    accepted = [parse_memory(size, name="--host-memory") for size in ("0", "1048576", "24GiB")]
+    assert [0, 1 << 20, 24 << 30] == accepted
 
 
 @pytest.mark.parametrize(

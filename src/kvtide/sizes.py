@@ -20,6 +20,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)", re.IGNORECASE)
 _LARGEST = 2**63 - 1
+_LEAST_BYTES_WITHOUT_UNIT = 2**20
 _ACCEPTED = (
     "a number of bytes such as 1000000, or a number with a unit: "
     "B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024), such as 24MiB"
@@ -41,6 +42,21 @@ def parse_size(text: str, *, name: str) -> int:
     if size > _LARGEST:
         raise UsageError(f"{name}: {shortened(text)!r} is more than 2**63 - 1 bytes")
     return size
+
+
+def parse_memory(text: str, *, name: str) -> int:
+    """Parses an amount of host memory as `parse_size` does, except for a few bytes without a unit.
+
+    Whoever writes 24 means another unit than bytes, so that is a UsageError. 0 is none.
+    """
+    size_bytes = parse_size(text, name=name)
+    has_unit = text.strip()[-1].isalpha()
+    if not has_unit and 0 < size_bytes < _LEAST_BYTES_WITHOUT_UNIT:
+        raise UsageError(
+            f"{name}: {shortened(text)!r} has no unit, so it is {counted(size_bytes, 'byte')}, too "
+            "few for any request; write one, such as 24GiB"
+        )
+    return size_bytes
 
 
 def format_size(size_bytes: int) -> str:

@@ -397,6 +397,7 @@ def test_unknown_device_is_refused_before_the_model_is_loaded(
         ("run PROMPTS --schedule eager", "--schedule is for a simulated device; add --simulate"),
         ("run PROMPTS --kv-memory 12parsecs", "--kv-memory: '12parsecs' is not a size"),
         ("run PROMPTS --kv-memory 0", "--kv-memory: 0 is too small"),
+        ("run PROMPTS --host-memory 24", "--host-memory: '24' has no unit, so it is 24 bytes"),
         ("run PROMPTS --host-memory lots", "--host-memory: 'lots' is not a size"),
         ("run PROMPTS --max-new-tokens 0", "--max-new-tokens is '0'; it must be 1 or more"),
         ("run PROMPTS --temperature nan", "--temperature is nan"),
@@ -533,3 +534,14 @@ def test_input_errors_do_not_import_torch(options: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "2 False False\n" == done.stdout
+
+
+def test_disk_below_host_memory_has_a_folder_and_a_limit(prompts: str, tmp_path: Path) -> None:
+    """Both reach the engine; a limit without a folder, or without a unit, is bad input."""
+    serving = FakeServing()
+    disk = ["--disk-dir", str(tmp_path / "kv"), "--disk-memory", "1GiB"]
+    assert main(["run", prompts, *disk], serving=serving) == 0
+    options = serving.engines[0].options
+    assert (tmp_path / "kv", 1 << 30) == (options.disk_dir, options.disk_memory_bytes)
+    assert main(["run", prompts, *disk[2:]], serving=serving) == 2
+    assert main(["run", prompts, *disk[:3], "24"], serving=serving) == 2

@@ -14,11 +14,19 @@ from kvtide.plugin.environment import OF_KVTIDE, host_memory_bytes, unknown_vari
 NAMES = ("KVTIDE_HOST_MEMORY", "KVTIDE_TOY", "KVTIDE_TOY_COLOCATED")
 
 
-@pytest.mark.parametrize("text", ["24", "0", "24000", "1048575"])
+@pytest.mark.parametrize("text", ["24", "24000", "1048575"])
 def test_few_bytes_without_a_unit_are_refused(text: str) -> None:
     """No arena is that small; the mistake would show only when a request is retracted."""
     is_bytes = f"'{text}' has no unit, so it is {int(text):,} bytes"
     said = f"^KVTIDE_HOST_MEMORY: {is_bytes}.*such as 24GiB$"
+    with pytest.raises(UsageError, match=said):
+        host_memory_bytes({"KVTIDE_HOST_MEMORY": text})
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB"])
+def test_no_memory_is_refused(text: str) -> None:
+    """Nothing could be saved, and the plugin would look as if it were on."""
+    said = f"^KVTIDE_HOST_MEMORY: '{text}' is no room for any request$"
     with pytest.raises(UsageError, match=said):
         host_memory_bytes({"KVTIDE_HOST_MEMORY": text})
 

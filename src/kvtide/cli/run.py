@@ -22,7 +22,7 @@ from kvtide.cli.prompts import LARGEST_SEED, check_temperature
 from kvtide.cli.serving import check_schedule
 from kvtide.cli.session import RunSettings, execute
 from kvtide.errors import UsageError
-from kvtide.sizes import parse_size
+from kvtide.sizes import parse_memory, parse_size
 
 if TYPE_CHECKING:
     from kvtide.serve.options import EngineOptions
@@ -83,8 +83,8 @@ def _engine_options(
     from kvtide.serve.options import EngineOptions
 
     return EngineOptions(
-        kv_memory_bytes=_parse_size(memory.kv_memory, "--kv-memory", least=1),
-        host_memory_bytes=_parse_size(memory.host_memory, "--host-memory", least=0),
+        kv_memory_bytes=_parse_kv_memory(memory.kv_memory),
+        host_memory_bytes=_parse_host_memory(memory.host_memory),
         disk_dir=memory.disk_dir,
         disk_memory_bytes=_disk_bytes(memory),
         on_pressure=memory.on_pressure.value,
@@ -99,9 +99,11 @@ def _engine_options(
 
 
 def _disk_bytes(memory: MemoryOptions) -> int | None:
-    if memory.disk_memory is not None and memory.disk_dir is None:
+    if memory.disk_memory is None:
+        return None
+    if memory.disk_dir is None:
         raise UsageError("--disk-memory is the limit of a folder; name it with --disk-dir")
-    return _parse_size(memory.disk_memory, "--disk-memory", least=1)
+    return parse_memory(memory.disk_memory, name="--disk-memory")
 
 
 def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> SamplingParams:
@@ -118,13 +120,15 @@ def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> Samplin
     )
 
 
-def _parse_size(text: str | None, option: str, *, least: int) -> int | None:
-    if text is None:
-        return None
-    size = parse_size(text, name=option)
-    if size < least:
-        raise UsageError(f"{option}: {text} is too small; give a size of one page or more")
-    return size
+def _parse_kv_memory(text: str | None) -> int | None:
+    size_bytes = None if text is None else parse_size(text, name="--kv-memory")
+    if size_bytes == 0:
+        raise UsageError(f"--kv-memory: {text} is too small; give a size of one page or more")
+    return size_bytes
+
+
+def _parse_host_memory(text: str | None) -> int | None:
+    return None if text is None else parse_memory(text, name="--host-memory")
 
 
 def _check_top_p(value: float) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtide.errors import UsageError, shortened
-from kvtide.sizes import counted, parse_size
+from kvtide.sizes import parse_memory
 
 HOST_MEMORY = "KVTIDE_HOST_MEMORY"
 CONFIG = "KVTIDE_CONFIG"
@@ -27,7 +27,6 @@ OF_KVTIDE = (HOST_MEMORY, CONFIG, "KVTIDE_CACHE")
 
 _PREFIX = "KVTIDE_"
 _LARGEST_CONFIG_BYTES = 1 << 16
-_LEAST_BYTES_WITHOUT_UNIT = 1 << 20
 _LIKENESS = 0.7
 """The least ratio of difflib at which two names are taken for the same, apart from the prefix."""
 
@@ -79,20 +78,13 @@ def choice(
 
 
 def host_memory_bytes(values: Mapping[str, str]) -> int | None:
-    """The limit of all arenas of this host's ranks together, or None. Raises UsageError.
-
-    A small number without a unit is an error, since whoever writes 24 means another unit than
-    bytes.
-    """
+    """The limit of all arenas of this host's ranks together, or None. Raises UsageError."""
     text = values.get(HOST_MEMORY)
     if text is None:
         return None
-    size_bytes = parse_size(text, name=HOST_MEMORY)
-    if text.isdecimal() and size_bytes < _LEAST_BYTES_WITHOUT_UNIT:
-        raise UsageError(
-            f"{HOST_MEMORY}: {shortened(text)!r} has no unit, so it is "
-            f"{counted(size_bytes, 'byte')}, too few for any request; write one, such as 24GiB"
-        )
+    size_bytes = parse_memory(text, name=HOST_MEMORY)
+    if not size_bytes:
+        raise UsageError(f"{HOST_MEMORY}: {shortened(text)!r} is no room for any request")
     return size_bytes
 
 
