@@ -438,6 +438,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "failed": failed,
         "ended_by": dict(ended),
         "disk": "tmpfs" if disk.is_mounted else "limit on files",
+        "processes": "forked" if options.fork else "commands",
         "problems": problems,
         "seconds": round(time.monotonic() - started, 1),
     }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -306,3 +309,66 @@ def test_two_runs_do_not_write_one_file(
         capsys.readouterr().err
     )
     assert IDS == _ids(out)
+
+
+_IN_A_TERMINAL = """
+import os, signal, sys
+from kvtide.cli.main import main
+from support.fake_serving import FakeServing
+
+master = int(sys.argv[1])
+
+def prepare(engine, number):
+    steps = iter(range(1, 100))
+    engine.before_step = lambda: act() if next(steps) == 3 else None
+
+def act():
+    if sys.argv[2] == "closed":
+        os.close(master)
+    os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+
+sys.exit(main(["run", *sys.argv[4:]], serving=FakeServing(prepare)))
+"""
+
+
+def _in_a_terminal(state: str, number: str, *arguments: str) -> tuple[int, bytes]:
+    """The exit code of a run in a terminal, `open` or `closed` by then, and what it shows."""
+    master, slave = os.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _IN_A_TERMINAL, str(master), state, number, *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=slave,
+            pass_fds=[master],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TERM": "xterm"},
+        )
+        os.close(slave)
+        if state == "closed":
+            os.close(master)
+            return process.wait(), b""
+        code, shown = process.wait(), b""
+        with contextlib.suppress(OSError):  # the end of a terminal is an error
+            while data := os.read(master, 100_000):
+                shown += data
+        return code, shown
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(master)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_the_cursor_comes_back(prompts: str, tmp_path: Path, number: str) -> None:
+    """The live display hides it; nobody else would show it again."""
+    code, shown = _in_a_terminal("open", number, prompts, "--out", str(tmp_path / "out"))
+    assert 128 + getattr(signal, number) == code
+    assert -1 < shown.rfind(b"\x1b[?25l") < shown.rfind(b"\x1b[?25h")
+
+
+def test_a_terminal_that_is_closed_takes_no_answer_with_it(prompts: str, tmp_path: Path) -> None:
+    """Nothing can be shown there any more; the answers are kept, and the report is written."""
+    out, report = tmp_path / "out", tmp_path / "report"
+    files = ["--out", str(out), "--report", str(report)]
+    code, _ = _in_a_terminal("closed", "SIGHUP", prompts, *files)
+    assert 129 == code
+    assert ["a", "b"] == read_part(out)
+    assert "SIGHUP" == read_report(report)["ended_by"]
