@@ -207,17 +207,19 @@ def test_one_line_decides_nothing_for_the_others(
     The memory that is free would hold neither all requests at once nor a million new tokens.
     """
     monkeypatch.setattr("kvtide.serve.sizing.free_memory_bytes", lambda: 1 << 20)
-    monkeypatch.setattr("kvtide.serve.engine._context_limit_of", lambda _: 512)
+    monkeypatch.setattr(OpenModel, "context_limit", 512)
+    huge = "x" * 1_000_000
     lines: list[dict[str, Any]] = [{"id": str(i), "prompt": "ab"} for i in range(70)]
     lines += [{"id": "endless", "prompt": "x" * 470, "max_new_tokens": 1_000_000}]
-    lines += [{"id": "long", "prompt": "x" * 600}]
+    lines += [{"id": "long", "prompt": "x" * 600}, {"id": "endless prompt", "prompt": huge}]
     prompts, out = _write(tmp_path, lines), tmp_path / "out.jsonl"
     few = ["--model", "tiny-random", "--max-new-tokens", "2", "--out", str(out)]
     assert main(["run", prompts, *few]) == 0
-    *others, endless, long = read_rows(out)
+    *others, endless, long, unread = read_rows(out)
     assert {None} == {row["error"] for row in [*others, endless]}
     assert endless["prompt_tokens"] + endless["new_tokens"] <= 512 + 1
     assert "tokens, the model has 512 positions; shorten the prompt" in long["error"]
+    assert "characters, which are at least 76927 tokens" in unread["error"]
     said = capsys.readouterr().err
     assert 1 == said.count("1 request may have fewer new tokens than max_new_tokens says")
 

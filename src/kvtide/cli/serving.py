@@ -52,8 +52,9 @@ class Serving(Protocol):
         """The requests for the answers to a prompt, in the order of the answers.
 
         `params` and `sample_count` are the run's; what the prompt's line says wins. With
-        `special_tokens` the text of a special token in a prompt is that token. Raises UsageError if
-        the model can't take the prompt.
+        `special_tokens` the text of a special token in a prompt is that token. Requests for a
+        prompt whose length alone shows that it can't fit have an `error` and no tokens. Raises
+        UsageError if the model can't take the prompt.
         """
 
     def build_engine(
@@ -111,8 +112,15 @@ class LibraryServing:
         special_tokens: bool = False,
     ) -> list[Request]:
         """See Serving."""
-        prompt_ids = encode_prompt(model, prompt, special_tokens=special_tokens)
-        return requests_of(prompt, prompt_ids, params, sample_count)
+        from kvtide.serve.lengths import reason_too_long
+
+        is_raw = prompt.is_raw or model.tokenizer.chat_template is None
+        error = reason_too_long(model, prompt.messages, prompt.tools, is_raw=is_raw)
+        prompt_ids = [] if error else encode_prompt(model, prompt, special_tokens=special_tokens)
+        requests = requests_of(prompt, prompt_ids, params, sample_count)
+        for request in requests:
+            request.error = error
+        return requests
 
     def build_engine(
         self,

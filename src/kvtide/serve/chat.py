@@ -99,10 +99,10 @@ def _refuse_unseen(
         del others["tools"]
     if without_calls == conversation:
         del others["tool_calls"]
-    text = _rendered(model, conversation, tools) if others else None
+    text = rendered(model, conversation, tools) if others else None
     for name, other in others.items():
         try:
-            is_seen = _rendered(model, *other) != text
+            is_seen = rendered(model, *other) != text
         except Exception:  # the template needs what was left out, so it reads it
             continue
         if not is_seen:
@@ -117,7 +117,7 @@ def _can_render(
 ) -> bool:
     """Whether the template itself takes the conversation, so that only the tokens are a problem."""
     try:
-        _rendered(model, _with_known_roles(model.tokenizer, messages, tools), tools)
+        rendered(model, _with_known_roles(model.tokenizer, messages, tools), tools)
     except Exception:  # a template is a program and may raise any error
         return False
     return True
@@ -130,11 +130,14 @@ def _made_of_text(model: OpenModel) -> UsageError:
     )
 
 
-def _rendered(
-    model: OpenModel, conversation: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+def rendered(
+    model: OpenModel,
+    conversation: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
 ) -> str:
+    """The text that the chat template makes of a conversation. May raise any error."""
     text: str = model.tokenizer.apply_chat_template(
-        conversation, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+        list(conversation), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
     )
     return text
 

@@ -67,7 +67,7 @@ class Engine:
         self._token_text = token_texts(self._tokenizer)
         self._eos_ids = source.eos_ids
         self._vocab_size = int(source.model.get_input_embeddings().num_embeddings)
-        self._context_limit = _context_limit_of(source)
+        self._context_limit = source.context_limit
         self.tide = tide
         self._options = options
         self.pages = pages
@@ -113,7 +113,7 @@ class Engine:
         geometry = geometry_of(source.model.config, source.model.dtype, options.page_size)
         device = open_device(options.device)
         for request in requests:
-            request.context_limit = _context_limit_of(source)
+            request.context_limit = source.context_limit
         free_bytes = free_bytes_for(device, source.model)
         page_count = count_pages(geometry, options, requests, free_bytes)
         pool_bytes = page_count * geometry.page_bytes
@@ -316,12 +316,6 @@ class _Live:
 def _is_ready(request: Request, count: int) -> bool:
     """Whether all tokens have KV after `count` more, so that the next token is chosen."""
     return request.stored + count == request.token_count
-
-
-def _context_limit_of(source: OpenModel) -> int | None:
-    """How many positions the model has, or None if its configuration doesn't say."""
-    text_config = source.model.config.get_text_config(decoder=True)
-    return getattr(text_config, "max_position_embeddings", None)
 
 
 # For each model, the modes in which an engine has checked it. A later engine checks only others.

@@ -40,6 +40,12 @@ class OpenModel:
     name: str
     eos_ids: frozenset[int]
 
+    @property
+    def context_limit(self) -> int | None:
+        """How many positions the model has, or None if its configuration doesn't say."""
+        text_config = self.model.config.get_text_config(decoder=True)
+        return getattr(text_config, "max_position_embeddings", None)
+
 
 def open_model(
     name: str | FoundModel, *, dtype: str = "bfloat16", progress: Progress | None = None
