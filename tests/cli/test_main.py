@@ -12,7 +12,7 @@ import pytest
 from kvtide.cli.extras import EXTRAS, describe_missing
 from kvtide.cli.help import EXIT_CODES
 from kvtide.cli.main import main
-from support.fake_serving import FakeServing, press_ctrl_c
+from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
 from test_documents import unknown_in_commands
 
 ROOT = Path(__file__).parent.parent.parent
@@ -170,6 +170,18 @@ def test_quiet_run_tells_of_errors(capsys: pytest.CaptureFixture[str]) -> None:
     """An error is one line, as it is without `--quiet`."""
     assert 2 == main(["run", "-p", "Hi", "--quiet", "--device", "abacus"], serving=FakeServing())
     assert "kvtide: there is no device 'abacus'\n" == capsys.readouterr().err
+
+
+def test_quiet_run_tells_of_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    """The verdict of `--verify` is shown if it is a bad one."""
+
+    def tell_apart(engine: FakeEngine, number: int) -> None:
+        engine.digest_of = lambda request: number
+
+    words = ["run", "-p", "Hi", "--quiet", "--verify"]
+    assert 3 == main(words, serving=FakeServing(tell_apart))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("verified: false (request '1', step 0: ")
 
 
 @pytest.mark.parametrize(
