@@ -1,6 +1,8 @@
 """An operator's settings: variables of the environment, or of a TOML file under the same names.
 
     KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
+    KVTIDE_DISK_DIR          a folder for what has no room there; each rank has a folder in it
+    KVTIDE_DISK_MEMORY       for all ranks on this host together, such as 200GiB
     KVTIDE_CONFIG            the path of a file with other variables; the environment wins
 
 An engine's plugin adds variables. An invalid value is an error that names it. Otherwise an operator
@@ -21,8 +23,10 @@ from kvtide.errors import UsageError, shortened
 from kvtide.sizes import parse_memory
 
 HOST_MEMORY = "KVTIDE_HOST_MEMORY"
+DISK_DIR = "KVTIDE_DISK_DIR"
+DISK_MEMORY = "KVTIDE_DISK_MEMORY"
 CONFIG = "KVTIDE_CONFIG"
-OF_KVTIDE = (HOST_MEMORY, CONFIG, "KVTIDE_CACHE")
+OF_KVTIDE = (HOST_MEMORY, DISK_DIR, DISK_MEMORY, CONFIG, "KVTIDE_CACHE")
 """The variables that no engine's plugin adds. `kvtide run` keeps models in the last one."""
 
 _PREFIX = "KVTIDE_"
@@ -86,6 +90,19 @@ def host_memory_bytes(values: Mapping[str, str]) -> int | None:
     if not size_bytes:
         raise UsageError(f"{HOST_MEMORY}: {shortened(text)!r} is no room for any request")
     return size_bytes
+
+
+def disk_memory(values: Mapping[str, str]) -> tuple[Path | None, int | None]:
+    """The folder for what has no room in host memory, and the limit of all ranks together.
+
+    Either may be None. Raises UsageError for a limit without a folder, and for an invalid one.
+    """
+    folder, text = values.get(DISK_DIR), values.get(DISK_MEMORY)
+    if text is None:
+        return None if folder is None else Path(folder), None
+    if folder is None:
+        raise UsageError(f"{DISK_MEMORY} is the limit of a folder; name it with {DISK_DIR}")
+    return Path(folder), parse_memory(text, name=DISK_MEMORY)
 
 
 def _read_config(path: str, names: Sequence[str]) -> dict[str, str]:

@@ -31,6 +31,7 @@ from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.refusals import DeviceFailed, RankFailed, StateAhead, reason_of
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
+from kvtide.tier import Store
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,13 @@ class Keeper:
         tide: Tide,
         requests: Requests,
         ranks: Ranks | None = None,
+        store: Store | None = None,
     ) -> None:
-        """`tide.pool` is the pool of the description. Without `ranks` the keeper is alone."""
+        """`tide.pool` is the pool of the description. Without `ranks` the keeper is alone.
+
+        `close` also closes the `store`, which has the tide's arena and the disk below it.
+        """
+        self.store = store
         self.description = description
         self.tide = tide
         self.counters = Counters()
@@ -162,7 +168,7 @@ class Keeper:
 
     def discard(self, backup: Backup) -> None:
         """Discards a backup whose request won't come back. Repeatable."""
-        if not backup.snapshot.lease.released:
+        if self.tide.holds(backup.snapshot):
             self.counters.discards += 1
             logger.debug("kvtide discarded request %r", backup.request_id)
         self.tide.discard(backup.snapshot)
@@ -187,8 +193,10 @@ class Keeper:
         changed(self)
 
     def close(self) -> None:
-        """Waits for all moves and closes the device. Repeatable."""
+        """Waits for all moves, and closes the store and the device. Repeatable."""
         self.tide.close()
+        if self.store is not None:
+            self.store.close()
         self.tide.pool.device.close()
 
     # ---- a single move, on this rank ---------------------------------------------------

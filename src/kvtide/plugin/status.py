@@ -12,8 +12,15 @@ def coverage(keeper: Keeper) -> str:
     return (
         f"covers {keeper.description.name} ({', '.join(names)}), {keeper.token_bytes} bytes a "
         f"token, arena up to {format_size(keeper.arena.limit_bytes)} on this rank, for "
-        f"{keeper.arena.limit_bytes // max(1, keeper.token_bytes)} tokens"
+        f"{keeper.arena.limit_bytes // max(1, keeper.token_bytes)} tokens{_disk(keeper)}"
     )
+
+
+def _disk(keeper: Keeper) -> str:
+    if keeper.store is None or keeper.store.disk is None:
+        return ""
+    limit_bytes = keeper.store.disk.stats.limit_bytes
+    return f", disk below it up to {format_size(limit_bytes)}"
 
 
 def without_room(keeper: Keeper) -> str:

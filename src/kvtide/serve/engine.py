@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import xxhash
 
+from kvtide.arena import HostArena
+from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
@@ -38,10 +40,11 @@ from kvtide.serve.sizing import (
     reason_to_refuse,
 )
 from kvtide.serve.stats import EngineStats
-from kvtide.serve.store import Store
 from kvtide.serve.supported import geometry_of
 from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
+from kvtide.tier import Store
+from kvtide.transfer import chunk_bytes_for
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
 
@@ -127,7 +130,12 @@ class Engine:
             check = check_exact(source, device)
         model = PagedModel(source.model, pool, exact=None if check is None else check.rules)
         pages = PageAllocator(page_count)
-        store = Store.open(pool, options)
+        limit_bytes = options.host_memory_bytes
+        if limit_bytes is None:
+            limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
+        block_bytes = chunk_bytes_for(pool, limit_bytes)
+        arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+        store = Store(arena, options.disk_dir, options.disk_memory_bytes)
         tide = Tide(pool, store.arena, pages, store.spill)
         return cls(model, source, tide, pages, store, options, check)
 

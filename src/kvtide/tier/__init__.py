@@ -5,5 +5,6 @@ from __future__ import annotations
 from kvtide.tier.base import Tier
 from kvtide.tier.disk import DiskStats, DiskTier
 from kvtide.tier.spill import Spill, SpillStats
+from kvtide.tier.store import Store
 
-__all__ = ["DiskStats", "DiskTier", "Spill", "SpillStats", "Tier"]
+__all__ = ["DiskStats", "DiskTier", "Spill", "SpillStats", "Store", "Tier"]

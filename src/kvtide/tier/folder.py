@@ -39,6 +39,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
+class FolderInUse(UsageError):
+    """Another process, or another tier of this process, uses the folder."""
+
+
 class FileEntry(NamedTuple):
     """A file in a folder: its name (32 hexadecimal digits), its size, and when it was last used."""
 
@@ -65,7 +69,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Makes the folder if it isn't there (its parent must be), and locks it.
 
-        Raises UsageError if another process uses it, and for a place that can't be a folder.
+        Raises FolderInUse if another process uses it, UsageError where there can't be a folder.
         """
         self.path = path
         self._root = self._lock = -1
@@ -77,7 +81,7 @@ class Folder:
             with _opened(os.open(path, _DIRECTORY & ~os.O_NOFOLLOW)) as root:
                 self._is_direct = takes_direct_io(root, f".{'0' * 32}.{secrets.token_hex(8)}.part")
         except BlockingIOError as error:
-            raise UsageError(
+            raise FolderInUse(
                 f"disk tier: another process uses the folder {path}; give each process a folder of "
                 "its own, or end that process"
             ) from error

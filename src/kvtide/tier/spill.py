@@ -191,6 +191,10 @@ class Spill:
         if entry.error is not None:
             raise to_raise(entry.error)
 
+    def has(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is in the books."""
+        return id(snapshot) in self._entries
+
     def remove(self, snapshot: Snapshot) -> None:
         """Forgets a snapshot, in the tiers too. Its lease stays the caller's. Repeatable."""
         entry = self._entries.pop(id(snapshot), None)

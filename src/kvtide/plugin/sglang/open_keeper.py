@@ -44,13 +44,21 @@ def open_keeper(
         name = type(subject.request_pool).__name__
         raise Refused(f"{name} has no table 'req_to_token', so the slots of requests are unknown")
     ranks = ranks or Ranks()
-    memory = HostMemory(settings.host_memory_bytes, settings.rank_count, ranks)
+    memory = HostMemory(
+        settings.host_memory_bytes,
+        settings.rank_count,
+        ranks,
+        settings.disk_dir,
+        settings.disk_memory_bytes,
+    )
     device = open_device(torch.device(subject.pool.device).type)
     try:
         with memory.refusing_together():
             description, pool, draft_refusal = _adopt(subject, draft_pools, device)
         requests = SGLangRequests(subject.request_pool, description, pool.request_kinds, is_ahead)
-        keeper = Keeper(description, Tide(pool, memory.arena_for(pool)), requests, ranks)
+        store = memory.store_for(pool)
+        tide = Tide(pool, store.arena, spill=store.spill)
+        keeper = Keeper(description, tide, requests, ranks, store)
     except BaseException:
         device.close()
         raise

@@ -3,6 +3,8 @@
     KVTIDE_SGLANG            1 (default), 0: off, strict: a pool that is refused stops the server
     KVTIDE_SGLANG_COLOCATED  1: save and restore in a server that isn't a decode server, too
     KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
+    KVTIDE_DISK_DIR          a folder for what has no room there; each rank has a folder in it
+    KVTIDE_DISK_MEMORY       for all ranks on this host together, such as 200GiB
     KVTIDE_CONFIG            the path of a file with the other variables; the environment wins
 
 An invalid value is an error that names it. Otherwise an operator would notice only under load that
@@ -13,11 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, final
 
 from kvtide.plugin.environment import (
+    DISK_DIR,
+    DISK_MEMORY,
     HOST_MEMORY,
     choice,
+    disk_memory,
     host_memory_bytes,
     read_values,
     unknown_variables,
@@ -28,7 +34,7 @@ Mode = Literal["off", "on", "strict"]
 MODE = "KVTIDE_SGLANG"
 COLOCATED = "KVTIDE_SGLANG_COLOCATED"
 
-_NAMES = (MODE, COLOCATED, HOST_MEMORY)
+_NAMES = (MODE, COLOCATED, HOST_MEMORY, DISK_DIR, DISK_MEMORY)
 _MODES: Mapping[str, Mode] = {"0": "off", "1": "on", "strict": "strict"}
 _SWITCH = {"0": False, "1": True}
 
@@ -44,6 +50,10 @@ class Settings:
     """Whether a server that isn't a disaggregated decode server saves and restores as well."""
     host_memory_bytes: int | None = None
     """The limit of all arenas on this host together; None means a share of the free memory."""
+    disk_dir: Path | None = None
+    """The folder for what has no room in host memory; None means no disk."""
+    disk_memory_bytes: int | None = None
+    """The limit of all ranks' files together; None means a quarter of what is free there."""
     rank_count: int = 1
     """How many ranks of the server share this host's memory; SGLang tells."""
     unknown: tuple[str, ...] = ()
@@ -56,9 +66,12 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     Raises UsageError, which names the variable or the file, for an invalid value.
     """
     values = read_values(_NAMES, environment)
+    disk_dir, disk_memory_bytes = disk_memory(values)
     return Settings(
         choice(values, MODE, _MODES, "1"),
         choice(values, COLOCATED, _SWITCH, "0"),
         host_memory_bytes(values),
+        disk_dir,
+        disk_memory_bytes,
         unknown=tuple(unknown_variables(_NAMES, environment)),
     )

@@ -1,0 +1,158 @@
+"""With KVTIDE_DISK_DIR, requests for which host memory has no room go to files, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from requests_of import Place, Req, keeper_over, same
+
+from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss, UsageError
+from kvtide.plugin import host_memory
+from kvtide.plugin.keeper import Backup, Keeper
+from kvtide.plugin.sglang.settings import Settings, read_settings
+from kvtide.plugin.status import coverage
+
+COUNT = 8
+HOST_BYTES = 2 << 16
+"""The arena has two blocks, and each request takes one."""
+
+
+def settings(folder: Path | None) -> Settings:
+    """Makes the settings of a server with little host memory."""
+    return Settings(
+        host_memory_bytes=HOST_BYTES,
+        disk_dir=folder,
+        disk_memory_bytes=None if folder is None else 1 << 20,
+    )
+
+
+@pytest.fixture
+def place() -> Place:
+    """A pool of three layers, with a row for each token."""
+    return Place()
+
+
+@pytest.fixture
+def keeper(place: Place, tmp_path: Path) -> Iterator[Keeper]:
+    """A keeper with a disk below its arena."""
+    with closing(
+        keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
+    ) as keeper:
+        yield keeper
+    assert 0 == keeper.arena.used_bytes, "nothing may be left in the arena"
+    assert not list((tmp_path / "kv").glob("*/??/*.safetensors")), "nor on the disk"
+
+
+def retract(place: Place, keeper: Keeper, number: int) -> tuple[Req, list[torch.Tensor], Backup]:
+    """Saves a request of random bytes, and gives its slots back."""
+    req = place.admit(f"r{number}", 20)
+    slots = place.request_pool.req_to_token[1, :19].long()
+    for buffer in place.buffers:
+        buffer[slots] = torch.randn_like(buffer[slots])
+    expected, backup = place.rows_of(req), keeper.save(req)
+    place.allocator.free(slots)
+    return req, expected, backup
+
+
+def resume(place: Place, keeper: Keeper, req: Req, backup: Backup) -> None:
+    """Restores a request to other slots."""
+    place.poison()
+    place.readmit(req)
+    keeper.restore(req, backup)
+
+
+def test_more_requests_than_host_memory_has_room_for_come_back(
+    place: Place, keeper: Keeper
+) -> None:
+    """All bytes are equal, and the arena's limit is kept."""
+    retracted = [retract(place, keeper, number) for number in range(COUNT)]
+    assert keeper.arena.peak_bytes <= HOST_BYTES
+    for req, expected, backup in retracted[::2] + retracted[1::2]:
+        resume(place, keeper, req, backup)
+        assert same(expected, place.rows_of(req))
+        place.allocator.free(place.request_pool.req_to_token[2, :19].long())
+    assert (COUNT, COUNT) == (keeper.counters.saves, keeper.counters.restores)
+
+
+def test_without_a_disk_they_are_refused(place: Place) -> None:
+    """The test above is one of the disk: the arena alone has room for two requests."""
+    with closing(keeper_over(place.allocator, place.request_pool, [], settings(None))) as keeper:
+        backups = [retract(place, keeper, number)[2] for number in range(2)]
+        with pytest.raises(ArenaFull):
+            retract(place, keeper, 2)
+        for backup in backups:
+            keeper.discard(backup)
+
+
+def test_aborted_requests_leave_no_file(place: Place, keeper: Keeper) -> None:
+    """Each is counted once, wherever its bytes are."""
+    retracted = [retract(place, keeper, number) for number in range(COUNT)]
+    for _, _, backup in retracted:
+        keeper.discard(backup)
+        keeper.discard(backup)
+    assert COUNT == keeper.counters.discards
+
+
+def test_damaged_file_costs_one_request(place: Place, keeper: Keeper, tmp_path: Path) -> None:
+    """The request whose file has a flipped bit isn't restored; the others are."""
+    retracted = [retract(place, keeper, number) for number in range(COUNT)]
+    files = sorted((tmp_path / "kv").glob("*/??/*.safetensors"))
+    content = bytearray(files[0].read_bytes())
+    content[-4096] ^= 1
+    files[0].write_bytes(bytes(content))
+    lost = 0
+    for req, expected, backup in retracted:
+        try:
+            resume(place, keeper, req, backup)
+            assert same(expected, place.rows_of(req))
+        except (SnapshotDamaged, SnapshotMiss):
+            lost += 1
+        place.allocator.free(place.request_pool.req_to_token[2, :19].long())
+    assert 1 == lost
+    for path in (tmp_path / "kv").glob("*/damaged/*"):
+        path.unlink()
+
+
+def test_each_keeper_has_a_folder(place: Place, tmp_path: Path) -> None:
+    """Ranks of a server, and servers, may share the folder that the operator names."""
+    first = keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
+    second = keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
+    assert ["0", "1"] == sorted(path.name for path in (tmp_path / "kv").iterdir())
+    assert "disk below it up to 1.0 MiB" in coverage(first)
+    first.close()
+    second.close()
+
+
+def test_folder_that_cannot_be_used_is_a_warning(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server saves to host memory as without a disk."""
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        host_memory.logger, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    (tmp_path / "file").touch()
+    with closing(
+        keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "file"))
+    ) as keeper:
+        req, expected, backup = retract(place, keeper, 0)
+        resume(place, keeper, req, backup)
+        assert same(expected, place.rows_of(req))
+        assert "disk" not in coverage(keeper)
+    assert 1 == len(warnings)
+    assert warnings[0].startswith("kvtide goes on without a disk: ")
+
+
+def test_settings_name_the_folder_and_its_limit() -> None:
+    """A limit without a folder, or without a unit, is an error that names the variable."""
+    found = read_settings({"KVTIDE_DISK_DIR": "/kv", "KVTIDE_DISK_MEMORY": "2GiB"})
+    assert (Path("/kv"), 2 << 30) == (found.disk_dir, found.disk_memory_bytes)
+    assert (None, None) == (read_settings({}).disk_dir, read_settings({}).disk_memory_bytes)
+    with pytest.raises(UsageError, match="KVTIDE_DISK_MEMORY is the limit of a folder"):
+        read_settings({"KVTIDE_DISK_MEMORY": "2GiB"})
+    with pytest.raises(UsageError, match="KVTIDE_DISK_MEMORY: '24' has no unit"):
+        read_settings({"KVTIDE_DISK_DIR": "/kv", "KVTIDE_DISK_MEMORY": "24"})
