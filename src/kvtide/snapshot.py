@@ -34,6 +34,8 @@ class Snapshot:
     seal: Seal
     lease: Lease
     readers: list[Ticket[Any]] = field(default_factory=list)
+    is_below: bool = False
+    """Whether it is in a tier alone: its memory was given away, and a restore brings it back."""
 
     @property
     def token_count(self) -> int:
@@ -95,6 +97,11 @@ class Snapshot:
         except BaseException:
             lease.release()
             raise
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it can be restored: it wasn't discarded."""
+        return self.is_below or not self.lease.released
 
     def require_held(self) -> None:
         """Raises SnapshotMiss if it was discarded."""

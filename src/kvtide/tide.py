@@ -280,11 +280,6 @@ class Tide:
             self._spill.remove(snapshot)
         snapshot.lease.release()
 
-    def holds(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is in the arena or in a tier below: it wasn't discarded."""
-        is_below = self._spill is not None and self._spill.has(snapshot)
-        return is_below or not snapshot.lease.released
-
     def read_ahead(self, snapshot: Snapshot) -> None:
         """Begins to bring a snapshot that is wanted soon back from its tier. Doesn't block."""
         if self._spill is not None:

@@ -168,7 +168,7 @@ class Keeper:
 
     def discard(self, backup: Backup) -> None:
         """Discards a backup whose request won't come back. Repeatable."""
-        if self.tide.holds(backup.snapshot):
+        if backup.snapshot.is_held:
             self.counters.discards += 1
             logger.debug("kvtide discarded request %r", backup.request_id)
         self.tide.discard(backup.snapshot)

@@ -97,6 +97,11 @@ class _Kept:
         """Whether it is in the arena and no move uses its memory."""
         return self.is_here and not self.snapshot.lease.in_use
 
+    def give_away(self) -> None:
+        """Gives the memory of a snapshot away that is in a tier, too."""
+        self.snapshot.is_below = True
+        self.snapshot.lease.release()
+
     def is_due(self, now: float) -> bool:
         """Whether it can be written now."""
         is_still = self.job is None and self.tier is None
@@ -168,7 +173,7 @@ class Spill:
             other = next(written, None)
             if other is None:
                 return
-            other.snapshot.lease.release()
+            other.give_away()
         self._read(entry)
 
     def require(self, snapshot: Snapshot) -> None:
@@ -191,15 +196,12 @@ class Spill:
         if entry.error is not None:
             raise to_raise(entry.error)
 
-    def has(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot is in the books."""
-        return id(snapshot) in self._entries
-
     def remove(self, snapshot: Snapshot) -> None:
         """Forgets a snapshot, in the tiers too. Its lease stays the caller's. Repeatable."""
         entry = self._entries.pop(id(snapshot), None)
         if entry is None:
             return
+        snapshot.is_below = False
         if entry.room is not None:
             entry.room.release()
             entry.room = None
@@ -250,7 +252,7 @@ class Spill:
         removed = (entry for entry in self._moving if id(entry.snapshot) not in self._entries)
         for entry in (*removed, *self._entries.values()):
             if entry.tier is not None and entry.may_leave:
-                entry.snapshot.lease.release()
+                entry.give_away()
                 return True
             if entry.is_due(now):
                 self._write(entry)
@@ -348,6 +350,7 @@ class Spill:
             stats.read_bytes += size_bytes
             stats.read_seconds += seconds
             entry.snapshot.lease, entry.room = entry.room, None
+            entry.snapshot.is_below = False
             entry.was_read_ahead = True
 
     def _note_failure(self, entry: _Kept, error: Exception) -> None:
