@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvtide.errors import UsageError
+from kvtide.errors import SnapshotMiss, UsageError
+from kvtide.serve import progress
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.request import Request, SamplingParams
+from kvtide.serve.sampling import Sampler
 from serve.harness import answers, check_rows_once, poison_released, run_all, tiny, token_bytes
 
 BLOCK_BYTES = 1 << 16
@@ -121,3 +125,136 @@ def test_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> N
     """The error names the folder."""
     with pytest.raises(UsageError, match="cannot use the folder"):
         build(tmp_path / "no" / "parent")
+
+
+# ---- another process goes on ------------------------------------------------------------
+
+
+def make_named() -> list[Request]:
+    """Makes the requests with keys, so that a later engine can go on with them; some sample."""
+    requests = make_requests()
+    for number, request in enumerate(requests):
+        request.key = f"{number:032x}"
+        if number % 2:
+            request.params = SamplingParams(max_new_tokens=40, temperature=0.9, seed=number)
+    return requests
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[tuple[object, ...]]:
+    """The answers of a run with room for all."""
+    requests = make_named()
+    engine = Engine.build(tiny(), EngineOptions(keep_logits=True), requests)
+    run_all(engine, requests)
+    engine.close()
+    return answers(requests)
+
+
+def begin(engine: Engine, steps: int) -> list[Request]:
+    """Takes some steps; gives the requests that have ended."""
+    for request in make_named():
+        engine.add(request)
+    ended: list[Request] = []
+    for number in range(steps):
+        if number % 2 and len(engine.scheduler.running) > 1:
+            engine.scheduler.retract(engine.scheduler.running[0])
+        ended += engine.step()
+    return ended
+
+
+def finish(engine: Engine, ended: Sequence[Request]) -> list[tuple[object, ...]]:
+    """Answers what has not ended; gives all answers in order."""
+    done = {request.id for request in ended}
+    left = [request for request in make_named() if request.id not in done]
+    run_all(engine, left)
+    order = [request.id for request in make_named()]
+    return answers(sorted([*ended, *left], key=lambda request: order.index(request.id)))
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20, 45, 60])
+def test_a_later_engine_goes_on_where_one_was_suspended(
+    tmp_path: Path, undisturbed: list[tuple[object, ...]], steps: int
+) -> None:
+    """The answers have the same bits, and no token is computed again."""
+    first = build(tmp_path / "kv")
+    ended = begin(first, steps)
+    counted = first.stats.new_tokens
+    saved = first.suspend()
+    first.close()
+    second = build(tmp_path / "kv")
+    assert undisturbed == finish(second, ended)
+    assert saved > 0
+    total = sum(len(str(answer[1]).split(",")) for answer in undisturbed)
+    assert total == counted + second.stats.new_tokens
+    assert 0 == second.stats.recomputed_tokens
+    second.close()
+    assert not list((tmp_path / "kv").glob("??/*.safetensors"))
+
+
+def test_a_later_engine_goes_on_after_a_sudden_end(
+    tmp_path: Path, undisturbed: list[tuple[object, ...]]
+) -> None:
+    """What was on the disk at that moment is enough; the other requests start anew."""
+    first = build(tmp_path / "kv")
+    ended = begin(first, 30)
+    shutil.copytree(tmp_path / "kv", tmp_path / "copy")
+    first.close()
+    second = build(tmp_path / "copy")
+    assert undisturbed == finish(second, ended)
+    assert second.stats.resumes > 0
+    second.close()
+
+
+@pytest.mark.parametrize("change", ["key", "prompt", "bytes", "progress"])
+def test_only_a_requests_own_kv_is_taken_over(
+    tmp_path: Path,
+    undisturbed: list[tuple[object, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+) -> None:
+    """With another key, damaged bytes, or progress that can't be, a request starts anew."""
+    first = build(tmp_path / "kv")
+    ended = begin(first, 20)
+    assert first.suspend() > 0
+    first.close()
+    for path in (tmp_path / "kv").glob("??/*.safetensors") if change == "bytes" else ():
+        content = bytearray(path.read_bytes())
+        content[-4097] ^= 1
+        path.write_bytes(bytes(content))
+    if change == "key":
+        monkeypatch.setattr("kvtide.serve.progress._PREFIX", "other/")
+    if change == "progress":
+        monkeypatch.setattr("kvtide.serve.progress._text", lambda value: value + "x")
+    second = build(tmp_path / "kv")
+    if change == "prompt":
+        monkeypatch.setattr(
+            "kvtide.serve.progress.name_for", lambda request: f"request/{request.key}/00"
+        )
+    assert undisturbed == finish(second, ended)
+    second.close()
+
+
+HOSTILE = [
+    "", "{", "[]", "{}", '{"output_ids":[]}', '{"output_ids":3}', "[" * 100_000,
+    '{"output_ids":[-1],"digests":[],"random":null,"retractions":0,"exact":true}',
+    '{"output_ids":[1.5],"digests":[],"random":null,"retractions":0,"exact":true}',
+    '{"output_ids":[1],"digests":[7],"random":null,"retractions":0,"exact":true}',
+    '{"output_ids":[1],"digests":["x"],"random":null,"retractions":0,"exact":true}',
+    '{"output_ids":[1],"digests":[],"random":"AAAA","retractions":0,"exact":true}',
+    '{"output_ids":[1],"digests":[],"random":3,"retractions":0,"exact":true}',
+    '{"output_ids":[],"digests":[],"random":null,"retractions":0,"exact":true}',
+    '{"output_ids":[1,1,1,1,1,1,1,1,1],"digests":[],"random":null,"retractions":0,"exact":true}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_hostile_progress_is_a_miss(text: str, temperature: float) -> None:
+    """It comes from a file, and changes nothing."""
+    params = SamplingParams(max_new_tokens=8, temperature=temperature)
+    request = Request("a", [1, 2, 3], params, key="k")
+    sampler = Sampler(params)
+    before = sampler.state
+    with pytest.raises(SnapshotMiss):
+        progress.take_over(f"{progress.name_for(request)}\n{text}", 3, request, sampler)
+    assert ([], [], before) == (request.output_ids, request.logit_digests, sampler.state)

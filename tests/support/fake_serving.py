@@ -72,6 +72,10 @@ class FakeEngine:
             if request.id == request_id:
                 request.finish_reason = "abort"
 
+    def suspend(self) -> int:
+        """See Engine. There is no disk."""
+        return 0
+
     def close(self) -> None:
         """See Engine."""
         self.is_closed = True

@@ -28,11 +28,13 @@ def run_requests(
     """Adds all requests, and steps the engine until all have ended or something ends the run.
 
     Changes the requests in place, calls `on_end` with each that ended, then shows it if `echo`.
-    After a signal the others are aborted. The caller has entered `interrupt`, `gently`, and closes
-    the engine. Raises nothing that the engine or `on_end` raises: it is the outcome's error.
+    After a signal the others are suspended and aborted. The caller has entered `interrupt`,
+    `gently`, and closes the engine. Raises nothing that the engine or `on_end` raises: it is the
+    outcome's error.
     """
     started = time.perf_counter()
     error: Exception | None = None
+    is_hasty, suspended = False, 0
     try:
         with interrupt.hasty():
             for request in requests:
@@ -46,12 +48,18 @@ def run_requests(
                 on_end(request)
             display.advance(engine.stats, finished, echo=echo)
     except Ended:
-        pass  # a second Ctrl-C didn't wait for the step; `requested` tells of it
+        is_hasty = True  # a second Ctrl-C didn't wait for the step; `requested` tells of it
     except Exception as caught:
         error = caught
     seconds, stats = time.perf_counter() - started, engine.stats
     if error is None:
-        for request in requests:
-            if request.finish_reason is None:
-                engine.abort(request.id)
-    return Outcome(requests, stats, seconds, engine.exact_check, interrupt.requested, error)
+        suspended = 0 if is_hasty else engine.suspend()
+        _abort(engine, requests)
+    check, ended_by = engine.exact_check, interrupt.requested
+    return Outcome(requests, stats, seconds, check, ended_by, error, suspended)
+
+
+def _abort(engine: Engine, requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.finish_reason is None:
+            engine.abort(request.id)

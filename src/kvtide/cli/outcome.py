@@ -48,6 +48,8 @@ class Outcome:
     exact_check: RowCheck | None
     ended_by: signal.Signals | None = None
     error: Exception | None = None
+    suspended: int = 0
+    """How many requests have their KV on the disk, for a later run that goes on with them."""
 
     @classmethod
     def nothing(cls) -> Outcome:

@@ -263,7 +263,10 @@ class _Session:
     def _work(self, prompt: Prompt, conditions: Conditions) -> Work:
         requests = self._make_requests(prompt)
         form = "openai" if prompt.is_openai else "plain"
-        return Work(prompt, requests, conditions.key(requests, form))
+        key = conditions.key(requests, form)
+        for request in requests:
+            request.key = key
+        return Work(prompt, requests, key)
 
     def _make_requests(self, prompt: Prompt) -> list[Request]:
         settings = self._settings
@@ -283,15 +286,18 @@ def _end_early(
     display.stop()
     counts, place = answered.counts, answers.place()
     failed = f" ({counts.failed:,} failed)" if counts.failed else ""
+    outcome = answered.outcome
+    under_way = counted(outcome.suspended, "request")
+    kept = f"; the KV of {under_way} is in {settings.engine.disk_dir}" if outcome.suspended else ""
     display.say(
         f"answered: {counts.answered:,} of {counted(counts.prompts, 'prompt')}{failed}"
-        f"{', ' if place else ''}{place}",
+        f"{', ' if place else ''}{place}{kept}",
         event="ended_early",
         answered=counts.answered,
         prompts=counts.prompts,
         failed=counts.failed,
+        suspended=outcome.suspended,
     )
-    outcome = answered.outcome
     try:
         _report(settings, answered, None)
     except KvtideError as error:

@@ -18,9 +18,11 @@ import xxhash
 from kvtide.arena import HostArena
 from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import CPUDevice, Device, open_device
-from kvtide.errors import UsageError
+from kvtide.errors import SnapshotMiss, UsageError
 from kvtide.pool import PageAllocator
+from kvtide.serve import progress
 from kvtide.serve.batch import PackedBatch, Segment
+from kvtide.serve.live import Live
 from kvtide.serve.logprobs import step_logprobs, token_texts
 from kvtide.serve.models import OpenModel
 from kvtide.serve.options import EngineOptions
@@ -84,8 +86,9 @@ class Engine:
                 on_pressure=options.on_pressure,
                 replay=options.exact,
             ),
+            lambda request: progress.to_text(request, self._live[request.id].sampler),
         )
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._refused: list[Request] = []
         self._done = self._failed = self._prompt_tokens = self._new_tokens = 0
         self._peak_pages = self._cut = 0
@@ -135,7 +138,7 @@ class Engine:
             limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
         block_bytes = chunk_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
-        store = Store(arena, options.disk_dir, options.disk_memory_bytes)
+        store = Store(arena, options.disk_dir, options.disk_memory_bytes, progress.name_of)
         tide = Tide(pool, store.arena, pages, store.spill)
         return cls(model, source, tide, pages, store, options, check)
 
@@ -162,9 +165,11 @@ class Engine:
             self._refused.append(request)
             return
         self._cut += request.most_new_tokens < request.params.max_new_tokens
-        self._live[request.id] = _Live(request, Sampler(request.params), self._text_of(request))
+        live = Live(request, Sampler(request.params), self._text_of(request))
+        self._live[request.id] = live
         self._prompt_tokens += len(request.prompt_ids)
-        self.scheduler.add(request)
+        if not self._goes_on(live):
+            self.scheduler.add(request)
 
     def step(self) -> list[Request]:
         """Runs one step; gives the requests that finished in it, for any reason."""
@@ -192,6 +197,22 @@ class Engine:
         if live is not None:
             live.request.finish_reason = "abort"
             self._end(live.request)
+
+    def suspend(self) -> int:
+        """Leaves the requests that have begun on the disk, for a later engine that `add`s them.
+
+        Ends all requests. Returns how many were left; none without a disk.
+        """
+        spill = self.store.spill
+        if spill is not None:
+            for request in reversed(self.scheduler.running):
+                self.scheduler.retract(request)
+            spill.leave()
+        left = [live.request for live in self._live.values()]
+        saved = [r for r in left if r.snapshot is not None and spill and spill.is_left(r.snapshot)]
+        for request in left:
+            self.abort(request.id)
+        return len(saved)
 
     def close(self) -> None:
         """Aborts all requests, gives the model back and stops the device's threads."""
@@ -232,6 +253,28 @@ class Engine:
             **self.store.counts(),
         )
 
+    def _goes_on(self, live: Live) -> bool:
+        """Whether the request goes on from a snapshot that an earlier engine left on the disk."""
+        request, spill = live.request, self.store.spill
+        name = progress.name_for(request)
+        snapshot = None if spill is None or name is None else spill.find(name)
+        if snapshot is None:
+            return False
+        try:
+            progress.take_over(snapshot.seal.key, snapshot.token_count, request, live.sampler)
+            if self._options.keep_logits and len(request.logit_digests) < len(request.output_ids):
+                raise SnapshotMiss("the earlier engine kept no digests of logits")
+        except SnapshotMiss:
+            self.tide.discard(snapshot)
+            return False
+        for token in request.output_ids:
+            live.text.push(token)
+        request.text = live.text.text
+        request.snapshot, request.snapshot_key = snapshot, snapshot.seal.key
+        request.stored = snapshot.token_count
+        self.scheduler.go_on(request)
+        return True
+
     def _check_tokens(self, request: Request) -> None:
         if not request.prompt_ids:
             raise UsageError(f"request {request.id!r}: its prompt has no tokens")
@@ -268,7 +311,7 @@ class Engine:
             torch.tensor(logit_rows, dtype=torch.int64),
         )
 
-    def _advance(self, live: _Live, logits: torch.Tensor) -> bool:
+    def _advance(self, live: Live, logits: torch.Tensor) -> bool:
         """Takes one token from `logits` [vocab]; True if it ends the request."""
         request = live.request
         try:
@@ -300,25 +343,6 @@ class Engine:
             self._done += 1
         else:
             self._failed += 1
-
-
-@final
-class _Live:
-    """A request that has not ended, with its sampler, its text and its slots."""
-
-    def __init__(self, request: Request, sampler: Sampler, text: TextStream) -> None:
-        self.request = request
-        self.sampler = sampler
-        self.text = text
-        self._pages: list[int] = []
-        self._slots = torch.empty(0, dtype=torch.int64)
-
-    def slots(self, tide: Tide) -> torch.Tensor:
-        """The slots of the request's pages, int64; computed again only when its pages change."""
-        if self._pages != self.request.pages:
-            self._pages = list(self.request.pages)
-            self._slots = torch.from_numpy(tide.pool.slots_of(self._pages))
-        return self._slots
 
 
 def _is_ready(request: Request, count: int) -> bool:

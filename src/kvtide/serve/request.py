@@ -74,6 +74,8 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams = SamplingParams()
 
+    key: str = ""
+    """A hash of all that decides its answer, so that another run can go on with it; or empty."""
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -96,6 +98,8 @@ class Request:
     stored: int = 0
     """How many of its first tokens have KV, in its pages or in its snapshot."""
     snapshot: Snapshot | None = None
+    snapshot_key: str = ""
+    """The key that its snapshot must have."""
 
     @property
     def token_count(self) -> int:

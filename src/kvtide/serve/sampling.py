@@ -6,6 +6,7 @@ from typing import final
 
 import torch
 
+from kvtide.errors import SnapshotMiss
 from kvtide.serve.adapter import warper
 from kvtide.serve.request import SamplingParams
 
@@ -21,6 +22,21 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(params.seed)
         is_greedy = params.temperature == 0
         self._warp = None if is_greedy else warper(params.temperature, params.top_k, params.top_p)
+
+    @property
+    def state(self) -> bytes | None:
+        """The state of the random generator; None if nothing is drawn."""
+        return None if self._warp is None else bytes(self._generator.get_state().tolist())
+
+    def set_state(self, state: bytes | None) -> None:
+        """Sets what `state` gave. Raises SnapshotMiss for anything else."""
+        expected = self.state
+        if state is None or expected is None or len(state) != len(expected):
+            raise SnapshotMiss("the state of a random generator has another length")
+        try:
+            self._generator.set_state(torch.tensor(list(state), dtype=torch.uint8))
+        except RuntimeError as error:
+            raise SnapshotMiss("the state of a random generator is invalid") from error
 
     def choose(self, logits: torch.Tensor) -> int:
         """The next token for `logits` [vocab], of any float dtype, on any device.

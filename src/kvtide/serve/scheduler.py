@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -61,7 +62,15 @@ class SchedulerOptions:
 class Scheduler:
     """Decides which request has which pages; `tide` copies their KV."""
 
-    def __init__(self, tide: Tide, pages: PageAllocator, options: SchedulerOptions) -> None:
+    def __init__(
+        self,
+        tide: Tide,
+        pages: PageAllocator,
+        options: SchedulerOptions,
+        key_of: Callable[[Request], str] = lambda request: request.id,
+    ) -> None:
+        """`key_of` gives the key of a snapshot that is made of a request now."""
+        self._key_of = key_of
         self._tide = tide
         self._pages = pages
         self._page_size = tide.pool.page_size
@@ -87,6 +96,12 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._waiting.append(request)
+
+    def go_on(self, request: Request) -> None:
+        """Takes a request that has a snapshot and `stored` tokens in it, from an earlier run."""
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._retracted.append(request)
 
     def plan(self) -> list[tuple[Request, int]]:
         """The next step: the requests and how many tokens each computes. Their pages are acquired.
@@ -160,7 +175,8 @@ class Scheduler:
     def _offload(self, request: Request) -> None:
         started = time.perf_counter()
         try:
-            request.snapshot = self._tide.retract(request.pages, request.stored, key=request.id)
+            key = request.snapshot_key = self._key_of(request)
+            request.snapshot = self._tide.retract(request.pages, request.stored, key=key)
             request.pages = []
         except ArenaFull:
             self.stats.arena_full += 1
@@ -190,7 +206,7 @@ class Scheduler:
         started = time.perf_counter()
         page_count = self._pages_for(request.stored)
         try:
-            pages = self._tide.resume(request.snapshot, page_count, key=request.id)
+            pages = self._tide.resume(request.snapshot, page_count, key=request.snapshot_key)
         except (SnapshotDamaged, SnapshotMiss, SlotsLost, ArenaFull) as error:
             self._count(error)
             self._tide.discard(request.snapshot)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvtide.tier.base import Tier
 from kvtide.tier.disk import DiskStats, DiskTier
-from kvtide.tier.spill import Spill, SpillStats
+from kvtide.tier.entry import SpillStats
+from kvtide.tier.spill import Spill
 from kvtide.tier.store import Store
 
 __all__ = ["DiskStats", "DiskTier", "Spill", "SpillStats", "Store", "Tier"]

@@ -59,6 +59,13 @@ class Tier(ABC):
         """
         self.put(key, snapshot.seal, snapshot.chunks)
 
+    def seal_of(self, key: str) -> Seal:
+        """The seal of the snapshot of that key, without its bytes. Raises the errors of `get`."""
+        try:
+            return self.get(key, _give_no_room)
+        except _NoRoom as found:
+            return found.seal
+
     def load(self, key: str, arena: HostArena) -> Snapshot:
         """Gets the snapshot of that key into memory of an arena.
 
@@ -66,3 +73,15 @@ class Tier(ABC):
         arena's blocks. After an error nothing is kept in the arena.
         """
         return Snapshot.fetch(arena, partial(self.get, key))
+
+
+class _NoRoom(Exception):
+    """Ends a `get` whose seal is known."""
+
+    def __init__(self, seal: Seal) -> None:
+        super().__init__()
+        self.seal = seal
+
+
+def _give_no_room(seal: Seal) -> list[memoryview]:
+    raise _NoRoom(seal)

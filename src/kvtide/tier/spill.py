@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from secrets import token_hex
-from typing import Any, final
+from typing import final
 
 from kvtide.arena import HostArena, Lease
-from kvtide.device import Job
 from kvtide.errors import (
     KvtideError,
     SnapshotDamaged,
@@ -34,78 +33,12 @@ from kvtide.errors import (
 from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot
 from kvtide.tier.base import Tier
+from kvtide.tier.entry import SpillEntry, SpillStats
 from kvtide.tier.patience import REST_S, Patience
 from kvtide.tier.workers import ThreadWorkers, Workers
 
 _WRITES_AT_ONCE = 2
 _THREADS = _WRITES_AT_ONCE + 1  # a read doesn't wait for writes
-
-
-@final
-@dataclass(slots=True)
-class SpillStats:
-    """Counts of moves between the arena and the tiers, their bytes, and what went wrong.
-
-    `write_seconds` and `read_seconds` are the tiers'; `waited_seconds` is how long callers waited.
-    `reads_in_time` counts reads that had ended when their snapshot was wanted.
-    """
-
-    writes: int = 0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    reads: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    reads_in_time: int = 0
-    waited_seconds: float = 0.0
-    damaged: int = 0
-    missing: int = 0
-    failed_writes: int = 0
-
-
-@final
-class _Kept:
-    """A snapshot in the books. `job` writes it, or reads it into `room`; `tier` has it."""
-
-    def __init__(self, snapshot: Snapshot, key: str) -> None:
-        self.snapshot = snapshot
-        self.key = key
-        self.tier: Patience | None = None
-        self.job: Job[Any] | None = None
-        self.room: Lease | None = None
-        self.error: BaseException | None = None
-        """Why it is lost."""
-        self.retry_at = float("-inf")
-        """No tier took it; it isn't tried again before this time."""
-        self.is_late = False
-        """Whether somebody has waited for its move in vain. It may still end."""
-        self.was_read_ahead = False
-        """Whether it came back before somebody waited for it."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is in the arena."""
-        return not self.snapshot.lease.released
-
-    @property
-    def block_count(self) -> int:
-        """How many blocks it takes, or would take."""
-        return len(self.snapshot.seal.used_bytes)
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether it is in the arena and no move uses its memory."""
-        return self.is_here and not self.snapshot.lease.in_use
-
-    def give_away(self) -> None:
-        """Gives the memory of a snapshot away that is in a tier, too."""
-        self.snapshot.is_below = True
-        self.snapshot.lease.release()
-
-    def is_due(self, now: float) -> bool:
-        """Whether it can be written now."""
-        is_still = self.job is None and self.tier is None
-        return is_still and self.may_leave and self.retry_at <= now
 
 
 @final
@@ -117,14 +50,15 @@ class Spill:
         arena: HostArena,
         tiers: Sequence[Tier],
         *,
-        prefix: str = "",
+        name_of: Callable[[str], str | None] = lambda _: None,
         high_mark: float = 0.75,
         deadline_s: float = 60.0,
         workers: Workers | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`tiers` are asked in order. Keys begin with `prefix`, by default a random one.
+        """`tiers` are asked in order. `name_of` gives the name that a snapshot has in them, by the
+        key of its seal, so that another process can find it; None for a name that nobody finds.
 
         Above the share `high_mark` of the arena's blocks snapshots are written in advance. A caller
         waits for a move at most `deadline_s`; then it counts as failed, and its memory is free when
@@ -134,21 +68,52 @@ class Spill:
         self._arena = arena
         self._clock = clock
         self._tiers = [Patience(tier, clock=clock, sleep=sleep) for tier in tiers]
-        self._prefix = prefix or token_hex(16)
+        self._name_of = name_of
+        self._prefix = token_hex(16)
         self._count = 0
         self._high_blocks = int(high_mark * arena.block_count)
         self._deadline_s = deadline_s
         self._workers = workers or ThreadWorkers(_THREADS)
-        self._entries: dict[int, _Kept] = {}
+        self._entries: dict[int, SpillEntry] = {}
         """By the snapshots' ids; the least recently used snapshot first."""
-        self._moving: list[_Kept] = []
+        self._moving: list[SpillEntry] = []
+        self._is_left = False
 
     def add(self, snapshot: Snapshot) -> None:
         """Takes a new snapshot into the books, as the one used last. `remove` must follow."""
         self._count += 1
-        self._entries[id(snapshot)] = _Kept(snapshot, f"{self._prefix}/{self._count}")
+        name = self._name_of(snapshot.seal.key) or f"{self._prefix}/{self._count}"
+        self._entries[id(snapshot)] = SpillEntry(snapshot, name)
         self.settle()
         self._write_in_advance()
+
+    def find(self, name: str) -> Snapshot | None:
+        """The snapshot that another process left under a name, in the books as one below."""
+        for tier in self._tiers:
+            with suppress(KvtideError):
+                if tier.tier.contains(name):
+                    seal = tier.ask(partial(tier.tier.seal_of, name))
+                    lease = Lease(self._arena)
+                    lease.release()
+                    snapshot = Snapshot(seal, lease, is_below=True)
+                    entry = self._entries[id(snapshot)] = SpillEntry(snapshot, name)
+                    entry.tier = tier
+                    return snapshot
+        return None
+
+    def leave(self) -> None:
+        """Writes all snapshots and lets them stay in the tiers, where `find` of another finds them.
+
+        Waits for that. What no tier takes is lost with the arena.
+        """
+        self._is_left = True
+        while self._write_one():
+            pass
+
+    def is_left(self, snapshot: Snapshot) -> bool:
+        """Whether a tier has a snapshot."""
+        entry = self._entries.get(id(snapshot))
+        return entry is not None and entry.tier is not None
 
     def make_room(self, block_count: int) -> None:
         """Frees blocks of the arena until `block_count` are free, or no more can be freed.
@@ -222,7 +187,7 @@ class Spill:
         self.settle()
         self._workers.close()
 
-    def _used(self, snapshot: Snapshot) -> _Kept | None:
+    def _used(self, snapshot: Snapshot) -> SpillEntry | None:
         """The entry of a snapshot, which is the one used last from now on; None without one."""
         entry = self._entries.pop(id(snapshot), None)
         if entry is not None:
@@ -261,7 +226,18 @@ class Spill:
                 return True
         return False
 
-    def _write(self, entry: _Kept) -> None:
+    def _write_one(self) -> bool:
+        """Waits for a move, or for a write that it begins; False if there is none."""
+        self.settle()
+        due = [entry for entry in self._entries.values() if entry.is_due(self._clock())][:1]
+        for entry in due:
+            self._write(entry)
+        moving = [entry for entry in self._moving if not entry.is_late][:1]
+        for entry in moving:
+            self._wait_for(entry)
+        return bool(moving)
+
+    def _write(self, entry: SpillEntry) -> None:
         snapshot = entry.snapshot
         work = partial(self._put, entry.key, snapshot.seal, snapshot.chunks)
         entry.job = self._workers.start(work)
@@ -282,7 +258,7 @@ class Spill:
 
     # ---- up ----------------------------------------------------------------------------
 
-    def _read(self, entry: _Kept) -> None:
+    def _read(self, entry: SpillEntry) -> None:
         room = Lease(self._arena)
         try:
             room.extend(entry.block_count)
@@ -297,7 +273,9 @@ class Spill:
             room.release()
             raise
 
-    def _get(self, tier: Patience, entry: _Kept, views: list[memoryview]) -> tuple[Patience, float]:
+    def _get(
+        self, tier: Patience, entry: SpillEntry, views: list[memoryview]
+    ) -> tuple[Patience, float]:
         """In a worker: fills `views` with the snapshot's bytes."""
         started, wanted = self._clock(), entry.snapshot.seal
 
@@ -311,7 +289,7 @@ class Spill:
 
     # ---- both --------------------------------------------------------------------------
 
-    def _wait_for(self, entry: _Kept) -> None:
+    def _wait_for(self, entry: SpillEntry) -> None:
         """Waits for an entry's move and notes its end, or that it is late."""
         assert entry.job is not None, "an entry that moves"
         started = self._clock()
@@ -324,7 +302,7 @@ class Spill:
         finally:
             self.stats.waited_seconds += self._clock() - started
 
-    def _note_end(self, entry: _Kept) -> None:
+    def _note_end(self, entry: SpillEntry) -> None:
         """Notes the end of a move. Its memory is free for other moves."""
         assert entry.job is not None, "an entry that moves"
         try:
@@ -338,7 +316,7 @@ class Spill:
         if id(entry.snapshot) not in self._entries:  # it was removed from the books meanwhile
             self._remove_below(entry)
 
-    def _note_success(self, entry: _Kept, tier: Patience, seconds: float) -> None:
+    def _note_success(self, entry: SpillEntry, tier: Patience, seconds: float) -> None:
         size_bytes, stats = sum(entry.snapshot.seal.used_bytes), self.stats
         if entry.tier is None:
             stats.writes += 1
@@ -353,7 +331,7 @@ class Spill:
             entry.snapshot.is_below = False
             entry.was_read_ahead = True
 
-    def _note_failure(self, entry: _Kept, error: Exception) -> None:
+    def _note_failure(self, entry: SpillEntry, error: Exception) -> None:
         if entry.room is None:
             self.stats.failed_writes += 1
             entry.retry_at = self._clock() + REST_S
@@ -370,7 +348,7 @@ class Spill:
         entry.room.release()
         entry.room = None
 
-    def _remove_below(self, entry: _Kept) -> None:
-        if entry.tier is not None:
+    def _remove_below(self, entry: SpillEntry) -> None:
+        if entry.tier is not None and not self._is_left:
             remove = partial(entry.tier.tier.remove, entry.key)
             self._workers.start(partial(entry.tier.ask, remove))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict, final
 
 from kvtide.arena import HostArena
 from kvtide.tier.disk import DiskStats, DiskTier
-from kvtide.tier.spill import Spill, SpillStats
+from kvtide.tier.entry import SpillStats
+from kvtide.tier.spill import Spill
 
 
 class DiskCounts(TypedDict):
@@ -28,11 +30,15 @@ class Store:
     """Where requests have their KV while they have no slots: an arena, and a disk below it."""
 
     def __init__(
-        self, arena: HostArena, disk_dir: Path | None = None, disk_bytes: int | None = None
+        self,
+        arena: HostArena,
+        disk_dir: Path | None = None,
+        disk_bytes: int | None = None,
+        name_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         """Opens the folder `disk_dir`, if there is one, of at most `disk_bytes` (None: a quarter of
         what is free there). Raises FolderInUse if another process uses it, UsageError if it can't
-        be used.
+        be used. `name_of`: see Spill.
         """
         self.arena = arena
         self.disk: DiskTier | None = None
@@ -41,7 +47,7 @@ class Store:
             if disk_bytes is None:
                 disk_bytes = _free_bytes_of(disk_dir) // 4
             self.disk = DiskTier(disk_dir, limit_bytes=disk_bytes)
-            self.spill = Spill(arena, [self.disk])
+            self.spill = Spill(arena, [self.disk], name_of=name_of)
 
     def counts(self) -> DiskCounts:
         """What the disk has, and what has moved; nothing without a disk."""

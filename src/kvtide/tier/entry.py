@@ -1,0 +1,78 @@
+"""SpillEntry: what Spill knows of a snapshot, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from kvtide.arena import Lease
+from kvtide.device import Job
+from kvtide.snapshot import Snapshot
+from kvtide.tier.patience import Patience
+
+
+@final
+@dataclass(slots=True)
+class SpillStats:
+    """Counts of moves between the arena and the tiers, their bytes, and what went wrong.
+
+    `write_seconds` and `read_seconds` are the tiers'; `waited_seconds` is how long callers waited.
+    `reads_in_time` counts reads that had ended when their snapshot was wanted.
+    """
+
+    writes: int = 0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    reads: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    reads_in_time: int = 0
+    waited_seconds: float = 0.0
+    damaged: int = 0
+    missing: int = 0
+    failed_writes: int = 0
+
+
+@final
+class SpillEntry:
+    """A snapshot in the books. `job` writes it, or reads it into `room`; `tier` has it."""
+
+    def __init__(self, snapshot: Snapshot, key: str) -> None:
+        self.snapshot = snapshot
+        self.key = key
+        self.tier: Patience | None = None
+        self.job: Job[Any] | None = None
+        self.room: Lease | None = None
+        self.error: BaseException | None = None
+        """Why it is lost."""
+        self.retry_at = float("-inf")
+        """No tier took it; it isn't tried again before this time."""
+        self.is_late = False
+        """Whether somebody has waited for its move in vain. It may still end."""
+        self.was_read_ahead = False
+        """Whether it came back before somebody waited for it."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is in the arena."""
+        return not self.snapshot.lease.released
+
+    @property
+    def block_count(self) -> int:
+        """How many blocks it takes, or would take."""
+        return len(self.snapshot.seal.used_bytes)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is in the arena and no move uses its memory."""
+        return self.is_here and not self.snapshot.lease.in_use
+
+    def give_away(self) -> None:
+        """Gives the memory of a snapshot away that is in a tier, too."""
+        self.snapshot.is_below = True
+        self.snapshot.lease.release()
+
+    def is_due(self, now: float) -> bool:
+        """Whether it can be written now."""
+        is_still = self.job is None and self.tier is None
+        return is_still and self.may_leave and self.retry_at <= now
