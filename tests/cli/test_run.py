@@ -412,6 +412,8 @@ def test_unknown_device_is_refused_before_the_model_is_loaded(
         ("run PROMPTS --out PROMPTS", "is also PROMPTS"),
         ("run PROMPTS --out FOLDER", "--out: "),
         ("run PROMPTS --out FOLDER/r --report FOLDER/r", "is also --out"),
+        ("run PROMPTS --out FOLDER/r --report FOLDER/r.part", "is also the part of --out"),
+        ("run FOLDER/r.part --out FOLDER/r", "is also PROMPTS"),
         ("run FOLDER/nowhere", "cannot read prompts from "),
         ("run FOLDER/loop", "cannot read prompts from "),
         ("run PROMPTS --out FOLDER/loop", "--out: cannot write "),
@@ -435,6 +437,29 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert [] == serving.opened
+
+
+@pytest.mark.parametrize("name", ["answers", "part"])
+def test_a_report_takes_no_answers_place(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """`--report` where `--out` was meant costs nobody a night's answers."""
+    path = tmp_path / name
+    answer = b'{"id": "a", "key": "k"}\n'
+    path.write_bytes(b'{"kvtide": 1}\n' + answer if name == "part" else answer)
+    before, serving = path.read_bytes(), FakeServing()
+    assert main(["run", prompts, "--report", str(path)], serving=serving) == 2
+    assert f"--report: {path} holds answers; give another name" in capsys.readouterr().err
+    assert before == path.read_bytes()
+    assert [] == serving.opened
+
+
+def test_a_report_takes_the_place_of_a_report(prompts: str, tmp_path: Path) -> None:
+    """The same command may run again."""
+    path = tmp_path / "report.json"
+    for _ in range(2):
+        assert main(["run", prompts, "--report", str(path)], serving=FakeServing()) == 0
+    assert 4 == read_report(path)["requests"]
 
 
 def test_pool_too_small_for_a_page_leaves_the_old_answers_alone(

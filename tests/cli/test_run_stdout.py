@@ -78,6 +78,15 @@ def test_a_redirected_output_is_added_to(prompts: str, tmp_path: Path) -> None:
     assert (tmp_path / "all").read_text(encoding="utf-8").startswith('before\n{"id": "first"')
 
 
+def test_a_report_is_added_to_a_redirected_output(prompts: str, tmp_path: Path) -> None:
+    """It comes after the answers there, those of earlier runs too."""
+    for _ in range(2):
+        with _standard_output_to(os.open(tmp_path / "all", os.O_WRONLY | os.O_APPEND | os.O_CREAT)):
+            assert main(["run", prompts, "--report=/dev/stdout"], serving=FakeServing()) == 0
+    text = (tmp_path / "all").read_text(encoding="utf-8")
+    assert (8, 2) == (text.count('{"id": '), text.count('"requests": 4'))
+
+
 def test_each_answer_comes_as_it_ends(prompts: str) -> None:
     """A reader has the first answers before the engine makes its next step."""
     reader, writer = os.pipe()

@@ -55,7 +55,7 @@ def open_stream(path: Path) -> int | None:
     That is so for a terminal, a pipe and /dev/null, and for the file that is this process's
     standard output or error. Raises OSError if it can't be opened.
     """
-    standard = _standard_stream(path)
+    standard = standard_stream(path)
     if standard is not None:
         # A second open file has its own position: later output would overwrite this text.
         return os.dup(standard)
@@ -121,7 +121,7 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _standard_stream(path: Path) -> int | None:
+def standard_stream(path: Path) -> int | None:
     """The descriptor of this process's standard output or error, if `path` is the same file."""
     for stream in (1, 2):
         # The file may be new, and the stream closed.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kvtide.cli.answers import holds_answers, part_of
 from kvtide.cli.files import check_writable
 from kvtide.cli.options import (
     InputOptions,
@@ -151,13 +152,23 @@ def _check_stop(words: list[str]) -> tuple[str, ...]:
 
 def _check_files(settings: RunSettings) -> None:
     """Raises UsageError for files that can't be written or that would overwrite each other."""
-    written = {"--out": settings.out, "--report": settings.report}
+    seen: dict[str, str] = {}
+    if settings.source != "-":
+        _claim(seen, "PROMPTS", Path(settings.source))
+    if settings.out is not None:
+        check_writable(settings.out, option="--out")
+        _claim(seen, "--out", settings.out)
+        _claim(seen, "the part of --out", part_of(settings.out))
+    if settings.report is not None:
+        check_writable(settings.report, option="--report")
+        _claim(seen, "--report", settings.report)
+        if holds_answers(settings.report):
+            raise UsageError(f"--report: {settings.report} holds answers; give another name")
+
+
+def _claim(seen: dict[str, str], name: str, path: Path) -> None:
+    """Notes that the file `path` is called `name`. Raises UsageError if it is another one, too."""
     # Not Path.resolve, which raises RuntimeError for links in a circle.
-    seen = {os.path.realpath(settings.source): "PROMPTS"} if settings.source != "-" else {}
-    for option, path in written.items():
-        if path is None:
-            continue
-        check_writable(path, option=option)
-        other = seen.setdefault(os.path.realpath(path), option)
-        if other != option and (not path.exists() or path.is_file()):
-            raise UsageError(f"{option}: {path} is also {other}; give another name")
+    other = seen.setdefault(os.path.realpath(path), name)
+    if other != name and (not path.exists() or path.is_file()):
+        raise UsageError(f"{name}: {path} is also {other}; give another name")

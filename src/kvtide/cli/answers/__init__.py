@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 
 from kvtide.cli.answers.base import Answers, Kept
-from kvtide.cli.answers.file import AnswerFile
+from kvtide.cli.answers.file import AnswerFile, part_of
+from kvtide.cli.answers.saved import read_saved
 from kvtide.cli.answers.stream import AnswerStream
-from kvtide.cli.files import open_stream, reason_of
+from kvtide.cli.files import open_stream, reason_of, standard_stream
 from kvtide.errors import UsageError
 
-__all__ = ["Answers", "Kept", "open_answers"]
+__all__ = ["Answers", "Kept", "holds_answers", "open_answers", "part_of"]
 
 
 def open_answers(path: Path | None, *, resume: bool, overwrite: bool) -> Answers:
@@ -32,6 +34,21 @@ def open_answers(path: Path | None, *, resume: bool, overwrite: bool) -> Answers
         os.close(stream)
         raise UsageError(f"--resume reads earlier answers, which {name} can't give; name a file")
     return AnswerStream(stream, name)
+
+
+def holds_answers(path: Path) -> bool:
+    """Whether `path` is a file or a part whose first answer is in its first two lines.
+
+    The file of standard output doesn't count: nothing takes its place. Raises UsageError if the
+    file can't be read.
+    """
+    if not path.is_file() or standard_stream(path) is not None:
+        return False
+    try:
+        with path.open("rb") as file:
+            return bool(read_saved(islice(file, 2)).answers)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _open_stream(path: Path | None) -> int | None:

@@ -22,6 +22,12 @@ from kvtide.errors import KvtideError, UsageError
 from kvtide.sizes import counted
 
 
+def part_of(path: Path) -> Path:
+    """The part of the file `path`: beside it, or beside the file that it is a link to."""
+    target = Path(os.path.realpath(path))
+    return target.with_name(target.name + ".part")
+
+
 class AnswerFile(Answers):
     """Answers that are appended to a part, which takes the place of the file at the end.
 
@@ -39,7 +45,7 @@ class AnswerFile(Answers):
         self._lines: dict[str, bytes] = {}
         """The line of each prompt that has one, and then the lines of other ids."""
         self._is_finished = False
-        self._part = PartFile(self._target.with_name(self._target.name + ".part"))
+        self._part = PartFile(part_of(path))
         try:
             self._in_file, self._in_part = self._read()
             self._answers_in_part = len(self._in_part.answers)
