@@ -54,6 +54,8 @@ ENDS = {
 """The ways to end a run, and their exit codes."""
 # 512 tokens: requests are retracted, and prompts of more tokens than that fail.
 OPTIONS = ["--model=tiny-random", "--kv-memory=256KiB", "--max-running=8", "--max-new-tokens=12"]
+# Room for two requests, so that what is retracted goes to the disk.
+BELOW = ["--host-memory=128KiB", "--disk-memory=64MiB"]
 COMMAND = [sys.executable, "-c", "from kvtide.cli import start; raise SystemExit(start())"]
 _START_S, _END_S = 120, 300
 _BLOCK_BYTES = 4096
@@ -285,6 +287,8 @@ class Soak:
     chance: random.Random
     problems: list[str] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
+    suspended: int = 0
+    """How many requests left their KV on the disk."""
     kept: dict[str, bytes] = field(default_factory=dict)
     """The lines that must not be lost any more."""
 
@@ -301,8 +305,13 @@ class Soak:
     def start(self, out: Path, *options: str, most_bytes: int | None = None) -> Process:
         """Starts the command; it's always the same for one `out`."""
         files = ["--out", str(out), "--report", str(self.report)]
-        arguments = ["run", str(self.prompts), *OPTIONS, *files, *options]
+        below = [*BELOW, f"--disk-dir={self.reference}.kv"] if self.has_disk(out) else []
+        arguments = ["run", str(self.prompts), *OPTIONS, *below, *files, *options]
         return Process(arguments, self.loaded, most_bytes)
+
+    def has_disk(self, out: Path) -> bool:
+        """Whether KV goes to a disk, from which a later run takes it over."""
+        return out == self.out and self.prompts.suffix == ".jsonl"
 
     def run(self, ends: list[str]) -> None:
         """An undisturbed run, then the disturbed ones, and the comparison."""
@@ -358,6 +367,8 @@ class Soak:
 
     def check_counts(self, end: str, said: bytes) -> None:
         """What it said and reported is what is on the disk."""
+        suspended = re.search(rb"the KV of ([\d,]+) request", said)
+        self.suspended += int(suspended[1]) if suspended else 0
         match = re.search(rb"answered: ([\d,]+) of ", said)
         if match is None:
             return  # it hadn't begun to answer, or was killed
@@ -421,7 +432,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.only:
         files = {name: text for name, text in files.items() if name in options.only}
     loaded = LoadedServing() if options.fork else None
-    started, problems, ended, failed = time.monotonic(), [], Counter[str](), 0
+    started, problems, ended = time.monotonic(), [], Counter[str]()
+    failed = suspended = 0
     with open_disk(folder / "disk", may_mount=not options.no_mount) as disk:
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -431,12 +443,14 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             run.run(ends)
             problems += run.problems
             ended += run.ended
+            suspended += run.suspended
             failed += sum(row["key"] is None for row in rows_of(run.reference))
             print(f"{name}: {dict(run.ended)}, {len(run.problems)} problems", file=sys.stderr)
     return {
         "prompts": sum(text.count("\n") for text in files.values()),
         "failed": failed,
         "ended_by": dict(ended),
+        "suspended": suspended,
         "disk": "tmpfs" if disk.is_mounted else "limit on files",
         "processes": "forked" if options.fork else "commands",
         "problems": problems,

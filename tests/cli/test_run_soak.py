@@ -27,5 +27,6 @@ def test_every_kind_of_end_keeps_every_answer(tmp_path: Path) -> None:
     assert 0 == done.returncode, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert [] == found["problems"]
+    assert found["suspended"] > 0
     assert {"TERM", "HUP", "INT", "KILL", "full disk"} == set(found["ended_by"])
     assert 0 < found["failed"] < found["prompts"]
