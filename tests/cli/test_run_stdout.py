@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvtide.cli.main import main
-from support.fake_serving import FakeEngine, FakeServing
+from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
+from support.results import read_part
 
 IDS_AS_THEY_END = ["first", "second", "short", "last"]
 
@@ -68,6 +69,21 @@ def test_standard_output_has_the_answers_alone(
     assert "requests: 4, 0 of them failed" in captured.err
     assert "verified: true" in captured.err
     assert [] == [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_samples_that_end_in_one_step_are_one_line(prompts: str, tmp_path: Path) -> None:
+    """A prompt is answered once, whichever of its samples ends last: on a stream, and in a part."""
+    with _standard_output_to(os.open(tmp_path / "all", os.O_WRONLY | os.O_CREAT)):
+        assert main(["run", prompts, "--n", "2"], serving=FakeServing()) == 0
+    assert ["first", "second", "last", "short"] == _ids((tmp_path / "all").read_text("utf-8"))
+
+    def end_in_step_5(engine: FakeEngine, _number: int) -> None:
+        calls = iter(range(1, 1000))
+        engine.before_step = lambda: press_ctrl_c() if next(calls) == 5 else None
+
+    options = ["--n", "2", "--out", str(tmp_path / "out")]
+    assert main(["run", prompts, *options], serving=FakeServing(end_in_step_5)) == 130
+    assert ["first", "second"] == read_part(tmp_path / "out")
 
 
 def test_a_redirected_output_is_added_to(prompts: str, tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ class _Session:
 
         def write_if_ended(request: Request) -> None:
             work = work_of[request]
-            if work.has_ended:
+            # Several samples of a prompt may have ended in the same step.
+            if work.has_ended and work.prompt.id not in self._written:
                 self._write(work)
 
         requests = [*work_of]
