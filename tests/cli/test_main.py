@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.cli.extras import EXTRAS, describe_missing
-from kvtide.cli.help import EXIT_CODES
+from kvtide.cli.help import EXIT_CODES, RUN_EXAMPLES
 from kvtide.cli.main import main
 from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
 from test_documents import unknown_in_commands
@@ -60,6 +60,28 @@ def test_examples_of_the_help_have_options_that_exist(
     found = re.findall(rf"^ +(kvtide {verb} .*?)(?:  #.*)?$", _help_of(capsys, verb, "-h"), re.M)
     assert len(found) >= 2
     assert [] == unknown_in_commands("```\n" + "\n".join(found) + "\n```")
+
+
+@pytest.mark.parametrize("command", RUN_EXAMPLES)
+def test_examples_of_run_s_help_run(command: str, tmp_path: Path) -> None:
+    """A shell runs them, in a folder that has the files that they name."""
+    prompt = b'{"id": "a", "prompt": "Hi"}\n'
+    files = {"prompts.jsonl": prompt, "prompts.txt": b"Hi\n", "night.toml": b"[run]\nseed = 7\n"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    code = "import sys; from kvtide.cli.main import main; from support.fake_serving import *; "
+    code += "sys.exit(main(sys.argv[1:], serving=FakeServing()))"
+    function = f"kvtide() {{ '{sys.executable}' -c '{code}' \"$@\"; }}; jq() {{ cat; }}; "
+    done = subprocess.run(
+        ["bash", "-c", "set -o pipefail; " + function + command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr
+    assert "requests: 1, 0 of them failed" in done.stderr
 
 
 def test_help_names_no_option_in_part(

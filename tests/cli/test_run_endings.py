@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.cli.answers.file import AnswerFile
 from kvtide.cli.answers.part import PartFile
 from kvtide.cli.interrupt import SIGNALS
 from kvtide.cli.main import main
@@ -52,6 +53,21 @@ def _kill(number: signal.Signals) -> Callable[[], None]:
 
 def _ids(path: Path) -> list[str]:
     return [row["id"] for row in read_rows(path)]
+
+
+def test_answers_reach_the_disk_while_the_next_ones_take_long(
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step the part is looked at, also if nothing ended in it."""
+    happened: list[str] = []
+    monkeypatch.setattr(AnswerFile, "sync_if_due", lambda _: happened.append("look"))
+
+    def note_steps(engine: FakeEngine, _number: int) -> None:
+        engine.before_step = lambda: happened.append("step")
+
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["run", prompts, *out], serving=FakeServing(note_steps)) == 0
+    assert ["step", "look"] * (len(happened) // 2) == happened != []
 
 
 @pytest.mark.parametrize("number", SIGNALS)

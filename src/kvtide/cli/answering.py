@@ -23,14 +23,14 @@ def run_requests(
     interrupt: Interrupt,
     *,
     echo: bool,
-    on_end: Callable[[Request], None],
+    on_step: Callable[[Sequence[Request]], None],
 ) -> Outcome:
     """Adds all requests, and steps the engine until all have ended or something ends the run.
 
-    Changes the requests in place, calls `on_end` with each that ended, then shows it if `echo`.
-    After a signal the others are suspended and aborted. The caller has entered `interrupt`,
-    `gently`, and closes the engine. Raises nothing that the engine or `on_end` raises: it is the
-    outcome's error.
+    Changes the requests in place, calls `on_step` with those that ended in a step, maybe none, and
+    then shows these if `echo`. After a signal the others are suspended and aborted. The caller has
+    entered `interrupt`, `gently`, and closes the engine. Raises nothing that the engine or
+    `on_step` raises: it is the outcome's error.
     """
     started = time.perf_counter()
     error: Exception | None = None
@@ -44,8 +44,7 @@ def run_requests(
         while engine.has_work and interrupt.requested is None:
             with interrupt.hasty():
                 finished = engine.step()
-            for request in finished:
-                on_end(request)
+            on_step(finished)
             display.advance(engine.stats, finished, echo=echo)
     except Ended:
         is_hasty = True  # a second Ctrl-C didn't wait for the step; `requested` tells of it

@@ -19,7 +19,7 @@ RUN_EXAMPLES = {
     "kvtide run prompts.jsonl --out answers.jsonl": "",
     "kvtide run prompts.jsonl --out answers.jsonl --resume": "goes on after any end",
     "kvtide run -p 'Why is the sky blue?' | jq -r .text": "",
-    "kvtide run - < prompts.txt > answers.jsonl": "a prompt a line",
+    "kvtide run prompts.txt > answers.jsonl": "a prompt a line",
     "kvtide run prompts.jsonl --config night.toml": "its table [run] has options",
 }
 DOCTOR_EXAMPLES = {

@@ -178,7 +178,7 @@ class _Session:
         options = reference_options(self._settings.engine)
         engine = self._build_engine(options, everything, answered.outcome.exact_check)
         with self._interrupt.gently(), closing(engine):
-            end = self._drive(engine, everything, "verifying", echo=False, on_end=lambda _: None)
+            end = self._drive(engine, everything, "verifying", echo=False, on_step=lambda _: None)
         self._interrupt.check()
         if end.error is not None:
             raise end.error
@@ -198,14 +198,15 @@ class _Session:
             self._display.say(describe_check(engine.exact_check), event="exact_mode")
         work_of = {request: work for work in left for request in work.requests}
 
-        def write_if_ended(request: Request) -> None:
-            work = work_of[request]
-            # Several samples of a prompt may have ended in the same step.
-            if work.has_ended and work.prompt.id not in self._written:
-                self._write(work)
+        def write(finished: Sequence[Request]) -> None:
+            for request in finished:
+                work = work_of[request]
+                # Several samples of a prompt may have ended in the same step.
+                if work.has_ended and work.prompt.id not in self._written:
+                    self._write(work)
+            self._answers.sync_if_due()
 
-        requests = [*work_of]
-        return self._drive(engine, requests, "answering", echo=echo, on_end=write_if_ended)
+        return self._drive(engine, [*work_of], "answering", echo=echo, on_step=write)
 
     def _write(self, work: Work) -> None:
         row = answer_row(work.prompt, work.requests, model=self._settings.model)
@@ -230,12 +231,12 @@ class _Session:
         title: str,
         *,
         echo: bool,
-        on_end: Callable[[Request], None],
+        on_step: Callable[[Sequence[Request]], None],
     ) -> Outcome:
         try:
             self._display.start(title, requests)
             return run_requests(
-                engine, requests, self._display, self._interrupt, echo=echo, on_end=on_end
+                engine, requests, self._display, self._interrupt, echo=echo, on_step=on_step
             )
         finally:
             self._display.stop()

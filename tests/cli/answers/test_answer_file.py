@@ -121,8 +121,12 @@ def test_a_file_of_something_else_is_not_replaced_unasked(out: Path, how: dict[s
     _run(out, "a")
     with out.open("a", encoding="utf-8") as file:
         file.write("Dear diary\n")
-    with pytest.raises(UsageError, match=r"isn't a file of kvtide's answers \(line 2\)"):
+    with pytest.raises(UsageError) as refusal:
         _open(out, **how)
+    assert (
+        f"--out: line 2 of {out} isn't an answer of kvtide's; remove that line, name another file, "
+        "or add --overwrite to replace the file"
+    ) == str(refusal.value)
     assert out.read_text(encoding="utf-8").endswith("Dear diary\n")
     _run(out, "b", overwrite=True)
     assert ["b"] == _ids(out)
@@ -135,6 +139,28 @@ def test_a_part_of_something_else_is_never_replaced(out: Path, how: dict[str, bo
     with pytest.raises(UsageError, match="isn't kvtide's; move it away, or name another file"):
         _open(out, **how)
     assert "half a download" == _part(out).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("version", ["2", "null", '"1"', "true"])
+def test_a_part_of_another_version_is_not_added_to(out: Path, version: str) -> None:
+    """Its lines and keys may mean something else. To overwrite it is no loss that isn't wanted."""
+    _run(out, "a", finish=False)
+    part = _part(out).read_text(encoding="utf-8").replace(": 1,", f": {version},", 1)
+    _part(out).write_text(part, encoding="utf-8")
+    for how in ({}, {"resume": True}):
+        with pytest.raises(UsageError, match=f"of version {version}, and this kvtide knows 1;"):
+            _open(out, **how)
+        assert part == _part(out).read_text(encoding="utf-8")
+    _run(out, "b", overwrite=True)
+    assert ["b"] == _ids(out)
+
+
+def test_a_refusal_leaves_nothing_lying_about(out: Path) -> None:
+    """No empty part stays of a run that hasn't begun."""
+    _run(out, "a")
+    with pytest.raises(UsageError, match="holds 1 answer"):
+        _open(out)
+    assert [out] == list(out.parent.iterdir())
 
 
 def test_resume_and_overwrite_are_one_too_many(out: Path) -> None:

@@ -79,6 +79,19 @@ def test_lines_reach_the_disk_once_a_second(path: Path, syncs: list[int]) -> Non
         assert [6, 10, 12] == syncs
 
 
+def test_the_last_line_reaches_the_disk_too(path: Path, syncs: list[int]) -> None:
+    """However long the next answer takes; nothing is brought there twice."""
+    times = iter([0.0, 0.5, 0.9, 1.0, 1.0, 9.0])
+    with closing(PartFile(path, clock=times.__next__)) as part:
+        part.append(b"x\n")
+        part.sync_if_due()
+        assert [] == syncs
+        part.sync_if_due()
+        assert [2] == syncs
+        part.sync_if_due()
+        assert [2] == syncs
+
+
 def test_a_second_process_is_told_who_is_first(path: Path) -> None:
     """The second process changes nothing."""
     with closing(PartFile(path)) as part:

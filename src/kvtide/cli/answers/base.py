@@ -46,6 +46,9 @@ class Answers(Protocol):
     def sync(self) -> None:
         """Waits until all lines are on the disk."""
 
+    def sync_if_due(self) -> None:
+        """The same, if there are lines and a second has passed; called once in a while."""
+
     def finish(self, prompt_ids: Sequence[str]) -> None:
         """Gives the lines the order of the prompts, each of which has one."""
 

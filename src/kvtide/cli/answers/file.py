@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,12 @@ from kvtide.cli.answers.base import Answers, Kept
 from kvtide.cli.answers.part import PartFile
 from kvtide.cli.answers.saved import (
     HEADER_START,
+    VERSION,
     Saved,
     differences,
     encoded,
     header_line,
+    is_ours,
     read_saved,
 )
 from kvtide.cli.files import reason_of, replace_file
@@ -50,8 +53,11 @@ class AnswerFile(Answers):
             self._in_file, self._in_part = self._read()
             self._answers_in_part = len(self._in_part.answers)
             if not overwrite:
+                self._refuse_other_version()
                 self._refuse_loss()
         except BaseException:
+            if self._part.is_empty:
+                self._part.remove()
             self._part.close()
             raise
 
@@ -98,6 +104,12 @@ class AnswerFile(Answers):
         except OSError as error:
             raise self._failure(self._part.path, error) from error
 
+    def sync_if_due(self) -> None:
+        try:
+            self._part.sync_if_due()
+        except OSError as error:
+            raise self._failure(self._part.path, error) from error
+
     def finish(self, prompt_ids: Sequence[str]) -> None:
         known = set(prompt_ids)
         ordered = [self._lines[prompt_id] for prompt_id in prompt_ids]
@@ -141,13 +153,22 @@ class AnswerFile(Answers):
         except OSError as error:
             raise UsageError(f"--out: cannot read {self._path}: {reason_of(error)}") from error
 
+    def _refuse_other_version(self) -> None:
+        header = self._in_part.header
+        if header is not None and not is_ours(header):
+            raise UsageError(
+                f"--out: {self._part.path} is of version {json.dumps(header['kvtide'])}, and this "
+                f"kvtide knows {VERSION}; go on with the kvtide that began it, name another file, "
+                "or add --overwrite to answer everything anew"
+            )
+
     def _refuse_loss(self) -> None:
         """Raises UsageError if the end of the run would lose a line, or its begin an answer."""
         broken = self._in_file.broken
         if broken:
             raise UsageError(
-                f"--out: {self._path} isn't a file of kvtide's answers (line {broken[0]}); name "
-                "another file, or add --overwrite to replace it"
+                f"--out: line {broken[0]} of {self._path} isn't an answer of kvtide's; remove that "
+                "line, name another file, or add --overwrite to replace the file"
             )
         counts = [
             f"{path} holds {counted(len(saved.ids), 'answer')}"

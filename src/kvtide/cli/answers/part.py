@@ -35,7 +35,13 @@ class PartFile:
         except OSError as error:
             raise UsageError(f"cannot open {path} for answers: {reason_of(error)}") from error
         self._synced_at = clock()
+        self._is_synced = True
         self._size = os.fstat(self._descriptor).st_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no line."""
+        return self._size == 0
 
     def lines(self) -> Iterator[bytes]:
         """The lines, each with its end."""
@@ -51,10 +57,7 @@ class PartFile:
         self._cut(sum(len(line) for line in self.lines() if line.endswith(b"\n")))
 
     def append(self, line: bytes) -> None:
-        """Appends a line whole, or leaves the file as it was and raises.
-
-        At most a second passes between two calls before the lines are on the disk.
-        """
+        """Appends a line whole, or leaves the file as it was and raises."""
         try:
             write_all(self._descriptor, line)
         except BaseException:
@@ -62,13 +65,19 @@ class PartFile:
                 os.ftruncate(self._descriptor, self._size)
             raise
         self._size += len(line)
-        if self._clock() - self._synced_at >= _SYNC_S:
+        self._is_synced = False
+        self.sync_if_due()
+
+    def sync_if_due(self) -> None:
+        """Brings the lines to the disk if a second has passed since that was done."""
+        if not self._is_synced and self._clock() - self._synced_at >= _SYNC_S:
             self.sync()
 
     def sync(self) -> None:
-        """Waits until all lines are on the disk,."""
+        """Waits until all lines are on the disk."""
         self._synced_at = self._clock()
         os.fdatasync(self._descriptor)
+        self._is_synced = True
 
     def remove(self) -> None:
         """Deletes the file; `close` is still needed."""

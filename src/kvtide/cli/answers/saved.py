@@ -48,6 +48,12 @@ def header_line(header: Mapping[str, Any]) -> bytes:
     return line
 
 
+def is_ours(header: Mapping[str, Any]) -> bool:
+    """Whether a part with this header is of the version that this module reads."""
+    version = header["kvtide"]
+    return version == VERSION and not isinstance(version, bool)
+
+
 def read_saved(lines: Iterable[bytes]) -> Saved:
     """Reads what was written, or anything else. A last line without its end doesn't count."""
     saved = Saved()

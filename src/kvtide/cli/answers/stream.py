@@ -37,6 +37,9 @@ class AnswerStream(Answers):
     def sync(self) -> None:
         pass
 
+    def sync_if_due(self) -> None:
+        pass
+
     def finish(self, _prompt_ids: Sequence[str]) -> None:
         pass
 
