@@ -35,7 +35,7 @@ from kvtide.layout.dtypes import DTYPE_BYTES
 from kvtide.pool import PageAllocator, Pool
 from kvtide.seal import Span
 from kvtide.tide import Tide
-from kvtide.transfer.plan import buffer_groups, plan_chunks
+from kvtide.transfer.plan import buffer_sets, plan_chunks
 from kvtide.transfer.run import Task
 from support.lazy_device import LazyDevice
 from support.pools import fill, image_of, make_pool, poison, same_image, small_geometry, with_rows
@@ -441,8 +441,8 @@ def test_k44_offsets_have_64_bits() -> None:
     layers = np.array([0, 1 << 31], np.int64)
     ids = np.array([(1 << 31) - 1, 5], np.int64)
     section = Section(0, (0,), (range(2),), (1 << 12,), 1, 2)
-    groups = buffer_groups(section, [BufferRows(1 << 12, layers)])
-    (plan,) = plan_chunks(section, groups, ids, 0, 1 << 30, 1 << 30)
+    sets = buffer_sets(section, [BufferRows(1 << 12, layers)])
+    (plan,) = plan_chunks(section, sets, ids, 0, 1 << 30, 1 << 30)
     assert [[(1 << 31) - 1, 5, (1 << 32) - 1, (1 << 31) + 5]] == [
         units for buffers in plan[1] for units in buffers.units.tolist()
     ]

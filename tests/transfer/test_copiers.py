@@ -12,7 +12,7 @@ import torch
 from kvtide.device import Block, CPUDevice
 from kvtide.transfer import Mover
 from kvtide.transfer.bind import memories_of, step_of
-from kvtide.transfer.plan import BufferGroup, BufferPlan
+from kvtide.transfer.plan import BufferPlan, BufferSet
 from kvtide.transfer.run import Copier, DeviceCopier, HostCopier
 
 KINDS = {"by numpy": HostCopier, "by torch": DeviceCopier}
@@ -41,8 +41,8 @@ def copier_of(
 ) -> Copier:
     """Makes a copier like the mover's, for units of 16 bytes of `buffers`."""
     device = CPUDevice(lanes=1)
-    group = BufferGroup(tuple(range(len(buffers))), 16, np.zeros(1, np.int64), is_padded=False)
-    plan = BufferPlan(group, 0, 16, np.array(units, np.int64), block_offset, len(units[0]))
+    buffer_set = BufferSet(tuple(range(len(buffers))), 16, np.zeros(1, np.int64), is_padded=False)
+    plan = BufferPlan(buffer_set, 0, 16, np.array(units, np.int64), block_offset, len(units[0]))
     pool: Any = SimpleNamespace(
         buffers=buffers, device=device
     )  # the mover reads nothing else of it
@@ -170,9 +170,9 @@ def test_views_of_buffers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     buffers, device = three_buffers(), CPUDevice(lanes=1)
     pool: Any = SimpleNamespace(buffers=buffers, device=device)
     mover = Mover(pool)
-    group = BufferGroup((0, 1, 2), 16, np.zeros(1, np.int64), is_padded=False)
+    buffer_set = BufferSet((0, 1, 2), 16, np.zeros(1, np.int64), is_padded=False)
     for skip_bytes in range(0, 160, 16):
-        plan = BufferPlan(group, skip_bytes, 16, np.array([[0, 1]]), 0, 2)
+        plan = BufferPlan(buffer_set, skip_bytes, 16, np.array([[0, 1]]), 0, 2)
         assert 3 == len(mover._views_of(plan, "uint8"))
         assert sum(map(len, mover._views.values())) <= 6
     device.close()

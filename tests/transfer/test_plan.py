@@ -15,7 +15,7 @@ from kvtide.form import Section
 from kvtide.layout import BufferRows, Ids
 from kvtide.transfer.plan import (
     ChunkPlan,
-    buffer_groups,
+    buffer_sets,
     plan_chunks,
     plan_in_parts,
 )
@@ -67,7 +67,7 @@ def plan_of(
 ) -> list[ChunkPlan]:
     """Plans these slots, in tasks as small as spans allow."""
     section, ids = section_of(rows, chunk_rows), np.array(slots, np.int64)
-    return plan_chunks(section, buffer_groups(section, rows), ids, 0, call_bytes, 1)
+    return plan_chunks(section, buffer_sets(section, rows), ids, 0, call_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def calls_of(
         index = found.units[number][units or slice(None)]
         first = stop - len(buffers) * index.size * found.unit_bytes
         for buffer in buffers:
-            rest = data[found.group.buffers[buffer]][found.skip_bytes :]
+            rest = data[found.buffer_set.numbers[buffer]][found.skip_bytes :]
             size = rest.size // found.unit_bytes * found.unit_bytes
             yield first, rest[:size].reshape(-1, found.unit_bytes), index
             first += index.size * found.unit_bytes
@@ -246,20 +246,20 @@ def test_lanes_share_a_chunk_if_its_calls_are_long(
     section = section_of(rows, 1024)
     ids = np.random.default_rng(2).permutation(1024)[:row_count]
     ((_, _, tasks),) = plan_chunks(
-        section, buffer_groups(section, rows), ids, 0, call_bytes=1 << 20, task_bytes=1 << 20
+        section, buffer_sets(section, rows), ids, 0, call_bytes=1 << 20, task_bytes=1 << 20
     )
     assert task_count == len(tasks)
     assert section.span_stops(row_count) == tuple(stop for spans, _ in tasks for _, stop in spans)
 
 
 @given(buffers(8))
-def test_buffers_with_equal_rows_are_one_group(given: Buffers) -> None:
-    """All buffers are planned in order, in as few groups as that allows."""
-    groups = buffer_groups(section_of(given.rows, 4), given.rows)
-    assert [*range(len(given.rows))] == [number for group in groups for number in group.buffers]
+def test_buffers_with_equal_rows_are_one_set(given: Buffers) -> None:
+    """All buffers are planned in order, in as few sets as that allows."""
+    sets = buffer_sets(section_of(given.rows, 4), given.rows)
+    assert [*range(len(given.rows))] == [number for found in sets for number in found.numbers]
     forms = [
-        {(given.rows[n].row_bytes, tuple(given.rows[n].layer_rows.tolist())) for n in group.buffers}
-        for group in groups
+        {(given.rows[n].row_bytes, tuple(given.rows[n].layer_rows.tolist())) for n in found.numbers}
+        for found in sets
     ]
     assert [1] * len(forms) == [len(form) for form in forms]
     assert all(left != right for left, right in pairwise(forms))
@@ -307,7 +307,7 @@ def test_a_request_of_many_rows_is_planned_in_parts(monkeypatch: pytest.MonkeyPa
     sections = []
     for plane, chunk_rows in ((0, 4), (1, 8)):
         section = Section(plane, (plane,), (range(1),), (rows[plane].row_bytes,), 1, chunk_rows)
-        sections.append((section, buffer_groups(section, rows)))
+        sections.append((section, buffer_sets(section, rows)))
     ids = [np.arange(41), np.arange(17)]
     parts = [*plan_in_parts(sections, ids, call_bytes=1 << 20, task_bytes=1 << 20)]
     chunks = [[(plan[0], chunk_count(plan)) for plan in part] for part in parts]
@@ -319,9 +319,9 @@ def test_rows_with_gaps_that_must_be_split_are_refused() -> None:
     section = Section(0, (0,), (range(1),), (6,), 2, 1)
     padded = BufferRows(12, np.zeros(1, np.int64), is_padded=True)
     with pytest.raises(LayoutError, match=r"12 bytes with gaps.*2 chunks.*larger blocks"):
-        buffer_groups(section, [padded])
+        buffer_sets(section, [padded])
     whole = Section(0, (0,), (range(1),), (12,), 1, 1)
-    assert 1 == len(buffer_groups(whole, [padded]))
+    assert 1 == len(buffer_sets(whole, [padded]))
 
 
 def test_rows_are_numbered_beyond_32_bits() -> None:

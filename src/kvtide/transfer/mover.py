@@ -25,10 +25,10 @@ from kvtide.transfer.bind import (
     view_of,
 )
 from kvtide.transfer.plan import (
-    BufferGroup,
     BufferPlan,
+    BufferSet,
     ChunkPlan,
-    buffer_groups,
+    buffer_sets,
     plan_in_parts,
 )
 from kvtide.transfer.run import Copier, DeviceCopier, HostCopier, Task
@@ -56,7 +56,7 @@ class Mover:
         self._in_memory = [suits_numpy(buffer) for buffer in pool.buffers]
         self._bits = [bits_of(buffer) for buffer in pool.buffers]
         self._views: dict[tuple[object, ...], list[Any]] = {}
-        self._sections: dict[int, list[tuple[Section, list[BufferGroup]]]] = {}
+        self._sections: dict[int, list[tuple[Section, list[BufferSet]]]] = {}
 
     def sections(self, chunk_bytes: int) -> list[Section]:
         """The geometry's sections. Raises LayoutError if a row can't be split to fit a chunk."""
@@ -187,7 +187,7 @@ class Mover:
         memories: Sequence[memoryview],
         step: int | None,
     ) -> Copier:
-        numbers, device = plan.group.buffers, self._pool.device
+        numbers, device = plan.buffer_set.numbers, self._pool.device
         if all(self._in_memory[number] for number in numbers):
             views = self._views_of(plan, numpy_element(plan))
             return HostCopier(views, plan.units, memories, step, plan.block_offset)
@@ -198,7 +198,7 @@ class Mover:
 
     def _views_of(self, plan: BufferPlan, element: str | torch.dtype) -> list[Any]:
         """The buffers of a plan as units of `element`, mostly from the cache."""
-        numbers = plan.group.buffers
+        numbers = plan.buffer_set.numbers
         key = (numbers, plan.skip_bytes, plan.unit_bytes, element)
         if key not in self._views:
             if sum(map(len, self._views.values())) + len(numbers) > _MOST_VIEWS:
@@ -227,12 +227,12 @@ class Mover:
         )
         return self._pool.device.submit(phases, staging_bytes=largest, at_once=at_once)
 
-    def _bound_sections(self, chunk_bytes: int) -> list[tuple[Section, list[BufferGroup]]]:
+    def _bound_sections(self, chunk_bytes: int) -> list[tuple[Section, list[BufferSet]]]:
         if chunk_bytes not in self._sections:
             if len(self._sections) >= _MOST_CHUNK_SIZES:
                 self._sections.clear()
             self._sections[chunk_bytes] = [
-                (section, buffer_groups(section, self._pool.buffer_rows))
+                (section, buffer_sets(section, self._pool.buffer_rows))
                 for section in sections_of(self._pool.geometry, chunk_bytes)
             ]
         return self._sections[chunk_bytes]

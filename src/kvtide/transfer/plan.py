@@ -24,28 +24,28 @@ _LONG_CALL_BYTES = 128 << 10
 _JOINED_BYTES = 256 << 10
 
 
-class BufferGroup(NamedTuple):
+class BufferSet(NamedTuple):
     """Consecutive buffers of a chunk with equal row sizes and first rows, so they share a plan.
 
-    `buffers` has their numbers in the pool. A row has `row_bytes`; the i-th layer of each buffer
+    `numbers` are their numbers in the pool. A row has `row_bytes`; the i-th layer of each buffer
     begins at row `first_rows[i]` (int64 [layer]). `is_padded`: there are gaps between rows.
     """
 
-    buffers: tuple[int, ...]
+    numbers: tuple[int, ...]
     row_bytes: int
     first_rows: Ids
     is_padded: bool
 
 
 class BufferPlan(NamedTuple):
-    """The units of a buffer group for some chunks of equal length.
+    """The units of a buffer set for some chunks of equal length.
 
     Each buffer, without its first `skip_bytes`, is divided into units of `unit_bytes`. Chunk i has
     the units `units[i]` (int64 [chunk, unit]) of each buffer, without gaps from byte `block_offset`
     of its block on, buffer after buffer. A call moves at most `most_units` of a buffer.
     """
 
-    group: BufferGroup
+    buffer_set: BufferSet
     skip_bytes: int
     unit_bytes: int
     units: Ids
@@ -54,9 +54,9 @@ class BufferPlan(NamedTuple):
 
 
 CopyCall = tuple[int, range, slice | None, int]
-"""(plan, buffers, units, stop): a call of a copier, for buffers of the buffer plan number `plan`.
-`buffers` counts within the plan's group. The call moves all units of these buffers, or the slice
-`units` of a single buffer. Its bytes end at byte `stop` of the block."""
+"""(plan, buffers, only, stop): a call of a copier, for buffers of the buffer plan number `plan`.
+`buffers` counts within the plan's buffer set. The call moves all units of these buffers, or `only`
+a slice of the units of a single buffer. Its bytes end at byte `stop` of the block."""
 
 TaskPlan = tuple[tuple[tuple[int, int], ...], tuple[CopyCall, ...]]
 """(spans, calls): the work of a lane at a time: some whole spans (first, stop) of a chunk."""
@@ -66,13 +66,13 @@ ChunkPlan = tuple[int, list[BufferPlan], list[TaskPlan]]
 chunks as lines in `units`."""
 
 
-def buffer_groups(section: Section, buffer_rows: Sequence[BufferRows]) -> list[BufferGroup]:
+def buffer_sets(section: Section, buffer_rows: Sequence[BufferRows]) -> list[BufferSet]:
     """The buffers of a pool that belong to a section, in the order of their bytes in a chunk.
 
     `buffer_rows` are the pool's, plane after plane. Raises LayoutError if a row with gaps behind it
     would have to be split, since its parts wouldn't be rows of the buffer.
     """
-    groups: list[BufferGroup] = []
+    sets: list[BufferSet] = []
     for plane, layers, width in zip(section.planes, section.layers, section.widths, strict=True):
         first = 0
         for number, rows in enumerate(buffer_rows):
@@ -87,25 +87,21 @@ def buffer_groups(section: Section, buffer_rows: Sequence[BufferRows]) -> list[B
                     f"rows of {rows.row_bytes} bytes with gaps between them can't be split into "
                     f"{section.row_parts} chunks; give the arena larger blocks"
                 )
-            found = BufferGroup((number,), width, inside * section.row_parts, rows.is_padded)
-            if groups and _are_alike(groups[-1], found):
-                found = BufferGroup((*groups.pop().buffers, number), *_form_of(found))
-            groups.append(found)
-    return groups
+            found = BufferSet((number,), width, inside * section.row_parts, rows.is_padded)
+            if sets and _are_alike(sets[-1], found):
+                found = found._replace(numbers=(*sets.pop().numbers, number))
+            sets.append(found)
+    return sets
 
 
-def _form_of(group: BufferGroup) -> tuple[int, Ids, bool]:
-    return group.row_bytes, group.first_rows, group.is_padded
-
-
-def _are_alike(group: BufferGroup, other: BufferGroup) -> bool:
-    return (group.row_bytes, group.is_padded) == (other.row_bytes, other.is_padded) and (
-        np.array_equal(group.first_rows, other.first_rows)
+def _are_alike(buffers: BufferSet, other: BufferSet) -> bool:
+    return (buffers.row_bytes, buffers.is_padded) == (other.row_bytes, other.is_padded) and (
+        np.array_equal(buffers.first_rows, other.first_rows)
     )
 
 
 def plan_in_parts(
-    sections: Sequence[tuple[Section, Sequence[BufferGroup]]],
+    sections: Sequence[tuple[Section, Sequence[BufferSet]]],
     rows: Sequence[Ids],
     *,
     call_bytes: int,
@@ -119,9 +115,9 @@ def plan_in_parts(
     """
     part: list[ChunkPlan] = []
     planned_rows, chunk = 0, 0
-    for section, groups in sections:
+    for section, sets in sections:
         section_rows, chunk_rows = section.split(rows[section.group]), section.chunk_rows
-        rows_of_chunk = chunk_rows * sum(len(group.first_rows) for group in groups)
+        rows_of_chunk = chunk_rows * sum(len(buffers.first_rows) for buffers in sets)
         most_rows = max(1, _PLANNED_ROWS // rows_of_chunk) * chunk_rows
         for first in range(0, section_rows.size, most_rows):
             part_rows = section_rows[first : first + most_rows]
@@ -130,14 +126,14 @@ def plan_in_parts(
                 yield part
                 part, planned_rows = [], 0
             planned_rows += count * rows_of_chunk
-            part += plan_chunks(section, groups, part_rows, chunk, call_bytes, task_bytes)
+            part += plan_chunks(section, sets, part_rows, chunk, call_bytes, task_bytes)
             chunk += count
     yield part
 
 
 def plan_chunks(
     section: Section,
-    groups: Sequence[BufferGroup],
+    sets: Sequence[BufferSet],
     rows: Ids,
     first_chunk: int,
     call_bytes: int,
@@ -145,41 +141,40 @@ def plan_chunks(
 ) -> list[ChunkPlan]:
     """Plans the chunks of a section's `rows`: the full chunks, then a shorter last chunk."""
     full = rows.size - rows.size % section.chunk_rows
-    parts = (rows[:full].reshape(-1, section.chunk_rows), rows[full:].reshape(1, -1))
     plans: list[ChunkPlan] = []
-    for chunks in parts:
+    for chunks in (rows[:full].reshape(-1, section.chunk_rows), rows[full:].reshape(1, -1)):
         if chunks.size:
-            buffers = _plan_buffers(groups, chunks, call_bytes)
+            buffers = _plan_buffers(sets, chunks, call_bytes)
             tasks = _plan_tasks(buffers, section.span_stops(chunks.shape[1]), task_bytes)
             plans.append((first_chunk, buffers, tasks))
             first_chunk += len(chunks)
     return plans
 
 
-def _plan_buffers(groups: Sequence[BufferGroup], chunks: Ids, call_bytes: int) -> list[BufferPlan]:
+def _plan_buffers(sets: Sequence[BufferSet], chunks: Ids, call_bytes: int) -> list[BufferPlan]:
     """Buffer plans for chunks of equal length. `chunks` has their rows, int64 [chunk, row]."""
     run_rows, skip_rows = _runs_in(chunks)
     plans: list[BufferPlan] = []
     block_offset = 0
-    for group in groups:
-        unit_rows, units = _units_of(group, chunks, run_rows, skip_rows)
-        unit_bytes = unit_rows * group.row_bytes
-        skip_bytes = skip_rows % unit_rows * group.row_bytes
+    for buffers in sets:
+        unit_rows, units = _units_of(buffers, chunks, run_rows, skip_rows)
+        unit_bytes = unit_rows * buffers.row_bytes
+        skip_bytes = skip_rows % unit_rows * buffers.row_bytes
         most_units = max(1, call_bytes // unit_bytes)
-        plans.append(BufferPlan(group, skip_bytes, unit_bytes, units, block_offset, most_units))
-        block_offset += len(group.buffers) * units.shape[1] * unit_bytes
+        plans.append(BufferPlan(buffers, skip_bytes, unit_bytes, units, block_offset, most_units))
+        block_offset += len(buffers.numbers) * units.shape[1] * unit_bytes
     return plans
 
 
-def _units_of(group: BufferGroup, chunks: Ids, run_rows: int, skip_rows: int) -> tuple[int, Ids]:
+def _units_of(buffers: BufferSet, chunks: Ids, run_rows: int, skip_rows: int) -> tuple[int, Ids]:
     """(unit_rows, units): the rows of a unit in these buffers, and the units [chunk, unit]."""
     # A unit must not straddle two layers, so each layer has to begin at a unit.
-    unit_rows = 1 if group.is_padded else min(run_rows, _alignment_of(group.first_rows))
-    firsts, first_rows = chunks, group.first_rows
+    unit_rows = 1 if buffers.is_padded else min(run_rows, _alignment_of(buffers.first_rows))
+    units, first_units = chunks, buffers.first_rows
     if unit_rows > 1:
-        firsts = (chunks[:, ::unit_rows] - skip_rows % unit_rows) // unit_rows
-        first_rows = first_rows // unit_rows
-    return unit_rows, (first_rows[None, :, None] + firsts[:, None, :]).reshape(len(chunks), -1)
+        units = (chunks[:, ::unit_rows] - skip_rows % unit_rows) // unit_rows
+        first_units = first_units // unit_rows
+    return unit_rows, (first_units[None, :, None] + units[:, None, :]).reshape(len(chunks), -1)
 
 
 def _runs_in(chunks: Ids) -> tuple[int, int]:
@@ -233,7 +228,7 @@ def _plan_tasks(
 def _is_long(plans: Sequence[BufferPlan], stop: int) -> bool:
     """Whether the layer that ends at byte `stop` of a chunk is moved by long calls."""
     plan = next(plan for plan in reversed(plans) if plan.block_offset < stop)
-    layer_units = plan.units.shape[1] // len(plan.group.first_rows)
+    layer_units = plan.units.shape[1] // len(plan.buffer_set.first_rows)
     return bool(layer_units * plan.unit_bytes >= _LONG_CALL_BYTES)
 
 
@@ -243,7 +238,7 @@ def _calls_of(number: int, plan: BufferPlan, first: int, stop: int) -> Iterator[
     Buffers with few units share a call. Buffers with many units have a call each, or several.
     """
     per_buffer, unit_bytes = plan.units.shape[1], plan.unit_bytes
-    unit_count = len(plan.group.buffers) * per_buffer
+    unit_count = len(plan.buffer_set.numbers) * per_buffer
     unit = max(0, (first - plan.block_offset) // unit_bytes)
     end = min(unit_count, (stop - plan.block_offset) // unit_bytes)
     joined = -(-_JOINED_BYTES // (per_buffer * unit_bytes))
@@ -251,10 +246,10 @@ def _calls_of(number: int, plan: BufferPlan, first: int, stop: int) -> Iterator[
         buffer, begin = divmod(unit, per_buffer)
         if begin == 0 and per_buffer <= min(plan.most_units, end - unit):
             count = min(joined, (end - unit) // per_buffer)
-            buffers, units = range(buffer, buffer + count), None
+            buffers, only = range(buffer, buffer + count), None
             unit += count * per_buffer
         else:
             until = min(per_buffer, begin + plan.most_units, begin + end - unit)
-            buffers, units = range(buffer, buffer + 1), slice(begin, until)
+            buffers, only = range(buffer, buffer + 1), slice(begin, until)
             unit += until - begin
-        yield number, buffers, units, plan.block_offset + unit * unit_bytes
+        yield number, buffers, only, plan.block_offset + unit * unit_bytes

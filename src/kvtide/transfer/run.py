@@ -43,15 +43,15 @@ class HostCopier:
         self._units = units
         self._block_offset = block_offset
         self._shape = (len(buffers), units.shape[1], *buffers[0].shape[1:])
-        self._parts: Sequence[NDArray[Any]] | NDArray[Any]
+        self._places: Sequence[NDArray[Any]] | NDArray[Any]
         if step is None:
-            self._parts = [self._part(memory) for memory in memories]
+            self._places = [self._place(memory) for memory in memories]
         else:  # a single call of numpy gives the views of all blocks
-            strides = (step, *self._part(memories[0]).strides)
+            strides = (step, *self._place(memories[0]).strides)
             shape, dtype = (len(memories), *self._shape), buffers[0].dtype
-            self._parts = np.ndarray(shape, dtype, memories[0], block_offset, strides)
+            self._places = np.ndarray(shape, dtype, memories[0], block_offset, strides)
 
-    def _part(self, memory: memoryview) -> NDArray[Any]:
+    def _place(self, memory: memoryview) -> NDArray[Any]:
         """The place of the units in a block or in staging, as a view [buffer, unit, …]."""
         return np.ndarray(self._shape, self._buffers[0].dtype, memory, self._block_offset)
 
@@ -62,25 +62,25 @@ class HostCopier:
 
         It copies all units of these buffers, or the units in `only`.
         """
-        units, part = self._ends(number, only, staging)
+        units, place = self._ends(number, only, staging)
         for buffer in buffers:
             # The units are valid, so "clip" clips none. For "raise" numpy would copy twice.
-            self._buffers[buffer].take(units, 0, part[buffer], "clip")
+            self._buffers[buffer].take(units, 0, place[buffer], "clip")
 
     def scatter(
         self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
         """Copies the same units back."""
-        units, part = self._ends(number, only, staging)
+        units, place = self._ends(number, only, staging)
         for buffer in buffers:
-            self._buffers[buffer][units] = part[buffer]
+            self._buffers[buffer][units] = place[buffer]
 
     def _ends(
         self, number: int, only: slice | None, staging: torch.Tensor | None
     ) -> tuple[Ids, NDArray[Any]]:
         units = self._units[number]
-        part = self._parts[number] if staging is None else self._part(staging.numpy().data)
-        return (units, part) if only is None else (units[only], part[:, only])
+        place = self._places[number] if staging is None else self._place(staging.numpy().data)
+        return (units, place) if only is None else (units[only], place[:, only])
 
 
 @final
@@ -104,7 +104,7 @@ class DeviceCopier:
         self._blocks = blocks
         self._block_offset = block_offset
         self._shape = (units.shape[1], buffers[0].shape[1])
-        self._part_bytes = units.shape[1] * buffers[0].shape[1] * buffers[0].element_size()
+        self._place_bytes = units.shape[1] * buffers[0].shape[1] * buffers[0].element_size()
 
     @torch.inference_mode()
     def gather(
@@ -112,8 +112,8 @@ class DeviceCopier:
     ) -> None:
         """See HostCopier."""
         for buffer in buffers:
-            units, part = self._ends(number, buffer, only, staging)
-            torch.index_select(self._buffers[buffer], 0, units, out=part)
+            units, place = self._ends(number, buffer, only, staging)
+            torch.index_select(self._buffers[buffer], 0, units, out=place)
 
     @torch.inference_mode()
     def scatter(
@@ -121,20 +121,20 @@ class DeviceCopier:
     ) -> None:
         """See HostCopier."""
         for buffer in buffers:
-            units, part = self._ends(number, buffer, only, staging)
-            self._buffers[buffer].index_copy_(0, units, part)
+            units, place = self._ends(number, buffer, only, staging)
+            self._buffers[buffer].index_copy_(0, units, place)
 
     def _ends(
         self, number: int, buffer: int, only: slice | None, staging: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        units, first = self._units[number], self._block_offset + buffer * self._part_bytes
+        units, first = self._units[number], self._block_offset + buffer * self._place_bytes
         memory = staging
         if memory is None:
             block = self._blocks[number]
             memory, first = block.slab, block.offset + first
-        part = memory[first : first + self._part_bytes].view(self._buffers[0].dtype)
-        part = part.view(self._shape)
-        return (units, part) if only is None else (units[only], part[only])
+        place = memory[first : first + self._place_bytes].view(self._buffers[0].dtype)
+        place = place.view(self._shape)
+        return (units, place) if only is None else (units[only], place[only])
 
 
 Copier = HostCopier | DeviceCopier
@@ -166,8 +166,8 @@ class Task:
 
     def gather(self, staging: torch.Tensor | None) -> None:
         """Copies units to the block, through `staging` if that isn't None."""
-        for plan, buffers, units, _ in self._calls:
-            self._copiers[plan].gather(self._number, buffers, units, staging)
+        for plan, buffers, only, _ in self._calls:
+            self._copiers[plan].gather(self._number, buffers, only, staging)
         if staging is not None:
             target = self._block.tensor(self._first, self._stop)
             target.copy_(staging[self._first : self._stop], non_blocking=True)
@@ -180,8 +180,8 @@ class Task:
         memory, checksum, hashed = self._memory, xxhash.xxh3_64(), self._first
         spans = iter(self._spans)
         first, stop = next(spans)
-        for plan, buffers, units, copied in self._calls:
-            self._copiers[plan].gather(self._number, buffers, units, None)
+        for plan, buffers, only, copied in self._calls:
+            self._copiers[plan].gather(self._number, buffers, only, None)
             if copied - hashed < _HASHED_BYTES and copied < self._stop:
                 continue
             while copied >= stop:
@@ -200,8 +200,8 @@ class Task:
         if staging is not None:
             source = self._block.tensor(self._first, self._stop)
             staging[self._first : self._stop].copy_(source, non_blocking=True)
-        for plan, buffers, units, _ in self._calls:
-            self._copiers[plan].scatter(self._number, buffers, units, staging)
+        for plan, buffers, only, _ in self._calls:
+            self._copiers[plan].scatter(self._number, buffers, only, staging)
 
     def seal(self) -> list[Span]:
         """The task's spans, with their checksums. Call it once their bytes are in the block."""
