@@ -18,7 +18,7 @@ from kvtide.layout import GQA
 from kvtide.pool import Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.tier import DiskTier, Spill, patience
+from kvtide.tier import DiskTier, Spill, retries
 from tier.faulty_tiers import Clock, FaultyTier, SimulatedWorkers
 
 TOKEN_BYTES = 64
@@ -231,7 +231,7 @@ def test_broken_tier_is_warned_of_once(
     world.tiers[0].is_away = True
     warnings: list[str] = []
     monkeypatch.setattr(
-        patience.logger, "warning", lambda text, *values: warnings.append(text % values)
+        retries.logger, "warning", lambda text, *values: warnings.append(text % values)
     )
     for value in range(4, 8):
         with pytest.raises(ArenaFull):

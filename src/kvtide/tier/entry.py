@@ -8,7 +8,7 @@ from typing import Any, final
 from kvtide.arena import Lease
 from kvtide.device import Job
 from kvtide.snapshot import Snapshot
-from kvtide.tier.patience import Patience
+from kvtide.tier.retries import Patience
 
 
 @final

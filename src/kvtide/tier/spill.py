@@ -34,7 +34,7 @@ from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot
 from kvtide.tier.base import Tier
 from kvtide.tier.entry import SpillEntry, SpillStats
-from kvtide.tier.patience import REST_S, Patience
+from kvtide.tier.retries import REST_S, Patience
 from kvtide.tier.workers import ThreadWorkers, Workers
 
 _WRITES_AT_ONCE = 2
