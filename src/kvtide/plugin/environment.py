@@ -1,8 +1,8 @@
 """An operator's settings: variables of the environment, or of a TOML file under the same names.
 
-    KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
-    KVTIDE_DISK_DIR          a folder for what has no room there; each rank has a folder in it
-    KVTIDE_DISK_MEMORY       for all ranks on this host together, such as 200GiB
+    KVTIDE_HOST_MEMORY       the host memory of all ranks on this host together, such as 24GiB
+    KVTIDE_DISK_DIR          the folder of KV that has no room there; each rank has a folder in it
+    KVTIDE_DISK_MEMORY       the disk space of all ranks on this host together, such as 200GiB
     KVTIDE_CONFIG            the path of a file with other variables; the environment wins
 
 An engine's plugin adds variables. An invalid value is an error that names it. Otherwise an operator

@@ -64,8 +64,8 @@ class EngineMap:
 def request_maps(request: RequestRows, kinds: Collection[str]) -> dict[str, Map]:
     """A request's rows as maps by kind. If one is missing, the rule that needs it says so.
 
-    Raises SlotError for what is no row, and for a row of a kind that isn't among `kinds`, the
-    kinds of the layout: nothing of such a row would be saved.
+    Raises SlotError for a value that isn't an integer, and for a row of a kind that isn't among
+    `kinds`, the kinds of the layout: nothing of such a row would be saved.
     """
     if request is None:
         return {}

@@ -1,4 +1,4 @@
-"""Tiers: stores for snapshots below host memory. Each is one file beside base.py, the contract."""
+"""Tiers: stores for snapshots below host memory, such as a disk. base.py has their contract."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The contract of a tier: a store for snapshots below host memory. Each call blocks.
 
-A tier keeps each snapshot whole or not at all, under a key. A call has one of four
-outcomes, and never an empty value: it returns (a hit), or raises SnapshotMiss, SnapshotDamaged, or
-TierRetry if the store can't answer now. Threads, retries, deadlines and limits on what is under way
-are the business of the layer above, in one place for all tiers.
+A tier keeps each snapshot whole or not at all, under a key. A call has one of four outcomes: it
+returns (a hit), or it raises SnapshotMiss, SnapshotDamaged, or TierRetry if the store can't answer
+now. It never returns an empty value. Spill, which calls the tiers, has the threads, the retries,
+the deadlines and the limits, once for all tiers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tier(ABC):
 
         `chunks` are its used bytes (`Snapshot.chunks`), which nobody changes meanwhile. When this
         returns the snapshot can be got. After an error the key has what it had before, or nothing.
-        Raises TierFull if the snapshot has no room even when others leave, TierRetry.
+        Raises TierFull if the snapshot has no room even after all others have left, and TierRetry.
         """
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Tier(ABC):
     def remove(self, key: str) -> None:
         """Forgets the key. No error if it isn't there. Raises TierRetry."""
 
-    # ---- what follows from these four ---------------------------------------------------
+    # ---- made of the four methods above --------------------------------------------------
 
     def save(self, key: str, snapshot: Snapshot) -> None:
         """Puts a snapshot, which stays valid.

@@ -1,4 +1,4 @@
-"""SpillEntry: what Spill knows of a snapshot, and what it counts."""
+"""SpillEntry: what Spill knows of a snapshot. SpillStats: what Spill counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, final
 from kvtide.arena import Lease
 from kvtide.device import Job
 from kvtide.snapshot import Snapshot
-from kvtide.tier.retries import Patience
+from kvtide.tier.retries import RetriedTier
 
 
 @final
@@ -35,22 +35,26 @@ class SpillStats:
 
 @final
 class SpillEntry:
-    """A snapshot in the books. `job` writes it, or reads it into `room`; `tier` has it."""
+    """The entry of a snapshot in the books.
+
+    `tier` is the tier that has it, if there is one. `job` is its move, while there is one: it
+    writes the snapshot, or reads it into `room`.
+    """
 
     def __init__(self, snapshot: Snapshot, key: str) -> None:
         self.snapshot = snapshot
         self.key = key
-        self.tier: Patience | None = None
+        self.tier: RetriedTier | None = None
         self.job: Job[Any] | None = None
         self.room: Lease | None = None
         self.error: BaseException | None = None
-        """Why it is lost."""
+        """The reason why it is lost."""
         self.retry_at = float("-inf")
-        """No tier took it; it isn't tried again before this time."""
+        """When it may be written again, by the clock; set when no tier took it."""
         self.is_late = False
-        """Whether somebody has waited for its move in vain. It may still end."""
+        """Whether a caller waited for its move up to the deadline. The move may still end."""
         self.was_read_ahead = False
-        """Whether it came back before somebody waited for it."""
+        """Whether it came back to the arena before a caller needed it."""
 
     @property
     def is_here(self) -> bool:
@@ -68,7 +72,7 @@ class SpillEntry:
         return self.is_here and not self.snapshot.lease.in_use
 
     def give_away(self) -> None:
-        """Gives the memory of a snapshot away that is in a tier, too."""
+        """Gives the memory of a snapshot away, because a tier has it, too."""
         self.snapshot.is_below = True
         self.snapshot.lease.release()
 

@@ -1,4 +1,4 @@
-"""Patience: asks a tier again when it can't answer, and then leaves it alone for a while."""
+"""RetriedTier: tries a call of a tier again when it fails, and then lets the tier rest."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 WAITS_S = (0.05, 0.2, 1.0)
-"""How long to wait before each further try."""
+"""Seconds to wait before each further try."""
 REST_S = 30.0
-"""How long a tier isn't asked again after the last try."""
+"""Seconds for which a tier rests, which means that it isn't asked, after the last try."""
 
 
 @final
-class Patience:
-    """A tier as its callers see it: it answers, or raises TierRetry after some tries.
+class RetriedTier:
+    """A tier, and a way to call it: `ask` raises TierRetry only after several tries.
 
-    Several threads may call it. Whoever asks while it rests gets TierRetry at once, so a broken
-    disk costs one warning and no time.
+    Then the tier rests: a call raises TierRetry at once, so a broken disk costs one warning and no
+    time. Several threads may call it.
     """
 
     def __init__(
         self, tier: Tier, *, clock: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
-        """`clock` gives seconds; both are parameters for tests."""
+        """`clock` gives the time in seconds. Tests pass their own `clock` and `sleep`."""
         self.tier = tier
         self._clock = clock
         self._sleep = sleep
@@ -39,18 +39,18 @@ class Patience:
 
     @property
     def is_resting(self) -> bool:
-        """Whether it would not be asked now."""
+        """Whether calls fail at once now."""
         return self._clock() < self._rests_until
 
     def ask(self, call: Callable[[], T]) -> T:
-        """Calls the tier. Raises its errors, TierRetry only if further tries didn't help."""
+        """Does a call of the tier. Raises its errors, but TierRetry only after all tries."""
         if self.is_resting:
             raise TierRetry("this tier had errors and isn't asked for a while")
         for wait_s in (*WAITS_S, None):
             try:
                 result = call()
             except TierRetry as error:
-                if wait_s is None or not self._is_well:  # a tier that was ill gets a single try
+                if wait_s is None or not self._is_well:  # a tier that has rested gets a single try
                     self._rest(error)
                     raise
                 self._sleep(wait_s)

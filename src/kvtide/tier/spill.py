@@ -1,14 +1,14 @@
-"""Spill: keeps snapshots within an arena's limit. What was used last stays, the rest goes to tiers.
+"""Spill: moves snapshots from an arena to tiers when it fills, those used least recently first.
 
-A snapshot in its books is
+Each snapshot is in one of four states:
 
     here       in the arena alone: it must be written before its memory can be given away
     written    in the arena and in a tier: its memory can be given away at once
     below      in a tier alone
     lost       nowhere: no tier gave it back, so its request must be computed again
 
-Snapshots are written in the background once the arena is fuller than its high mark, so that there
-is room before somebody asks. All waiting and counting is here: a tier only answers.
+Once the arena is fuller than its high mark, snapshots are written in the background, so that a
+caller who needs room needn't wait. Only this module waits for tiers and counts what they do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot
 from kvtide.tier.base import Tier
 from kvtide.tier.entry import SpillEntry, SpillStats
-from kvtide.tier.retries import REST_S, Patience
+from kvtide.tier.retries import REST_S, RetriedTier
 from kvtide.tier.workers import ThreadWorkers, Workers
 
 _WRITES_AT_ONCE = 2
@@ -43,7 +43,7 @@ _THREADS = _WRITES_AT_ONCE + 1  # a read doesn't wait for writes
 
 @final
 class Spill:
-    """Books of an arena's snapshots. Not thread-safe: the thread that schedules calls it."""
+    """The books of an arena's snapshots. Not thread-safe: one thread schedules."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Spill:
         self.stats = SpillStats()
         self._arena = arena
         self._clock = clock
-        self._tiers = [Patience(tier, clock=clock, sleep=sleep) for tier in tiers]
+        self._tiers = [RetriedTier(tier, clock=clock, sleep=sleep) for tier in tiers]
         self._name_of = name_of
         self._prefix = token_hex(16)
         self._count = 0
@@ -80,7 +80,7 @@ class Spill:
         self._is_left = False
 
     def add(self, snapshot: Snapshot) -> None:
-        """Takes a new snapshot into the books, as the one used last. `remove` must follow."""
+        """Takes a new snapshot into the books, as used last. The caller must `remove` it."""
         self._count += 1
         name = self._name_of(snapshot.seal.key) or f"{self._prefix}/{self._count}"
         self._entries[id(snapshot)] = SpillEntry(snapshot, name)
@@ -188,7 +188,7 @@ class Spill:
         self._workers.close()
 
     def _used(self, snapshot: Snapshot) -> SpillEntry | None:
-        """The entry of a snapshot, which is the one used last from now on; None without one."""
+        """The entry of a snapshot, which now counts as used last; None if it isn't in the books."""
         entry = self._entries.pop(id(snapshot), None)
         if entry is not None:
             self._entries[id(snapshot)] = entry
@@ -197,7 +197,7 @@ class Spill:
     # ---- down --------------------------------------------------------------------------
 
     def _write_in_advance(self) -> None:
-        """Begins to write until what is in the arena alone, and isn't being written, is little."""
+        """Begins writes until the rest of what only the arena has is within the high mark."""
         here = [entry for entry in self._entries.values() if entry.is_here and entry.tier is None]
         surplus = sum(entry.block_count for entry in here) - self._high_blocks
         for entry in here:
@@ -208,9 +208,9 @@ class Spill:
             surplus -= entry.block_count
 
     def _free_one(self) -> bool:
-        """Gives the least recently used snapshot's memory away, or does the next step to that.
+        """Gives the least recently used snapshot's memory away, or takes a step towards that.
 
-        It may wait for a tier. False if no snapshot can leave.
+        May wait for a tier. False if no snapshot can leave.
         """
         now = self._clock()
         # A snapshot that was removed while it moved has memory until the move ends.
@@ -244,7 +244,7 @@ class Spill:
         snapshot.lease.use(entry.job)
         self._moving.append(entry)
 
-    def _put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> tuple[Patience, float]:
+    def _put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> tuple[RetriedTier, float]:
         """In a worker: the first tier that takes a snapshot, and how long that took."""
         started = self._clock()
         error: KvtideError = TierFull("there is no tier below the arena")
@@ -274,8 +274,8 @@ class Spill:
             raise
 
     def _get(
-        self, tier: Patience, entry: SpillEntry, views: list[memoryview]
-    ) -> tuple[Patience, float]:
+        self, tier: RetriedTier, entry: SpillEntry, views: list[memoryview]
+    ) -> tuple[RetriedTier, float]:
         """In a worker: fills `views` with the snapshot's bytes."""
         started, wanted = self._clock(), entry.snapshot.seal
 
@@ -316,7 +316,7 @@ class Spill:
         if id(entry.snapshot) not in self._entries:  # it was removed from the books meanwhile
             self._remove_below(entry)
 
-    def _note_success(self, entry: SpillEntry, tier: Patience, seconds: float) -> None:
+    def _note_success(self, entry: SpillEntry, tier: RetriedTier, seconds: float) -> None:
         size_bytes, stats = sum(entry.snapshot.seal.used_bytes), self.stats
         if entry.tier is None:
             stats.writes += 1

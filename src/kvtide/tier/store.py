@@ -36,9 +36,10 @@ class Store:
         disk_bytes: int | None = None,
         name_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
-        """Opens the folder `disk_dir`, if there is one, of at most `disk_bytes` (None: a quarter of
-        what is free there). Raises FolderInUse if another process uses it, UsageError if it can't
-        be used. `name_of`: see Spill.
+        """Opens a tier of at most `disk_bytes` in the folder `disk_dir`, unless that is None.
+
+        By default it may take a quarter of the bytes that are free there. Raises FolderInUse if
+        another process uses the folder, UsageError if it can't be used. `name_of`: see Spill.
         """
         self.arena = arena
         self.disk: DiskTier | None = None
@@ -71,7 +72,7 @@ class Store:
 
 
 def _free_bytes_of(folder: Path) -> int:
-    """What is free where the folder is or will be; 0 if it can't be there."""
+    """Free bytes of the file system that has the folder, or will have it; 0 if none can."""
     for place in (folder, folder.parent):
         with suppress(OSError):
             return shutil.disk_usage(place).free

@@ -1,4 +1,4 @@
-"""Workers: who does a tier's work, which blocks."""
+"""Workers: threads that call tiers, since each call of a tier blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvtide.device.threads import QueuedJob, Threads
 
 
 class Workers(Protocol):
-    """Tests give one that works in a chosen order, in their own thread."""
+    """Does calls of tiers outside of the caller's thread. Tests choose the order of these calls."""
 
     def start(self, work: Callable[[], Any]) -> Job[Any]:
-        """Begins work elsewhere and returns at once."""
+        """Gives work to another thread and returns at once."""
         ...
 
     def settle(self, job: Job[Any], timeout_s: float) -> bool:
@@ -27,7 +27,7 @@ class Workers(Protocol):
 
 @final
 class ThreadWorkers:
-    """Some threads. A tier blocks, so at most `count` moves are under way at once."""
+    """Workers that are `count` threads, so at most `count` moves are under way at once."""
 
     def __init__(self, count: int) -> None:
         self._threads = Threads(count, "kvtide-tier")

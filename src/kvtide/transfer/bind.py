@@ -11,7 +11,7 @@ from kvtide.device import Block
 from kvtide.transfer.plan import BufferPlan
 
 # numpy releases the interpreter's lock for rows of bytes, and for single items only if they are at
-# least 500. But items are several times as fast. So fewer units are items only if they are short.
+# least 500. But items are several times as fast, so a few units are items, too, if they are short.
 _MANY_UNITS = 500
 _SMALL_BYTES = 16 << 10
 
@@ -51,7 +51,7 @@ def _slabs_of(blocks: Sequence[Block]) -> dict[int, torch.Tensor]:
 
 
 def step_of(blocks: Sequence[Block]) -> int | None:
-    """The distance of blocks that follow each other evenly in one slab; None of any others.
+    """The distance of blocks that follow each other evenly in one slab; otherwise None.
 
     Most leases have such blocks.
     """

@@ -217,10 +217,10 @@ class Mover:
         chunk_bytes: int,
         at_once: bool,
     ) -> Job[list[list[Span]]]:
-        # Made in the calling thread, so that the queue's thread only reads them.
+        # The sections are made in the calling thread, so that the queue's thread only reads them.
         count = self.chunk_count(rows, chunk_bytes)
         assert count == len(blocks), f"{len(blocks)} blocks for {count} chunks: one a chunk"
-        # Not of a full chunk: a snapshot from outside may state chunks of any size.
+        # Staging isn't as large as a full chunk: a snapshot from outside may state any chunk size.
         largest = max(
             section.largest_chunk_bytes(rows[section.group].size)
             for section in self.sections(chunk_bytes)

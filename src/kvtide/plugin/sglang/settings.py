@@ -2,9 +2,9 @@
 
     KVTIDE_SGLANG            1 (default), 0: off, strict: a pool that is refused stops the server
     KVTIDE_SGLANG_COLOCATED  1: save and restore in a server that isn't a decode server, too
-    KVTIDE_HOST_MEMORY       for all ranks on this host together, such as 24GiB
-    KVTIDE_DISK_DIR          a folder for what has no room there; each rank has a folder in it
-    KVTIDE_DISK_MEMORY       for all ranks on this host together, such as 200GiB
+    KVTIDE_HOST_MEMORY       the host memory of all ranks on this host together, such as 24GiB
+    KVTIDE_DISK_DIR          the folder of KV that has no room there; each rank has a folder in it
+    KVTIDE_DISK_MEMORY       the disk space of all ranks on this host together, such as 200GiB
     KVTIDE_CONFIG            the path of a file with the other variables; the environment wins
 
 An invalid value is an error that names it. Otherwise an operator would notice only under load that
