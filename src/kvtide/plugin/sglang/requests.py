@@ -20,7 +20,7 @@ READS: Table = {
     "Req": ("rid", "kv", "seqlen"),
     "ReqKvInfo": ("req_pool_idx", "mamba_pool_idx?"),
 }
-"""These are read by name, so a request pool of another class with the table is accepted."""
+"""Request pools are read by name, so another class is accepted if it has the table."""
 
 STATE = "mamba"
 """The kind of row that has a request's recurrent state. Each step of the request changes it."""

@@ -23,12 +23,12 @@ TILE = 16
 """Elements of a token that lie together in Ascend's NZ order."""
 
 Locate = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""The pages and the places within them, int64 [token] each, of some slots."""
+"""Gives the page of each slot and its place within the page, int64 [token] each."""
 
 
 @final
 class TorchOfNpu:
-    """torch, with a `torch.npu` that has nothing to wait for, as tensors of the CPU have not.
+    """torch with a `torch.npu` whose `synchronize` does nothing, which is right for CPU tensors.
 
     Only the module of the NPU's pools is given it: with an attribute `npu`, torch itself would
     make SGLang look for an NPU.
@@ -37,13 +37,13 @@ class TorchOfNpu:
     npu = SimpleNamespace(synchronize=lambda: None)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is torch's."""
+        """Gives torch's attribute of that name."""
         return getattr(torch, name)
 
 
 @contextmanager
 def npu_pools(device: str) -> Iterator[None]:
-    """The NPU's pools can be made, and copy, for as long as this is open."""
+    """Inside this context the NPU's pools can be built, and can copy."""
     before = memory_pool._is_npu, memory_pool_npu.torch
     memory_pool._is_npu = True
     if device == "cpu":
@@ -65,7 +65,7 @@ def built(
     variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Built:
-    """A pool of three layers and its allocator, for the rank of `ranks`: (rank, count)."""
+    """Builds a pool of three layers and its allocator, for a rank: `ranks` is (rank, count)."""
     rank, world = ranks
     with ExitStack() as stack:
         stack.enter_context(npu_pools(device))
@@ -87,12 +87,12 @@ def built(
 
 
 def by_page(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a pool that has all slots keeps them."""
+    """Locates slots in a pool that has all slots."""
     return slots // PAGE_SIZE, slots % PAGE_SIZE
 
 
 def by_turns(rank: int, world: int) -> Locate:
-    """Where a rank keeps its share: the ranks that share a context take turns by pages."""
+    """Locates a rank's share of slots: the ranks that share a context take turns by pages."""
 
     def locate(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         turn = slots // (PAGE_SIZE * world)
@@ -105,7 +105,7 @@ def by_turns(rank: int, world: int) -> Locate:
 def plane(
     name: str, layers: torch.Tensor, locate: Locate = by_page, *, tiled: bool = False
 ) -> list[ByteProbe]:
-    """A probe of each layer of [layer, page, token, …], or in NZ order [layer, page, tile, …]."""
+    """Probes of the layers of [layer, page, token, …], or in NZ order of [layer, page, tile, …]."""
     raw = layers.view(torch.uint8) if layers.element_size() == 1 else layers
 
     def of_layer(number: int, layer: torch.Tensor) -> ByteProbe:
@@ -126,7 +126,7 @@ def mha_probes(pool: Any) -> list[ByteProbe]:
 
 
 def minimax_probes(pool: Any) -> list[ByteProbe]:
-    """Probes of keys and values, and of what index keys and values the pool has."""
+    """Probes of keys and values, and of the index keys and index values, if the pool has any."""
     probes = mha_probes(pool.main_pool)
     if pool.index_kv_pool is not None:
         probes += plane("index_k", pool.index_kv_pool.k_buffer_tensor)
@@ -223,17 +223,17 @@ FP8: dict[str, Any] = {
     "kv_cache_dim": 128 + 4 + 2 * 32,
     "index_head_dim": 128,
 }
-"""128 latent bytes, a scale and 32 ropes of two bytes in one packed row."""
+"""A packed row has 128 bytes of latents, a scale, and 32 rope elements of two bytes."""
 
 
 def _shared(device: str, rank: int, world: int, **more: Any) -> Built:
-    """A rank's pool of latents, with index keys of the whole context."""
+    """Builds a rank's pool of latents, with index keys of the whole context."""
     index = {"index_head_dim": 32, "index_size": 256 * world}
     return _mla(device, by_turns(rank, world), ranks=(rank, world), **{**index, **more})
 
 
 def _draft(device: str) -> Built:
-    """A draft model's pool, which has all slots of the two ranks' allocator."""
+    """Builds a draft model's pool, which has all slots of the two ranks' allocator."""
     return _mla(
         device, ranks=(1, 2), size=512, is_draft_worker=True, index_head_dim=32, index_size=512
     )
@@ -245,7 +245,7 @@ NO_COPY = "the class has no copy"
 
 
 def mha_cases(device: str) -> list[Case]:
-    """Keys and values."""
+    """Cases of pools of keys and values."""
     return [
         Case("NPU MHA", lambda: _mha(device), "exact"),
         Case("NPU MHA, FIA", lambda: _mha(device, fia=True), "exact"),
@@ -296,7 +296,7 @@ def mha_cases(device: str) -> list[Case]:
 
 
 def mla_cases(device: str) -> list[Case]:
-    """Latents."""
+    """Cases of pools of latents."""
     later: dict[str, Any] = {
         "index_head_dim": 32,
         "indexer_layer_ids": (5, 7),
@@ -334,7 +334,7 @@ def mla_cases(device: str) -> list[Case]:
 
 
 def cases(device: str) -> list[Case]:
-    """All of them, with their tensors on `cpu` or on an `npu`."""
+    """All cases, with their tensors on a `device`, `cpu` or `npu`."""
     return [
         case if case.alone == "exact" else replace(case, only_on="NPU")
         for case in (*mha_cases(device), *mla_cases(device))

@@ -21,19 +21,19 @@ from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case
 KERNEL_SIZE, KERNEL_STRIDE = 4, 2
 TOKENS = 45
 LEVELS = {"k1": (TOKENS - 4) // 2 + 1, "k2": (TOKENS - 16) // 8 + 1}
-"""The entries that so many tokens have of each kind: one for 4 every 2, one for 16 every 8."""
+"""How many entries TOKENS have: in k1 one for 4 tokens, every 2; in k2 one for 16, every 8."""
 SOURCE, TARGET, OTHER = 1, 2, 3
 
 
 def attach(requests: Any, allocator: Any) -> Any:
-    """The cache of compressed keys, beside a request pool."""
+    """Attaches a cache of compressed keys to a request pool, and gives the cache."""
     sizes = {"kernel_size": KERNEL_SIZE, "kernel_stride": KERNEL_STRIDE}
     attach_compressed_cache(requests, allocator, **sizes, enable_memory_saver=False)
     return requests._aux_cache
 
 
 def grow(requests: Any, rows: list[int], length: int) -> None:
-    """Gives requests the slots of so many tokens' compressed keys, as SGLang's steps do."""
+    """Gives requests slots for the compressed keys of `length` tokens, as SGLang's steps do."""
     requests.alloc_aux_to_lengths(
         req_pool_indices_cpu=torch.tensor(rows),
         target_seq_lens_cpu=torch.tensor([length] * len(rows)),
@@ -41,12 +41,12 @@ def grow(requests: Any, rows: list[int], length: int) -> None:
 
 
 def request_pool() -> Any:
-    """Room for four requests of 256 tokens."""
+    """Makes a request pool with room for four requests of 256 tokens."""
     return memory_pool.ReqToTokenPool(4, 256, **ON_CPU)
 
 
 def request_pool_with_state() -> Any:
-    """The same, with recurrent states beside."""
+    """Makes a request pool with room for four requests and six recurrent states."""
     return memory_pool.HybridReqToTokenPool(
         size=4,
         mamba_size=6,
@@ -60,10 +60,10 @@ def request_pool_with_state() -> Any:
 
 
 def _attached(requests: Any, allocator: Any) -> torch.Tensor:
-    """Attaches the cache to requests of some steps; gives the slots that are set aside for it.
+    """Attaches a cache and fills it for three requests; gives the slots that it has reserved.
 
-    Requests take turns, so that none has slots in a row. The source has begun one more step, the
-    target none yet.
+    Requests take turns, so that none has consecutive slots. The source has begun a further step,
+    the others haven't.
     """
     cache = attach(requests, allocator)
     for length in range(1, TOKENS + 1):
@@ -82,7 +82,7 @@ def _mha() -> Built:
 
 
 def _with_state() -> Built:
-    """Builds a pool as in the model: recurrent layers stand between those that attend."""
+    """Builds a pool as in the model: recurrent layers stand between layers with attention."""
     requests = request_pool_with_state()
     pool, allocator = hybrid(requests.mamba_pool, 1)
     probes = _probes(pool.full_kv_pool, requests, _attached(requests, allocator))
@@ -92,7 +92,7 @@ def _with_state() -> Built:
 
 
 def _probes(pool: Any, requests: Any, aside: torch.Tensor) -> list[ByteProbe]:
-    """Probes of tokens, of a request's compressed keys, and of slots kept for other requests."""
+    """Probes of tokens, of a request's compressed keys, and of the other reserved slots."""
     probes = [_tokens(probe, aside) for probe in key_value_probes(pool)]
     for layer, keys in enumerate(pool.k_buffer):
         probes += [
@@ -104,7 +104,7 @@ def _probes(pool: Any, requests: Any, aside: torch.Tensor) -> list[ByteProbe]:
 
 
 def _tokens(probe: ByteProbe, aside: torch.Tensor) -> ByteProbe:
-    """The probe, of slots that tokens can have."""
+    """Restricts a probe to slots that tokens can have: reserved slots are left out."""
 
     def read(slots: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
         return probe.read(slots[~torch.isin(slots, aside)], rows)
@@ -126,7 +126,7 @@ def _entries(name: str, keys: torch.Tensor, requests: Any, level: str, count: in
 
 
 def _rest(name: str, keys: torch.Tensor, requests: Any, aside: torch.Tensor) -> ByteProbe:
-    """A probe of what isn't the target's: nothing of either request that moves."""
+    """A probe of reserved slots that aren't the target's; it reads none for source and target."""
     held = [_slots_of(requests, level, TARGET, count) for level, count in LEVELS.items()]
     others = aside[~torch.isin(aside, torch.cat(held))]
 

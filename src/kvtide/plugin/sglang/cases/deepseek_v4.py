@@ -26,16 +26,16 @@ from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case, OnlyO
 
 TOKENS = 3 * PAGE + 77
 Locate = Callable[[torch.Tensor], torch.Tensor]
-"""From slots to entries of a buffer, int64 [entry]."""
+"""Leads from slots to entries of a buffer, int64 [entry]."""
 
 
 def compressed(ratio: int) -> Locate:
-    """A complete entry lies where its last token's slot says."""
+    """Leads to complete entries; the slot of an entry's last token says where it is."""
     return lambda slots: slots[(slots + 1) % ratio == 0] // ratio
 
 
 def in_window(pool: Any, dead: torch.Tensor) -> Locate:
-    """The entries of tokens that are still in the window."""
+    """Leads to the entries of tokens that are still in the window."""
 
     def locate(slots: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = pool.full_to_swa_index_mapping[slots[~dead[slots]]]
@@ -64,7 +64,7 @@ def paged(
     fields: list[tuple[int, int, int]],
     locate: Locate,
 ) -> list[ByteProbe]:
-    """Entries that lie in pages: of each field its bytes, where it begins, and how far apart."""
+    """Reads entries in pages. A field is (its bytes, its first byte, distance of the entries)."""
 
     def read(buffer: torch.Tensor, slots: torch.Tensor, _: Mapping[str, int]) -> torch.Tensor:
         entries, raw = locate(slots), buffer.view(torch.uint8)
@@ -86,7 +86,7 @@ def packed(name: str, pool: Any, locate: Locate) -> list[ByteProbe]:
 
 
 def index_keys(name: str, pool: Any, locate: Locate) -> list[ByteProbe]:
-    """The indexer's keys of 128 numbers, and their scales behind those of the whole page."""
+    """Reads the indexer's keys of 128 numbers; a page's scales are behind all of its keys."""
     page, width = pool.page_size, 64 if pool.use_fp4_indexer else 128
     if not pool.uses_aiter_fp4_layout:
         buffers, fields = pool.index_k_with_scale_buffer, [(width, 0, width), (4, page * width, 4)]
@@ -169,7 +169,7 @@ def _packed_ring(name: str, pool: Any, count: int) -> list[ByteProbe]:
 
 
 def _built(server: Server | None = None, **options: Any) -> Built:
-    """A pool of SGLang's for a GPU."""
+    """Builds a pool as SGLang has it on a GPU."""
     return _with(*_served(server or Server(), **options))
 
 
@@ -187,7 +187,7 @@ def _served(server: Server, **options: Any) -> tuple[Any, Slots, list[ByteProbe]
 
 
 def _unified(*, fp8: bool) -> Built:
-    """A pool of SGLang's for ROCm: the window's rings, then the entries, in one buffer a layer."""
+    """Builds a pool as on ROCm: a layer's buffer has the window's rings, then the entries."""
     server = Server(is_rocm=True, unified=True)
     pool = pool_of(server, unified_fp8=fp8)
     slots, inner = Slots(pool, TOKENS), pool.unified_kv_pool
@@ -217,7 +217,7 @@ def _unified(*, fp8: bool) -> Built:
 
 
 def _npu(*, is_a5: bool) -> Built:
-    """A pool of SGLang's for an NPU, where each entry is a row and C128 has pages of its own."""
+    """Builds a pool as on an NPU: each entry is a row, and C128 has separate pages."""
     with npu_modules():
         from sglang.srt.hardware_backend.npu.dsv4 import (
             dsv4_memory_pool,

@@ -27,7 +27,7 @@ RATIOS = [0, 4, 128, 4, 128]
 
 @dataclass(frozen=True)
 class Server:
-    """What a server's arguments and its machine would say."""
+    """What SGLang finds out from a server's arguments and its machine."""
 
     backend: str = "flashmla"
     algorithm: str | None = None
@@ -41,7 +41,7 @@ class Server:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """SGLang's module of the pools as on that machine, for the time of building one."""
+        """Inside this context SGLang's module of the pools behaves as on that machine."""
         drafts = DRAFT_TOKENS if self.algorithm else None
         kernel = SimpleNamespace(
             dsv4_attn_backend=self.backend, enable_deepseek_v4_fp4_indexer=self.fp4_index
@@ -75,7 +75,7 @@ class Server:
 
 
 def pool_of(server: Server, kind: Any = None, **options: Any) -> Any:
-    """A pool of five layers: two of ratio 4, two of 128, one without compression."""
+    """Builds a pool of five layers: two of ratio 4, two of 128, one without compression."""
     given: dict[str, Any] = {
         "max_num_reqs": REQUESTS,
         "num_req_slots": REQUESTS + 1,

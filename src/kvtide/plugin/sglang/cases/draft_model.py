@@ -35,7 +35,7 @@ NOT_COPIED = "only the pool of the allocator is copied, and the draft model's is
 
 
 def _draft_mha(size: int = 512, **options: Any) -> tuple[Any, list[ByteProbe]]:
-    """A draft's pool of one head and one layer, the allocator being the target's."""
+    """Makes a draft model's pool of one head and one layer, for the target's allocator."""
     pool = memory_pool.MHATokenToKVPool(
         size=size,
         page_size=16,
@@ -69,7 +69,7 @@ def _mla_target() -> Built:
 
 
 def _beside_state() -> Built:
-    """A hybrid target, and a draft of one layer whose pool has the target's state, too."""
+    """Builds a hybrid target, and a draft of one layer whose pool also has the target's state."""
     state = recurrent_state.state_pool()
     pool, allocator = recurrent_state.hybrid(state)
     draft = memory_pool.HybridLinearKVPool(
@@ -91,7 +91,7 @@ def _beside_state() -> Built:
 
 
 def _state_of_its_own() -> Built:
-    """A draft with state: the rows have the numbers of the target's."""
+    """Builds a draft model with state, whose rows have the same numbers as the target's rows."""
     state, draft_state = recurrent_state.state_pool(), recurrent_state.state_pool()
     pool, allocator = recurrent_state.hybrid(state)
     draft, probes = _draft_mha()
@@ -105,7 +105,7 @@ def _state_of_its_own() -> Built:
 
 
 def _windows() -> Built:
-    """A draft with windows of its own, whose slots are its rows, beside a target with a map."""
+    """Builds a draft with windows whose rows are its slots; the target maps slots to rows."""
     pool = sliding_window.window_pool(16)
     draft = SWAKVPool(
         size=512,
@@ -136,7 +136,7 @@ DENSE = fused_draft.DenseDraftRegion(
 
 
 def _placed(**counts: tuple[int, ...]) -> Any:
-    """Lanes of draft layers for each of two runners, by the pool that they lie in."""
+    """Places draft layers of two runners in pools: `counts` has both numbers of layers by pool."""
     params = recurrent_state.state_params()
     state = fused_draft.DraftStateGeometry(
         conv_state_shapes=((8, 3),),
@@ -152,7 +152,7 @@ def _placed(**counts: tuple[int, ...]) -> Any:
 
 
 def _fused_hybrid() -> Built:
-    """Two runners, of one layer and of two, in the entries of a hybrid target's two pools."""
+    """Builds drafts of one layer and of two in the entries of a hybrid target's two pools."""
     built = unified_memory.hybrid(fused_draft=_placed(full=(1, 2), mamba=(1, 2)))
     shared, host = built.allocator.unified_buffer, built.allocator
     lanes = ({0: 0}, {0: 1, 1: 2})
@@ -183,7 +183,7 @@ def _fused_hybrid() -> Built:
 
 
 def _fused_windows() -> Built:
-    """A draft of a layer with full attention and one with a window, each in a target's entries."""
+    """Builds a draft with a full layer and a window layer, in entries of the target's pools."""
     bundle = unified_memory.window_bundle(fused_draft=_placed(full=(1, 2), swa=(1, 2)))
     built = unified_memory.windows(bundle, gone=16, window=37 - 16)
     draft = UnifiedDraftSWAKVPool(

@@ -18,12 +18,12 @@ from kvtide.plugin.sglang.cases.round_trips import Built, ByteProbe, Case
 ON_CPU: dict[str, Any] = {"device": "cpu", "enable_memory_saver": False}
 
 ReadRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""What some slots, int64 [token], own of a layer's buffer, as a copy."""
+"""Copies what some slots, int64 [token], own of a layer's buffer."""
 
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """SGLang's environment variables for as long as a pool is made."""
+    """Sets environment variables of SGLang inside this context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -36,14 +36,14 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def allocator_for(pool: Any, size: int, page_size: int, dtype: torch.dtype) -> Any:
-    """SGLang's allocator for slots, or for pages of them."""
+    """Makes SGLang's allocator of slots, or of pages."""
     if page_size == 1:
         return TokenToKVPoolAllocator(size, dtype, "cpu", pool, False)
     return PagedTokenToKVPoolAllocator(size, page_size, dtype, "cpu", pool, False)
 
 
 def scattered(allocator: Any) -> Any:
-    """The same allocator, which gives slots or pages in no order now, as after some hours."""
+    """Shuffles an allocator's free slots or pages, as hours of use would do."""
     everything = allocator.alloc(allocator.available_size()).view(-1, allocator.page_size)
     for page in torch.randperm(len(everything)):
         allocator.free(everything[page])
@@ -60,7 +60,7 @@ def mha(
     world: int = 1,
     **more: Any,
 ) -> tuple[Any, Any]:
-    """A pool of three layers and two heads, and its allocator, whose slots `world` ranks share."""
+    """Builds a pool of three layers and two heads, and an allocator for `world` ranks."""
     pool = kind(
         size=size,
         page_size=page_size,
@@ -91,7 +91,7 @@ def layer_probes(
     read: ReadRows = by_token,
     held_in: Sequence[torch.Tensor] | None = None,
 ) -> list[ByteProbe]:
-    """One for each layer. `held_in` are the tensors of which the buffers are views with gaps."""
+    """A probe for each layer. `held_in` has the tensors that the buffers view, maybe with gaps."""
     raw = [buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer for buffer in buffers]
 
     def of_layer(layer: int, buffer: torch.Tensor, whole: torch.Tensor) -> ByteProbe:
@@ -120,7 +120,7 @@ def _shrunk() -> Built:
 
 
 def _shared(rank: int, world: int) -> Built:
-    """One of the ranks that decode each context together: it has every `world`-th token."""
+    """Builds the pool of a rank that shares contexts with others: it has every `world`-th token."""
     with ExitStack() as stack:
         stack.enter_context(get_parallel().override(attn_dcp_size=world, attn_dcp_rank=rank))
         pool, allocator = mha(4, world=world)
@@ -178,7 +178,7 @@ def _keys_only() -> Built:
 
 
 def _minimax(keys_only: Sequence[int], index_dtype: torch.dtype | None = None) -> Built:
-    """Four layers of a later stage, the first without an indexer."""
+    """Builds four layers of a later stage, the first without an indexer."""
     pool = memory_pool.MiniMaxSparseKVPool(
         size=256,
         page_size=16,

@@ -35,14 +35,14 @@ NO_SCALES = "the scales aren't copied: the values come back under the scales of 
 
 
 def shared_context(rank: int, world: int) -> ExitStack:
-    """This process as one of `world` ranks that share a context, until the stack is closed."""
+    """Makes this process one of `world` ranks that share a context, until the stack is closed."""
     stack = ExitStack()
     stack.enter_context(get_parallel().override(attn_dcp_size=world, attn_dcp_rank=rank))
     return stack
 
 
 def last_first(allocator: Any) -> Any:
-    """The same allocator, which gives its last page first: a pool must be described to its end."""
+    """Makes an allocator give its last page first: a pool must be described to its end."""
     pages = allocator.free_pages
     is_last = pages == pages.max()
     allocator.free_pages = torch.cat([pages[is_last], pages[~is_last]])
@@ -56,7 +56,7 @@ def mla(
     dtype: torch.dtype = torch.bfloat16,
     **more: Any,
 ) -> Any:
-    """A pool of three layers: latents of 64 and ropes of 16."""
+    """Builds a pool of three layers, with latents of 64 elements and ropes of 16."""
     return kind(
         size=SIZE,
         page_size=page_size,
@@ -70,7 +70,7 @@ def mla(
 
 
 def dsa(page_size: int = 64, **more: Any) -> Any:
-    """Such a pool with index keys, pages of 64 of which have a row."""
+    """Builds a pool of latents with index keys; the index keys of a page of 64 tokens are a row."""
     kind = more.pop("kind", memory_pool.DSATokenToKVPool)
     return mla(page_size, kind=kind, index_head_dim=128, kv_cache_dim=80, **more)
 
@@ -96,7 +96,7 @@ def dcp_probes(pool: Any, rank: int, world: int) -> list[ByteProbe]:
 
 
 def index_probes(pool: Any) -> list[ByteProbe]:
-    """Probes of index keys and scales: as many keys as a kernel takes, then their scales."""
+    """Probes of index keys and scales. A row has first the keys of a page, then their scales."""
     share, count = pool.index_kpool, pool.index_page_size
 
     def of_layer(layer: int, buffer: torch.Tensor) -> ByteProbe:
@@ -151,7 +151,7 @@ def _dsa(page_size: int = 64, **more: Any) -> Built:
 
 
 def _shared(make: Callable[[], Any], rank: int, world: int) -> Built:
-    """A rank's pool of latents, or of latents and index keys, of which it has all."""
+    """Builds a rank's pool of latents. If there are index keys, the rank has all of them."""
     with shared_context(rank, world) as stack:
         pool = make()
         probes = dcp_probes(pool, rank, world)
@@ -163,7 +163,7 @@ def _shared(make: Callable[[], Any], rank: int, world: int) -> Built:
 
 
 def _draft(world: int) -> Built:
-    """A draft model's pool, which has all slots of the ranks' allocator, and their page size."""
+    """Builds a draft's pool with the slots and the page size of the ranks' common allocator."""
     with shared_context(1, world) as stack:
         pool = dsa(64 * world, dcp_replicated=True)
         built = _built(pool, [*latent_probes(pool), *index_probes(pool)])
@@ -187,7 +187,7 @@ GROUPS: dict[str, Any] = {
     "index_kpool_compress": True,
     "max_running_requests": 4,
 }
-"""Two tokens share an index key; a request has room for the group that isn't whole yet."""
+"""Builds a pool in which two tokens share an index key. The last token may wait for the next."""
 
 CASES = [
     Case("MLA, page 1", lambda: _mla(1), "exact", 13, 1),
@@ -266,7 +266,7 @@ REFUSED = [
         lambda: _built(dsa(kind=HiSparseDSATokenToKVPool), []),
         "HiSparse's host memory",
     ),
-    # Making one needs NCCL.
+    # To make such a pool needs NCCL.
     Refusal(
         "MLA, pages in turn",
         lambda: Built(object.__new__(PageInterleaveMLATokenToKVPool), None, []),

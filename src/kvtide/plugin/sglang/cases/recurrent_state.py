@@ -47,7 +47,7 @@ def state_params() -> Mamba2CacheParams:
 
 
 def state_pool(*siblings: Any, **options: Any) -> Any:
-    """Room for six requests' state in three layers."""
+    """Makes a pool with room for the state of six requests in three layers."""
     pool = memory_pool.MambaPool(
         size=6,
         spec_state_size=6,
@@ -79,7 +79,7 @@ def layered_rows(name: str, buffer: torch.Tensor, kind: str) -> ByteProbe:
 def hybrid(
     state: Any, page_size: int = 16, *, kind: Any = memory_pool.HybridLinearKVPool, **options: Any
 ) -> tuple[Any, Any]:
-    """Two layers of attention beside the state, and their allocator."""
+    """Makes a pool of two layers with attention beside the state, and its allocator."""
     pool = kind(
         size=SIZE,
         dtype=torch.bfloat16,
@@ -109,7 +109,7 @@ def _mla() -> Built:
 
 
 def _dsa() -> Built:
-    """Latents with index keys, one for two tokens, and the request's unfinished two."""
+    """Builds latents with an index key for two tokens each, and the request's unfinished pair."""
     state = state_pool()
     pool, allocator = hybrid(
         state,
@@ -142,7 +142,7 @@ def _with_siblings() -> Built:
 
 
 def _with_ring() -> Built:
-    """ReplaySSM: what was decoded since the recurrence was last written is in a ring."""
+    """Builds ReplaySSM: a ring has the tokens since the recurrence was last written."""
     state = state_pool(enable_linear_replayssm=True)
     rings = [(name, getattr(state.mamba_cache, f"replayssm_{name}")) for name in ("d", "k", "g")]
     more = [layered_rows(f"ring_{name}", ring, "mamba") for name, ring in rings]
@@ -150,7 +150,7 @@ def _with_ring() -> Built:
 
 
 def _with_speculative_ring() -> Built:
-    """The same for speculative decoding, where the ring's rows are the request's."""
+    """Builds ReplaySSM for speculative decoding, where the ring has the row of the request."""
     state = state_pool(enable_linear_replayssm_spec=True, speculative_num_draft_tokens=3)
     cache = state.mamba_cache
     rings = [(name, getattr(cache, f"replayssm_{name}")) for name in ("d", "k", "g", "rawv")]
@@ -163,7 +163,7 @@ def _with_speculative_ring() -> Built:
 
 
 def _transposed() -> Built:
-    """The windows as CPUs with AMX keep them: the same shape, the last two axes swapped."""
+    """Builds windows as CPUs with AMX keep them: in memory the last two axes are swapped."""
     state = state_pool()
     conv = state.mamba_cache.conv
     conv[0] = conv[0].transpose(2, 3).contiguous().transpose(2, 3)
@@ -171,7 +171,7 @@ def _transposed() -> Built:
 
 
 def _envelope() -> Built:
-    """All that a request has of the state in one piece, layer after layer."""
+    """Builds state of which a request has one range of bytes, layer after layer."""
     return _mha(state_pool(envelope_layout=True))
 
 
@@ -272,7 +272,7 @@ CASES = [
 
 
 class _Stranger:
-    """State that goes with a MambaPool's rows, of a class that isn't SGLang's."""
+    """State in the rows of a MambaPool, of a class that isn't SGLang's."""
 
 
 def _of_an_unknown_class() -> Built:

@@ -1,4 +1,4 @@
-"""Round trips of SGLang's pools: out of some slots, into others, by its own methods or kvtide's.
+"""Round trips of SGLang's pools, by SGLang's own methods or by kvtide: save slots, load others.
 
 What is compared is read from the pool's tensors by probes, which know where a token's bytes lie
 and use nothing that is under test.
@@ -25,7 +25,7 @@ ROWS_READ = 8
 """How many rows of each kind are looked at for damage to other requests."""
 
 Read = Callable[[torch.Tensor, Mapping[str, int]], torch.Tensor]
-"""What some slots, int64 [token], and a request's own rows own of a buffer, as a copy."""
+"""Copies what some slots, int64 [token], and a request's rows (by kind) own of a buffer."""
 
 
 @final
@@ -39,7 +39,7 @@ class ByteProbe:
 
 
 def set_what_servers_set() -> None:
-    """Sets for this process what a server sets by its arguments: latents can't be built without."""
+    """Sets what a server's arguments set in its process; pools of latents need it."""
     from sglang.srt.runtime_context import get_parallel
 
     get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
@@ -58,9 +58,10 @@ def request_rows(name: str, buffer: torch.Tensor, kind: str) -> ByteProbe:
 @final
 @dataclass
 class Built:
-    """A pool with its allocator. `sources` and `targets` are a request's own rows, by kind:
+    """A pool with its allocator, and how to make a round trip with it.
 
-    `request` is its row in SGLang's req_to_token, `mamba` that of its recurrent state.
+    `sources` and `targets` are a request's rows before and after, by kind: `request` is its row in
+    SGLang's req_to_token, `mamba` the row of its recurrent state.
     """
 
     pool: Any
@@ -72,13 +73,13 @@ class Built:
     prepare: Callable[[torch.Tensor], None] = lambda slots: None
     """Called with the source slots once they are allocated; frees what has left a window."""
     allocate: Callable[[int], torch.Tensor] | None = None
-    """Slots for so many tokens, where the allocator's `alloc` can't."""
+    """Gives slots for a number of tokens; None where the allocator's `alloc` does that."""
     window_tokens: int | None = None
-    """How far sliding-window attention looks back."""
+    """How many tokens sliding-window attention sees; None without a window."""
     draft_pools: Sequence[Any] = ()
     """The pools of draft models, which keep their KV in the same slots."""
     undo: Callable[[], None] = lambda: None
-    """Called in the end: takes back what building it set for this process."""
+    """Called at the end: undoes what was set for the whole process to build the pool."""
 
 
 OnlyOn = Literal["", "NPU", "ROCm", "no CUDA", "CPU"]
@@ -97,15 +98,15 @@ class Case:
     token_count: int = 37
     page_size: int = 16
     reason: str = ""
-    """Why SGLang alone is wrong or crashes, for whoever reads the table."""
+    """Why SGLang alone is wrong or crashes, for the table in the documentation."""
     only_on: OnlyOn = ""
-    """The only machines on which it does; empty if it does so on CUDA machines, too."""
+    """The only machines on which it does that; empty if CUDA machines are among them."""
 
 
 @final
 @dataclass(frozen=True)
 class Refusal:
-    """A pool that kvtide leaves to SGLang, and words of the reason that it gives at the start."""
+    """A pool that kvtide leaves to SGLang, and words of the reason that its refusal gives."""
 
     name: str
     build: Callable[[], Built]
@@ -115,45 +116,45 @@ class Refusal:
 @final
 @dataclass(frozen=True)
 class TripResult:
-    """What a round trip came to: `exact`, `wrong` or `crash`, and which bytes or which error."""
+    """The result of a round trip: `exact`, `wrong` or `crash`, and which bytes or which error."""
 
     verdict: str
     detail: str = ""
 
 
 class Way:
-    """A way to save and load. `open` is called before anything is saved."""
+    """SGLang's way to save and load. `open` is called before anything is saved."""
 
     name = "sglang"
 
     def open(self, built: Built) -> None:
-        """Looks at the pool."""
+        """Prepares for the pool; SGLang needs nothing."""
 
     def save(self, built: Built, slots: torch.Tensor, rows: Mapping[str, int]) -> Any:
-        """A copy on the host, made as Req.offload_kv_cache makes it."""
+        """Makes a copy on the host, as Req.offload_kv_cache does."""
         copy = built.allocator.get_cpu_copy(slots, **_as_req_gives(rows))
         beside = self._state_beside(built)
         return copy, beside and beside.get_cpu_copy(torch.tensor([rows["mamba"]]))
 
     def load(self, built: Built, copy: Any, slots: torch.Tensor, rows: Mapping[str, int]) -> None:
-        """Back into some slots, as Req.load_kv_cache does it."""
+        """Writes a copy to some slots, as Req.load_kv_cache does."""
         beside = self._state_beside(built)
         if beside:
             beside.load_cpu_copy(copy[1], torch.tensor([rows["mamba"]]))
         built.allocator.load_cpu_copy(copy[0], slots, **_as_req_gives(rows))
 
     def _state_beside(self, built: Built) -> Any:
-        """The pool of state that its request pool has, where the KV pool's copy lacks it."""
+        """The request pool's pool of state; None if the KV pool's copy has the state."""
         if built.request_pool is None or built.pool.cpu_copy_carries_mamba:
             return None
         return getattr(built.request_pool, "mamba_pool", None)
 
     def close(self) -> None:
-        """Ends what `open` began."""
+        """Frees what `open` made."""
 
 
 class KvtideWay(Way):
-    """Through describe and a Tide."""
+    """kvtide's way to save and load: it describes the pool, and moves its bytes by a Tide."""
 
     name = "kvtide"
 
@@ -187,13 +188,13 @@ class KvtideWay(Way):
 
 
 def _as_req_gives(rows: Mapping[str, int]) -> dict[str, Any]:
-    """A request's rows as Req gives them to its allocator: a mamba index is a 0-d tensor."""
+    """The arguments that Req gives to its allocator for its rows: a mamba index is a 0-d tensor."""
     mamba = torch.tensor(rows["mamba"]) if "mamba" in rows else None
     return {"mamba_indices": mamba, "req_pool_index": rows.get("request")}
 
 
 def round_trip(case: Case, way: Way) -> TripResult:
-    """Saves, poisons everything, loads elsewhere, compares what was saved, and all other bytes."""
+    """Saves, overwrites all buffers, loads to other slots, and compares all bytes."""
     torch.manual_seed(1)
     built = case.build()
     try:
@@ -243,7 +244,7 @@ def _randomise_all(built: Built) -> None:
 
 
 def _bystanders(built: Built, held: torch.Tensor, page_size: int) -> torch.Tensor:
-    """All slots outside the target's pages and the padding."""
+    """All slots but those of the target's pages and of the padding."""
     slots = torch.arange(page_size, built.pool.size)
     taken = torch.isin(slots // page_size, held.cpu() // page_size)
     return slots[~taken].to(held.device)

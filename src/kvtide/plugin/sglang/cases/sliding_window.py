@@ -34,7 +34,7 @@ LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, **ON_CPU}
 
 
 def window_pool(page_size: int, full_layers: tuple[int, ...] = (1, 3), **options: Any) -> Any:
-    """Two layers with full attention, other numbers for none, and three with a window."""
+    """Makes a pool of two layers with full attention and three with a window."""
     return SWAKVPool(
         size=SIZE if full_layers else 0,
         size_swa=WINDOW_SIZE,
@@ -50,7 +50,7 @@ def window_pool(page_size: int, full_layers: tuple[int, ...] = (1, 3), **options
 
 
 def allocator_of(pool: Any, page_size: int) -> Any:
-    """SGLang's allocator of both kinds of slots, in no order of either, the last ones first."""
+    """Makes SGLang's allocator of both kinds of slots, and shuffles both; the last come first."""
     allocator = SWATokenToKVPoolAllocator(
         SIZE, WINDOW_SIZE, page_size, torch.bfloat16, "cpu", pool, False
     )
@@ -60,7 +60,7 @@ def allocator_of(pool: Any, page_size: int) -> Any:
 
 
 def extend(allocator: Any, token_count: int, tail: int | None = None) -> torch.Tensor:
-    """Slots for a new request, as SGLang's schedulers ask for them; `tail` tokens in a window."""
+    """Allocates slots as SGLang's schedulers do; in a window only for the last `tail` tokens."""
     none = torch.zeros(1, dtype=torch.int64)
     count, last = torch.tensor([token_count]), torch.tensor([-1])
     lengths = (none, none, count, count, last, token_count)
@@ -94,7 +94,7 @@ def _buffers(pool: Any) -> list[tuple[str, list[torch.Tensor]]]:
 
 
 def windowed(page_size: int, gone: int = 0, window: int | None = None, **options: Any) -> Built:
-    """A pool, `gone` of whose tokens have left the window, of so many, when they are saved.
+    """Builds a pool; when a request is saved, `gone` of its tokens have left the window.
 
     A request that comes back has rows for all of its tokens, as SGLang's simplest way gives them.
     """
@@ -128,7 +128,7 @@ def with_tail(built: Built, read: ReadRows = by_token) -> Built:
 
 
 def _by_page() -> Built:
-    """Pages whose heads come first, [page, head, token, head_dim]."""
+    """Builds pages in which heads come first, [page, head, token, head_dim]."""
     with environment(SGLANG_USE_HND_KVCACHE="1"):
         return with_tail(windowed(16, 16), by_head(16))
 
@@ -146,7 +146,7 @@ def _latent(page_size: int = 16, **options: Any) -> Built:
 
 
 def _sparse() -> Built:
-    """Latents with index keys beside latents of a window."""
+    """Builds latents with index keys beside latents of a window."""
     built = _latent(
         64,
         full_kv_pool_class=memory_pool.DSATokenToKVPool,
@@ -158,7 +158,7 @@ def _sparse() -> Built:
 
 
 def _on_npu(fia: bool) -> Built:
-    """Pages of an NPU's, [layer, page, token, head, head_dim], values of other widths than keys."""
+    """Builds an NPU's pages, [layer, page, token, head, head_dim]; values have other widths."""
     with ExitStack() as stack:
         stack.enter_context(npu_pools("cpu"))
         with environment(ASCEND_USE_FIA=str(int(fia))):
@@ -192,7 +192,7 @@ def _on_npu(fia: bool) -> Built:
 
 
 def _windows_alone() -> Built:
-    """A model without full attention: the slots are the window's rows."""
+    """Builds a pool without full attention: the slots are the window's rows."""
     pool = window_pool(1, full_layers=())
     allocator = PureSWATokenToKVPoolAllocator(WINDOW_SIZE, 1, torch.bfloat16, "cpu", pool, False)
     pool.size = WINDOW_SIZE
@@ -200,7 +200,7 @@ def _windows_alone() -> Built:
 
 
 def _with_state() -> Built:
-    """Windows and state: the KV pool's copy lacks the state, which the request pool has."""
+    """Builds windows and state. The request pool has the state; the KV pool's copy lacks it."""
     built = windowed(16, gone=16, window=37 - 16)
     requests = memory_pool.HybridReqToTokenPool(
         size=4,

@@ -45,7 +45,7 @@ STATE: dict[str, Any] = {
 
 
 def hybrid_bundle(page_size: int = PAGE, **options: Any) -> Any:
-    """Two layers of attention beside three with state."""
+    """Makes unified memory for two layers with attention and three with state."""
     given: dict[str, Any] = {
         "is_draft_worker": False,
         "use_mla_backend": False,
@@ -68,7 +68,7 @@ WINDOWS: dict[str, Any] = {
 
 
 def window_bundle(page_size: int = PAGE, **options: Any) -> Any:
-    """Two layers with full attention and three with a window."""
+    """Makes unified memory for two layers with full attention and three with a window."""
     layers = {"full_attention_layer_ids": [1, 3], "swa_attention_layer_ids": [0, 2, 4]}
     return unified_memory_pool.init_unified_swa_pools(
         page_size=page_size, model_context_len=128, **{**COMMON, **WINDOWS, **layers, **options}
@@ -76,7 +76,7 @@ def window_bundle(page_size: int = PAGE, **options: Any) -> Any:
 
 
 def all_bundle(**options: Any) -> Any:
-    """A layer with full attention, two with a window and three with state."""
+    """Makes unified memory for a layer with full attention, two with a window, three with state."""
     layers = {"full_attention_layer_ids": [1], "swa_attention_layer_ids": [3, 5]}
     return unified_memory_pool.init_unified_mamba_swa_pools(
         page_size=PAGE, **{**COMMON, **STATE, **WINDOWS, **layers, **options}
@@ -88,7 +88,7 @@ def tokens_by_table(
 ) -> ByteProbe:
     """A probe of a layer's rows [row, …], which SGLang's table gives to virtual slots.
 
-    The first `gone` slots are left out, and where ranks share a context the slots of other ranks.
+    It leaves out the first `gone` slots, and the slots of other ranks that share the context.
     """
 
     def read(slots: torch.Tensor, _: Any) -> torch.Tensor:
@@ -125,12 +125,12 @@ def buffers(pool: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def poisoned(raw: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """What fills the source's slots: SGLang zeroes pages when it hands them out."""
+    """Gives a function that fills all bytes: SGLang zeroes pages when it hands them out."""
     return lambda slots: randomise(raw)
 
 
 def own_slots(requests: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Virtual slots of state for a source and a target, whose rows have other numbers."""
+    """Allocates virtual slots of state for a source and a target; their rows have other numbers."""
     allocator = requests.mamba_allocator
     taken = [int(allocator.alloc(1)) for _ in range(5)]
     allocator.free(torch.tensor([taken[0], taken[2]]))
@@ -139,14 +139,14 @@ def own_slots(requests: Any) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def scatter(allocator: Any) -> None:
-    """Takes and gives back slots, so that the next ones aren't where their numbers say."""
+    """Allocates and frees slots, so that the next slots have rows of other numbers."""
     first, _, third = (allocator.alloc(count * allocator.page_size) for count in (2, 1, 1))
     allocator.free(first)
     allocator.free(third)
 
 
 def hybrid(page_size: int = PAGE, rank: int = 0, **options: Any) -> Built:
-    """Built of a hybrid_bundle."""
+    """Builds a case from a hybrid_bundle."""
     bundle = hybrid_bundle(page_size, **options)
     pool, allocator = bundle.token_to_kv_pool, bundle.token_to_kv_pool_allocator
     raw = bundle.unified_memory_pool._raw
@@ -162,7 +162,7 @@ def hybrid(page_size: int = PAGE, rank: int = 0, **options: Any) -> Built:
 
 
 def windows(bundle: Any, gone: int = 0, window: int | None = None) -> Built:
-    """Built of a window_bundle, `gone` of whose tokens have left the window of so many."""
+    """Builds a case from a window_bundle; `gone` tokens have left the window when it is saved."""
     pool, allocator = bundle.token_to_kv_pool, bundle.token_to_kv_pool_allocator
     raw = bundle.unified_memory_pool._raw
     scatter(allocator)
@@ -185,7 +185,7 @@ def windows(bundle: Any, gone: int = 0, window: int | None = None) -> Built:
 
 
 def _tail() -> Built:
-    """A request comes back with rows for its window alone, and had more of them."""
+    """Builds a case in which a request comes back with fewer rows than it had: its window's."""
     built, calls = windows(window_bundle(), gone=32), list[int]()
     allocator = built.allocator
 
@@ -194,7 +194,7 @@ def _tail() -> Built:
         randomise(allocator.unified_buffer._raw)
 
     def allocate(count: int) -> torch.Tensor:
-        # SGLang's own way to a window alone is a kernel that CPUs haven't.
+        # SGLang allocates slots of a window alone by a kernel that CPUs lack.
         calls.append(count)
         slots: torch.Tensor = allocator.alloc(count)
         if len(calls) > 1:
@@ -216,7 +216,7 @@ def _all() -> Built:
 
 
 def _shared_context(rank: int) -> Built:
-    """One of two ranks that share a context, each with every other slot's latents."""
+    """Builds the pool of a rank that has the latents of every second slot; another has the rest."""
     with shared_context(rank, 2) as stack:
         built = hybrid(rank=rank, **LATENT)
         built.undo = stack.pop_all().close

@@ -50,7 +50,7 @@ READS: Table = {
     "PrefillAdder": ("add_one_req", "can_run_list"),
     "SchedulerWeightUpdaterManager": ("scheduler",),
 }
-"""A request's return depends on these, in `shelf` too. They are checked when the server starts."""
+"""A request's return needs these attributes, in `shelf` too; they are checked at the start."""
 
 
 def bind_to_root(scheduler: Any, req: Any) -> None:

@@ -25,7 +25,7 @@ READS: Table = {
     "DecodeReqToTokenPool": ("_aux_cache?",),
     "MiniCPMCompressedCache": ("kernel_size", "kernel_stride"),
 }
-"""The first two are read by name, for any class of request pool."""
+"""The tables of the first two classes are read by name, for any class of request pool."""
 
 REQUEST_POOLS = ("ReqToTokenPool", "HybridReqToTokenPool")
 """The request pools of ordinary servers, where `ordinary.allocation` acquires the slots."""
