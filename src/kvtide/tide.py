@@ -139,7 +139,7 @@ class Tide:
         rows: Sequence[Rows],
         spans: Sequence[Sequence[Span]],
     ) -> Snapshot:
-        """The snapshot of rows whose copy has ended; `spans` are those of each of its tasks."""
+        """The snapshot of rows whose copy has ended; `spans` has the spans of each task."""
         seal = Seal(
             self._geometry,
             key,

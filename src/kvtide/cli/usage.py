@@ -13,7 +13,7 @@ _WHOLE, _NUMBER = "a whole number", "a number"
 
 def describe_usage(error: typer.TyperException) -> str:
     """The option, its value, and what it must be; typer's own words for anything else."""
-    problems = getattr(error.__cause__, "errors", None)  # those of pydantic, which typer uses
+    problems = getattr(error.__cause__, "errors", None)  # pydantic's errors; typer uses pydantic
     option: Any = getattr(error, "param", None)
     if not callable(problems) or option is None:
         return error.format_message()

@@ -191,7 +191,7 @@ def check_snapshot_owns(subject: PoolUnderTest, make_way: MakeWay | None = None)
 
 
 def _chunk_bytes(subject: PoolUnderTest, trip: Trip, block_bytes: int) -> Iterator[int]:
-    """The bytes of each chunk where every group is one, or every layer's row is several."""
+    """The bytes of each chunk if a group of planes is one chunk, or each row is split."""
     for rules in dict.fromkeys(plane.rules for plane in subject.geometry.planes):
         planes = [plane for plane in subject.geometry.planes if plane.rules == rules]
         rows = len(rows_of_plane(planes[0], trip.source))
@@ -201,16 +201,16 @@ def _chunk_bytes(subject: PoolUnderTest, trip: Trip, block_bytes: int) -> Iterat
             yield rows * sum(plane.row_bytes * plane.layer_count for plane in planes)
             continue
         for plane in planes:
-            pieces = next(
+            part_count = next(
                 n for n in range(1, plane.row_bytes + 1)
                 if plane.row_bytes % n == 0 and plane.row_bytes // n <= block_bytes
             )  # fmt: skip
-            piece_bytes = plane.row_bytes // pieces
-            fitting = 1 << ((block_bytes // piece_bytes).bit_length() - 1)
+            part_bytes = plane.row_bytes // part_count
+            fitting = 1 << ((block_bytes // part_bytes).bit_length() - 1)
             for _ in range(plane.layer_count):
-                left = rows * pieces
+                left = rows * part_count
                 while left:
-                    yield min(left, fitting) * piece_bytes
+                    yield min(left, fitting) * part_bytes
                     left -= min(left, fitting)
 
 

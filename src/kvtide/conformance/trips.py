@@ -128,10 +128,10 @@ def _maps(
     found: list[dict[str, Ids]] = [{}, {}]
     unit = units_of(source.geometry).mapped
     for name, hole in map_holes(source.geometry).items():
-        groups = -(-places[0].size // unit)
+        unit_count = -(-places[0].size // unit)
         rooms = [mapped_count(s.geometry, name, s.row_counts) // unit for s in (source, target)]
-        room = min(groups, min(rooms) - 1)
-        kept = np.sort(random.permutation(groups)[-room:] if room else np.empty(0, np.int64))
+        room = min(unit_count, min(rooms) - 1)
+        kept = np.sort(random.permutation(unit_count)[-room:] if room else np.empty(0, np.int64))
         # A window may have holes. If rows are tokens, the target has rows for some of these.
         kept = np.delete(kept, len(kept) // 2) if len(kept) > 3 else kept
         saved = kept[len(kept) // 3 :]
@@ -140,8 +140,8 @@ def _maps(
             ids = np.full(subject.pool.slot_count, hole, np.int64)
             # Row 0 is padding, as in an engine, so a hole may be 0.
             rows = 1 + random.permutation(rooms[side] - 1)
-            for row, group in zip(rows, tokens, strict=False):
-                numbers = np.arange(group * unit, min((group + 1) * unit, places[side].size))
+            for row, number in zip(rows, tokens, strict=False):
+                numbers = np.arange(number * unit, min((number + 1) * unit, places[side].size))
                 ids[places[side][numbers]] = row * unit + numbers % unit
             found[side][name] = ids
     return found

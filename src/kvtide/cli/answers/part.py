@@ -112,7 +112,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    # The lock is the file's, and not that of a second file as filelock's would be: it goes with
+    # The lock is on the file itself, not on a second file as with filelock: it goes with
     # the process, and nothing is left behind.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
