@@ -72,16 +72,7 @@ class Snapshot:
         Raises SnapshotDamaged if a byte differs from the seal, SnapshotMiss if a chunk is larger
         than the arena's blocks, ArenaFull if there is no room. After an error nothing is kept.
         """
-
-        def copy(make_room: MakeRoom) -> Seal:
-            seal.check_bytes(chunks)
-            rooms = make_room(seal)
-            for room, chunk in zip(rooms, chunks, strict=True):
-                room[:] = memoryview(chunk)[: room.nbytes]
-            seal.check_bytes(rooms)  # checks the copy: the source may have changed meanwhile
-            return seal
-
-        return cls.fetch(arena, copy)
+        return cls.fetch(arena, partial(_copied, seal, chunks))
 
     @classmethod
     def fetch(cls, arena: HostArena, get: Callable[[MakeRoom], Seal]) -> Snapshot:
@@ -174,6 +165,16 @@ class Snapshot:
                 f"snapshot, up to {here[first]} in the target; restore to slots whose maps leave "
                 "out the same tokens"
             )
+
+
+def _copied(seal: Seal, chunks: Sequence[memoryview | bytes], make_room: MakeRoom) -> Seal:
+    """Copies `chunks` into new memory, and gives their seal, which is checked before and after."""
+    seal.check_bytes(chunks)
+    rooms = make_room(seal)
+    for room, chunk in zip(rooms, chunks, strict=True):
+        room[:] = memoryview(chunk)[: room.nbytes]
+    seal.check_bytes(rooms)  # checks the copy: the source may have changed meanwhile
+    return seal
 
 
 def _make_room(lease: Lease, block_bytes: int, seal: Seal) -> list[memoryview]:

@@ -88,7 +88,7 @@ class Spill:
         self._write_in_advance()
 
     def find(self, name: str) -> Snapshot | None:
-        """The snapshot that another process left under a name, in the books as one below."""
+        """Finds a snapshot that another process left in a tier, and takes it into the books."""
         for tier in self._tiers:
             with suppress(KvtideError):
                 if tier.tier.contains(name):
@@ -102,9 +102,9 @@ class Spill:
         return None
 
     def leave(self) -> None:
-        """Writes all snapshots and lets them stay in the tiers, where `find` of another finds them.
+        """Writes all snapshots to tiers, where they stay: `find` in a later process finds them.
 
-        Waits for that. What no tier takes is lost with the arena.
+        Waits for that. Snapshots that no tier takes are lost with the arena.
         """
         self._is_left = True
         while self._write_one():
