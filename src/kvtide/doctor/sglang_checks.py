@@ -1,7 +1,7 @@
-"""The SGLang of this environment: whether kvtide stands in it, and what comes of its pools.
+"""Checks the SGLang of this environment: is kvtide active in it, and exact for its pools?
 
-For `kvtide doctor --sglang`. Nothing here needs a server or an accelerator: the pools are small
-ones on the CPU.
+`kvtide doctor --sglang` prints the findings. Nothing here needs a server or an accelerator: the
+pools are small, and on the CPU.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class TriedCase:
     by_sglang: TripResult | None = None
     by_kvtide: TripResult | None = None
     unbuilt: str = ""
-    """Why its pool can't be built here, if so."""
+    """Why its pool can't be built here; empty if it can."""
     reason: str = ""
     """Why SGLang's copy isn't exact, where that is known."""
     only_on: OnlyOn = ""
-    """The only machines on which it isn't; empty if it isn't on CUDA machines, either."""
+    """The only machines on which it isn't exact; empty if CUDA machines are among them."""
 
     @property
     def sglang_word(self) -> str:
@@ -82,10 +82,10 @@ class TriedCase:
 @final
 @dataclass(frozen=True, slots=True)
 class ClassFound:
-    """A class of pools, in `file` below `sglang/srt`, and what comes of it.
+    """A class of pools, in `file` below `sglang/srt`, and kvtide's verdict on it.
 
-    `exact` in all round trips, or `wrong` in some; `untried`, as none of its kind can be built
-    here; `refused`, `part` of another class's pools, `abstract`, or `unknown` to kvtide.
+    The class is `exact` in all round trips, or `wrong` in some; `untried` if no pool of it can be
+    built here; `refused`, `part` of another class's pools, `abstract`, or `unknown` to kvtide.
     """
 
     name: str
@@ -96,7 +96,7 @@ class ClassFound:
 
 
 def import_sglang() -> None:
-    """Imports what the doctor needs. Raises UsageError, with the remedy, where that can't be."""
+    """Imports what the doctor needs. Raises UsageError, with the remedy, if that fails."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         raise UsageError(
@@ -144,13 +144,13 @@ def word_for(result: TripResult) -> str:
 
 
 def where_copies_fail(trips: Iterable[TriedCase]) -> str:
-    """`3 on CUDA machines too, …`: where SGLang's copies that aren't exact fail, most first."""
+    """Counts on which machines SGLang's copies aren't exact: `3 on CUDA machines too, …`."""
     counts = Counter(trip.only_on for trip in trips if trip.fails_on)
     return ", ".join(f"{counts[kind]} {text}" for kind, text in WHERE.items() if counts[kind])
 
 
 def all_cases() -> Sequence[Case]:
-    """Every case. Raises ImportError or AttributeError where SGLang has moved what they build."""
+    """Collects all cases. Raises ImportError or AttributeError if SGLang has moved a class."""
     from kvtide.plugin.sglang.cases.round_trips import set_what_servers_set
 
     set_what_servers_set()
@@ -160,7 +160,7 @@ def all_cases() -> Sequence[Case]:
 
 
 def make_trips(cases: Iterable[Case]) -> Iterator[TriedCase]:
-    """Each case both ways, as it becomes known. An error in building a pool isn't kvtide's."""
+    """Tries each case by SGLang's copy and by kvtide's, one by one. Pools may fail to be built."""
     for case in cases:
         try:
             yield _make_trip(case)
@@ -203,7 +203,7 @@ def reachable(built: Built) -> Iterator[object]:
 
 
 def find_classes(trips: Sequence[TriedCase]) -> list[ClassFound]:
-    """Every class of pools in the installed SGLang, and what the trips showed of it."""
+    """Lists each class of pools in the installed SGLang, with the verdict that the trips gave."""
     tried = [trip for trip in trips if trip.by_kvtide is not None]
     counts = Counter(name for trip in tried for name in trip.classes)
     wrong: dict[str, list[str]] = {}
@@ -220,7 +220,7 @@ def find_classes(trips: Sequence[TriedCase]) -> list[ClassFound]:
 
 
 def _verdict(verdict: str, count: int, wrong: Sequence[str]) -> tuple[Verdict, str]:
-    """What the census says of a class, and the trips that it was in."""
+    """The verdict on a class and its reason, from the census's verdict and from its round trips."""
     if verdict == "unknown":
         return "unknown", "kvtide doesn't know this class; SGLang's own copy is used"
     if verdict == "refused":

@@ -221,7 +221,7 @@ def _lengths(given: Any) -> list[int]:
 
 
 class TokenToKVPoolAllocator(NPUPagedTokenToKVPoolAllocator):
-    """The same allocator, with pages of one token."""
+    """The paged allocator, with pages of one token."""
 
     def __init__(
         self,

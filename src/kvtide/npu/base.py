@@ -156,7 +156,7 @@ class NPUTokenToKVPool:
         return self._typed(self.v_buffer[self._local(layer_id)])
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`get_key_buffer` and `get_value_buffer`."""
+        """A layer's keys and values: see `get_key_buffer` and `get_value_buffer`."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:
@@ -229,7 +229,7 @@ class NPUTokenToKVPool:
         return infos_of([plane for plane in self._planes if not plane.is_empty])
 
     def get_state_buf_infos(self) -> BufferInfos:
-        """The same for index keys and their scales alone."""
+        """Addresses, lengths and page lengths in bytes of index keys and their scales."""
         names = ("index_k", "index_scale")
         return infos_of([plane for plane in self._planes if plane.name in names])
 

@@ -115,7 +115,7 @@ def slots_on(device: torch.device, loc: Any) -> torch.Tensor:
 
 
 def tell_unused(said: set[str], **rows: object) -> None:
-    """Logs once for each that these pools have no use for it; SGLang gives them to every pool."""
+    """Logs once for each argument that is ignored here: SGLang gives `rows` to every pool."""
     for name, given in rows.items():
         if given is not None and name not in said:
             said.add(name)
