@@ -34,7 +34,7 @@ class Tier(ABC):
 
         `chunks` are its used bytes (`Snapshot.chunks`), which nobody changes meanwhile. When this
         returns the snapshot can be got. After an error the key has what it had before, or nothing.
-        Raises TierFull if the snapshot has no room even after all others have left, and TierRetry.
+        Raises TierFull if the snapshot has no room even when others leave, TierRetry.
         """
 
     @abstractmethod
