@@ -1,17 +1,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gc
+import itertools
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from safetensors import safe_open
 
 from kvtide.arena import HostArena
@@ -19,6 +28,7 @@ from kvtide.conformance import TierTests
 from kvtide.device import CPUDevice
 from kvtide.errors import (
     LayoutError,
+    ProcessForked,
     SnapshotDamaged,
     SnapshotMiss,
     TierFull,
@@ -27,10 +37,12 @@ from kvtide.errors import (
 )
 from kvtide.layout import GQA
 from kvtide.pool import Pool
-from kvtide.seal import Seal
+from kvtide.seal import Seal, Span
+from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Tier
 from kvtide.tier.disk import _name_of
+from support.interrupts import every_interrupt
 
 FILE_BYTES = 4096 + 8192
 """The file of 40 tokens of `tide`: its header, and 40 rows of 128 bytes."""
@@ -358,29 +370,77 @@ def test_tensors_that_overlap_are_refused(tier: Callable[..., DiskTier], tide: T
         disk.get("a", lambda seal: pytest.fail("no room is needed"))
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "linked shard"])
-def test_only_a_regular_file_is_opened(
-    tier: Callable[..., DiskTier], tide: Tide, tmp_path: Path, kind: str
-) -> None:
-    """Links, pipes and folders aren't read, and a pipe without a writer is no reason to wait."""
-    disk = tier()
-    save(disk, tide, "a")
-    path, elsewhere = path_of(disk, "a"), tmp_path / "elsewhere"
+def put_in_place(path: Path, elsewhere: Path, kind: str) -> None:
+    """Moves a file, or its folder, elsewhere, and puts something else in its place."""
     if kind == "linked shard":
         path.parent.rename(elsewhere)
         path.parent.symlink_to(elsewhere)
-    else:
-        path.rename(elsewhere)
+        return
+    path.rename(elsewhere)
     if kind == "link":
         path.symlink_to(elsewhere)
     elif kind == "pipe":
         os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    with pytest.raises((TierRetry, SnapshotMiss)):
-        disk.load("a", tide.arena)
+    else:
+        (path / "something").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_a_regular_file_is_opened(
+    tier: Callable[..., DiskTier],
+    tide: Tide,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """Anything else is damage, and moved aside unopened, as a device may act when it is opened."""
+    disk = tier(limit_bytes=2 * FILE_BYTES)
+    save(disk, tide, "a")
+    put_in_place(path_of(disk, "a"), tmp_path / "elsewhere", kind)
+    opened: list[str] = []
+    whole_open = os.open
+
+    def note(path: Any, *rest: Any, **more: Any) -> int:
+        opened.append(Path(path).name)
+        return whole_open(path, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", note)
+        with pytest.raises(SnapshotDamaged, match="it isn't a regular file"):
+            disk.load("a", tide.arena)
+    assert path_of(disk, "a").name not in opened
+    assert not disk.contains("a")
+    for key in "abc":  # what was moved aside makes room, and is no obstacle
+        save(disk, tide, key)
+    assert 2 * FILE_BYTES == disk.stats.used_bytes
     disk.close()
-    assert 0 == tier().stats.snapshots
+    assert 2 == tier().stats.snapshots
+
+
+def test_linked_shard_is_a_miss(tier: Callable[..., DiskTier], tide: Tide, tmp_path: Path) -> None:
+    """A link in the place of a folder isn't followed, to read or to remove."""
+    disk = tier(limit_bytes=FILE_BYTES)
+    save(disk, tide, "a")
+    put_in_place(path_of(disk, "a"), tmp_path / "elsewhere", "linked shard")
+    with pytest.raises(SnapshotMiss):
+        disk.load("a", tide.arena)
+    save(disk, tide, "b")
+    assert [path_of(disk, "a").name] == [f.name for f in (tmp_path / "elsewhere").iterdir()]
+    disk.close()
+    assert 1 == tier().stats.snapshots
+
+
+def test_folder_under_a_files_name_is_no_obstacle(
+    tier: Callable[..., DiskTier], tide: Tide
+) -> None:
+    """A put moves somebody's folder out of the way, with all that is in it."""
+    disk = tier()
+    save(disk, tide, "a")
+    disk.remove("a")
+    (path_of(disk, "a") / "something").mkdir(parents=True)
+    save(disk, tide, "a")
+    disk.load("a", tide.arena).lease.release()
+    assert 1 == len(list(disk._folder.path.glob("damaged/*/something")))
 
 
 # ---- a bad disk ---------------------------------------------------------------------------------
@@ -517,4 +577,543 @@ def test_large_snapshot_goes_past_the_cache(
         assert snapshot.chunks == loaded.chunks
         assert disk._folder._is_direct is any(flags)
         tide.discard(loaded)
+        tide.discard(snapshot)
+
+
+# ---- the limit while calls are under way ---------------------------------------------------------
+
+
+def bytes_in(folder: Path) -> int:
+    """What all files of a tier take, drafts and damaged ones included."""
+    found = [path.lstat().st_size for path in folder.glob("*/*") if path.is_file()]
+    return sum(found)
+
+
+def test_limit_holds_at_every_step(
+    tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after each change of the disk, all files together are within the limit."""
+    disk = tier(limit_bytes=3 * FILE_BYTES)
+    checked = 0
+
+    def watch(name: str) -> None:
+        whole = getattr(os, name)
+
+        def call(*values: Any, **more: Any) -> Any:
+            nonlocal checked
+            result = whole(*values, **more)
+            checked += 1
+            assert bytes_in(disk._folder.path) <= disk.stats.used_bytes <= 3 * FILE_BYTES
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("pwritev", "fdatasync", "rename", "unlink", "fsync"):
+        watch(name)
+    for key in "abcdaabe":
+        save(disk, tide, key)
+    disk.remove("a")
+    assert bytes_in(disk._folder.path) == disk.stats.used_bytes
+    assert checked > 40
+
+
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_file_counts_while_it_is_read(
+    tier: Callable[..., DiskTier], tide: Tide, change: str
+) -> None:
+    """Its bytes are on the disk until the reader has closed it, whatever has its name."""
+    disk = tier(limit_bytes=2 * FILE_BYTES)
+    save(disk, tide, "a")
+
+    def make_room(seal: Seal) -> list[memoryview]:
+        if change == "replaced":
+            save(disk, tide, "a")
+        else:
+            disk.remove("a")
+            save(disk, tide, "b")
+        assert 2 * FILE_BYTES == disk.stats.used_bytes
+        save(disk, tide, "c")  # the one that nobody reads leaves
+        assert 2 * FILE_BYTES == disk.stats.used_bytes
+        return [memoryview(bytearray(size_bytes)) for size_bytes in seal.used_bytes]
+
+    disk.get("a", make_room)
+    assert (1, FILE_BYTES) == (disk.stats.snapshots, disk.stats.used_bytes)
+
+
+def test_no_file_leaves_in_vain(tier: Callable[..., DiskTier], tide: Tide) -> None:
+    """If a file that is being read keeps a snapshot from having room, the others stay."""
+    disk = tier(limit_bytes=3 * FILE_BYTES)
+    for key in "abc":
+        save(disk, tide, key)
+
+    def make_room(seal: Seal) -> list[memoryview]:
+        with pytest.raises(TierFull, match=f"{FILE_BYTES} of {3 * FILE_BYTES} in use"):
+            save(disk, tide, "d", 240)
+        return [memoryview(bytearray(size_bytes)) for size_bytes in seal.used_bytes]
+
+    disk.get("a", make_room)
+    assert all(disk.contains(key) for key in "abc")
+
+
+class Caller:
+    """Calls a tier at random, over three keys; each read is checked. Some files are cut off."""
+
+    def __init__(self, disk: DiskTier, snapshots: list[Snapshot], seed: int) -> None:
+        self.disk = disk
+        self.snapshots = snapshots
+        self.chance = random.Random(seed)
+        self.outcomes: set[str] = set()
+
+    def go(self, count: int) -> set[str]:
+        """Makes `count` calls; gives their outcomes."""
+        acts = [self.save, self.load, self.remove, self.cut]
+        for _ in range(count):
+            act = self.chance.choices(acts, (40, 40, 10, 10))[0]
+            try:
+                act(self.chance.choice("abc"))
+                self.outcomes.add(act.__name__)
+            except (SnapshotMiss, SnapshotDamaged, TierFull) as error:
+                self.outcomes.add(type(error).__name__)
+            stats = self.disk.stats
+            assert 0 <= stats.used_bytes <= stats.limit_bytes
+        return self.outcomes
+
+    def save(self, key: str) -> None:
+        self.disk.save(key, self.chance.choice(self.snapshots))
+
+    def load(self, key: str) -> None:
+        rooms: list[bytearray] = []
+
+        def make_room(seal: Seal) -> list[memoryview]:
+            rooms[:] = [bytearray(size_bytes) for size_bytes in seal.used_bytes]
+            return [memoryview(room) for room in rooms]
+
+        seal = self.disk.get(key, make_room)
+        (source,) = (s for s in self.snapshots if s.seal == seal)
+        assert [bytes(chunk) for chunk in source.chunks] == rooms
+
+    def remove(self, key: str) -> None:
+        self.disk.remove(key)
+
+    def cut(self, key: str) -> None:
+        with suppress(OSError), path_of(self.disk, key).open("r+b") as file:
+            file.truncate(4096)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_never_get_other_bytes(
+    tier: Callable[..., DiskTier], tide: Tide, seed: int
+) -> None:
+    """Calls of all kinds, side by side, over few keys and little room, with damage: books hold."""
+    disk = tier(limit_bytes=4 * FILE_BYTES)
+    snapshots = [tide.offload(range(count), key=str(count)) for count in range(33, 41)]
+    outcomes: set[str] = set()
+    with ThreadPoolExecutor(4) as threads:
+        callers = [Caller(disk, snapshots, 100 * seed + number) for number in range(4)]
+        for done in [threads.submit(caller.go, 60) for caller in callers]:
+            outcomes |= done.result()
+    for snapshot in snapshots:
+        tide.discard(snapshot)
+    assert {"save", "load", "remove", "cut", "SnapshotMiss", "SnapshotDamaged"} <= outcomes
+    assert (0, {}) == (disk._books._busy_bytes, disk._books._readings)
+    names = {path.stem for path in disk._folder.path.glob("??/*")}
+    assert names == set(disk._books._files)
+    aside = list(disk._folder.path.glob("damaged/*"))
+    assert (len(names) + len(aside)) * FILE_BYTES == disk.stats.used_bytes
+
+
+# ---- a disk that is lost, closed, forked or interrupted ------------------------------------------
+
+
+def test_what_is_on_the_disk_outlives_a_power_cut(
+    tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put writes, syncs the file, names it, and syncs the folder, in this order."""
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        whole = getattr(os, name)
+
+        def call(*values: Any, **more: Any) -> Any:
+            calls.append(name)
+            return whole(*values, **more)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("mkdir", "pwritev", "fdatasync", "rename", "fsync"):
+        watch(name)
+    disk = tier()
+    assert ["mkdir", "fsync"] == calls[:2]
+    calls.clear()
+    save(disk, tide, "a")
+    # The folder of the file is new.
+    assert ["mkdir", "fsync", "pwritev", "fdatasync", "rename", "fsync"] == calls
+
+
+def test_disk_that_can_only_be_read_still_gives(
+    tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a read-only disk reads hit, damage is found once, puts can be tried again later."""
+    disk = tier(limit_bytes=2 * FILE_BYTES)
+    for key in "ab":
+        save(disk, tide, key)
+    with path_of(disk, "b").open("r+b") as file:
+        file.truncate(4096)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "unlink", "mkdir", "utime", "pwritev"):
+            patch.setattr(os, name, refuse)
+        disk.load("a", tide.arena).lease.release()
+        with pytest.raises(SnapshotDamaged):
+            disk.load("b", tide.arena)
+        assert not disk.contains("b")
+        with pytest.raises(SnapshotMiss):
+            disk.load("b", tide.arena)
+        for call in (partial(save, disk, tide, "c"), partial(disk.remove, "a")):
+            with pytest.raises(TierRetry, match="Read-only"):
+                call()
+    assert 1 == disk.stats.damaged
+    assert 2 * FILE_BYTES == disk.stats.used_bytes
+    for key in "bc":
+        save(disk, tide, key)
+        disk.load(key, tide.arena).lease.release()
+    assert 2 * FILE_BYTES == disk.stats.used_bytes == bytes_in(disk._folder.path)
+
+
+def test_damage_counts_once(tier: Callable[..., DiskTier], tide: Tide) -> None:
+    """Two calls that read a damaged file at the same time both find it; it is one file."""
+    disk = tier()
+    save(disk, tide, "a")
+    path = path_of(disk, "a")
+    path.write_bytes(path.read_bytes()[:-5000] + bytes(5000))
+
+    def make_room(seal: Seal) -> list[memoryview]:
+        with pytest.raises(SnapshotDamaged):
+            disk.load("a", tide.arena)
+        return [memoryview(bytearray(size_bytes)) for size_bytes in seal.used_bytes]
+
+    with pytest.raises(SnapshotDamaged):
+        disk.get("a", make_room)
+    assert (1, FILE_BYTES) == (disk.stats.damaged, disk.stats.used_bytes)
+
+
+def test_closed_tier_holds_its_lock_for_the_call_under_way(
+    tier: Callable[..., DiskTier], tide: Tide
+) -> None:
+    """The lock is given back with the end of the last call, and later calls don't take it again."""
+    disk = tier()
+    save(disk, tide, "a")
+
+    def make_room(seal: Seal) -> list[memoryview]:
+        disk.close()
+        with pytest.raises(UsageError, match="another process"):
+            tier()
+        return [memoryview(bytearray(size_bytes)) for size_bytes in seal.used_bytes]
+
+    disk.get("a", make_room)
+    for call in (partial(save, disk, tide, "b"), partial(disk.remove, "a")):
+        with pytest.raises(TierRetry, match="closed"):
+            call()
+    assert tier().contains("a")
+
+
+def test_lost_folder_is_opened_again_when_no_call_uses_it(
+    tier: Callable[..., DiskTier], tide: Tide, tmp_path: Path
+) -> None:
+    """While it is away nothing is contained; a call that began before ends on its descriptors."""
+    disk = tier()
+    for key in "ab":
+        save(disk, tide, key)
+    folder, away = disk._folder.path, tmp_path / "away"
+
+    def make_room(seal: Seal) -> list[memoryview]:
+        folder.rename(away)
+        path = away / path_of(disk, "b").relative_to(folder)
+        path.rename(away / "elsewhere")
+        path.parent.rmdir()
+        path.parent.write_bytes(b"")
+        with pytest.raises(TierRetry):
+            save(disk, tide, "b")
+        assert not disk.contains("a")
+        path.parent.unlink()
+        path.parent.mkdir()
+        (away / "elsewhere").rename(path)
+        away.rename(folder)
+        with pytest.raises(TierRetry, match="when the calls under way have ended"):
+            save(disk, tide, "c")
+        return [memoryview(bytearray(size_bytes)) for size_bytes in seal.used_bytes]
+
+    disk.get("a", make_room)
+    save(disk, tide, "c")
+    assert all(disk.contains(key) for key in "abc")
+    assert bytes_in(folder) == disk.stats.used_bytes
+
+
+def test_forked_process_leaves_the_folder_alone(tier: Callable[..., DiskTier], tide: Tide) -> None:
+    """The child can't use the tier, and neither frees the parent's lock nor keeps it."""
+    disk = tier()
+    save(disk, tide, "a")
+    snapshot = tide.offload(range(8), key="b")
+    ready, go_on = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with suppress(ProcessForked):
+                disk.save("b", snapshot)
+                os._exit(2)
+            disk.close()
+            os.write(ready[1], b"1")
+            os.read(go_on[0], 1)
+            code = 0
+        finally:
+            os._exit(code)
+    assert b"1" == os.read(ready[0], 1)
+    with pytest.raises(UsageError, match="another process"):
+        tier()
+    disk.close()
+    tier().close()
+    os.write(go_on[1], b"1")
+    assert (child, 0) == os.waitpid(child, 0)
+    tide.discard(snapshot)
+    for descriptor in (*ready, *go_on):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("act", ["put", "get", "remove"])
+def test_interrupt_at_any_instruction_leaves_the_books_right(
+    tmp_path: Path, tide: Tide, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """After Ctrl-C in the calling thread no byte is counted twice or forgotten, and no draft stays.
+
+    The key has what it had, the new snapshot, or nothing.
+    """
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda descriptor: None)
+    long, short = (tide.offload(range(count), key="a") for count in (40, 39))
+    count = 0
+
+    def make() -> tuple[DiskTier, Callable[[], Any]]:
+        nonlocal count
+        count += 1
+        disk = DiskTier(tmp_path / str(count), limit_bytes=2 * FILE_BYTES)
+        disk.save("a", long)
+        disk.save("b", long)
+
+        def make_room(seal: Seal) -> list[memoryview]:
+            return [memoryview(bytearray(size_bytes)) for size_bytes in seal.used_bytes]
+
+        acts = {
+            "put": lambda: disk.save("a", short),
+            "get": lambda: disk.get("a", make_room),
+            "remove": lambda: disk.remove("a"),
+        }
+        return disk, acts[act]
+
+    for place, disk, _ in every_interrupt(make):
+        gc.collect(0)
+        disk.save("c", long)  # it removes the oldest
+        assert disk.contains("c"), place
+        for key in "ab":
+            with suppress(SnapshotMiss):
+                found = disk.load(key, tide.arena)
+                assert found.seal in (long.seal, short.seal), place
+                tide.discard(found)
+        files = list(disk._folder.path.glob("??/*"))
+        assert {f.stem for f in files} == set(disk._books._files), place
+        assert bytes_in(disk._folder.path) == disk.stats.used_bytes <= 2 * FILE_BYTES, place
+        assert 0 == disk._books._busy_bytes, place
+        disk.close()
+    assert count > 30
+    for snapshot in (long, short):
+        tide.discard(snapshot)
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+def test_orphans_of_every_kind_go(tier: Callable[..., DiskTier], tide: Tide) -> None:
+    """A killed process may leave drafts also where direct I/O is tried; a folder is no draft."""
+    first = tier()
+    save(first, tide, "a")
+    first.close()
+    root, shard = first._folder.path, path_of(first, "a").parent
+    name = f".{'a' * 32}.{'b' * 16}.part"
+    for folder in (root, shard):
+        (folder / name).write_bytes(b"12345")
+    link = shard / f".{'a' * 32}.{'c' * 16}.part"
+    link.symlink_to(path_of(first, "a"))
+    (shard / f".{'a' * 32}.{'d' * 16}.part").mkdir()
+    second = tier()
+    assert not any(os.path.lexists(path) for path in (root / name, shard / name, link))
+    second.load("a", tide.arena).lease.release()
+
+
+def test_process_killed_while_it_made_the_folder_is_no_obstacle(
+    tier: Callable[..., DiskTier], tmp_path: Path
+) -> None:
+    """An empty lock file, or one of zeros, becomes a lock file."""
+    (tmp_path / "tier").mkdir()
+    for content in (b"", bytes(61)):
+        (tmp_path / "tier" / "kvtide.lock").write_bytes(content)
+        tier().close()
+    tier().close()
+
+
+@pytest.mark.parametrize("kind", ["text", "link", "pipe", "folder"])
+def test_lock_of_others_is_refused(
+    tier: Callable[..., DiskTier], tmp_path: Path, kind: str
+) -> None:
+    """A file that isn't a lock of this version is refused, and a link isn't followed."""
+    (tmp_path / "tier").mkdir()
+    lock, elsewhere = tmp_path / "tier" / "kvtide.lock", tmp_path / "elsewhere"
+    elsewhere.touch()
+    if kind == "text":
+        lock.write_bytes(b'{"kvtide_disk_tier":2}')
+    else:
+        lock.touch()
+        put_in_place(lock, elsewhere, kind)
+    with pytest.raises(UsageError, match="cannot use the folder"):
+        tier()
+    assert b"" == elsewhere.read_bytes()
+
+
+@pytest.mark.parametrize("call", ["unlink", "scandir", "stat"])
+def test_start_on_a_bad_disk_says_so(
+    tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """What the disk refuses at the start is an error for a person, and the lock is given back."""
+    first = tier()
+    for key in "ab":
+        save(first, tide, key)
+    first.close()
+    path_of(first, "a").with_name(f".{'a' * 32}.{'b' * 16}.part").touch()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        if call != "stat":
+            with pytest.raises(UsageError, match=r"cannot use the folder .*: Input/output error"):
+                tier()
+    assert 2 == tier().stats.snapshots
+
+
+def test_direct_io_that_fails_later_is_given_up(
+    tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system refuses it later, the next try goes through the cache."""
+    disk = tier()
+    monkeypatch.setattr(disk._folder, "_is_direct", True)
+    monkeypatch.setattr("kvtide.tier.folder.are_aligned", lambda parts: True)
+    whole = os.pwritev
+
+    def refuse(file: int, parts: Any, place: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return whole(file, parts, place)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with pytest.raises(TierRetry, match="Invalid argument"):
+        save(disk, tide, "a")
+    save(disk, tide, "a")
+
+
+# ---- real faults ---------------------------------------------------------------------------------
+
+CONTENT_BYTES = 40_000
+
+
+def content_of(number: int) -> bytes:
+    """The bytes of a snapshot with that number."""
+    return number.to_bytes(8, "little") * (CONTENT_BYTES // 8)
+
+
+def put_for_ever(folder: Path, output: int) -> None:
+    """Puts snapshots 0, 1, … under seven keys in turn, and writes a byte after each put."""
+    disk = DiskTier(folder, limit_bytes=1 << 20)
+    os.write(output, b".")
+    for number in itertools.count():
+        content = content_of(number)
+        span = Span(0, 0, CONTENT_BYTES, xxhash.xxh3_64_intdigest(content))
+        seal = Seal('{"groups":[]}', str(number), 1, (), (), CONTENT_BYTES, (span,))
+        disk.put(str(number % 7), seal, [memoryview(content)])
+        os.write(output, b".")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_writer_loses_nothing_that_was_put(tmp_path: Path, seed: int) -> None:
+    """SIGKILL at a random moment: each key has what was put last, or what was just being put."""
+    results, output = os.pipe()
+    writer = os.fork()
+    if not writer:
+        try:
+            put_for_ever(tmp_path / "tier", output)
+        finally:
+            os._exit(1)
+    os.close(output)
+    chance = random.Random(seed)
+    count = sum(len(os.read(results, 1)) for _ in range(chance.randrange(2, 80)))
+    time.sleep(chance.random() / 100)
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    while dots := os.read(results, 1 << 16):
+        count += len(dots)
+    os.close(results)
+    put_count = count - 1
+    with closing(DiskTier(tmp_path / "tier", limit_bytes=1 << 20)) as disk:
+        for number in range(max(0, put_count - 7), put_count):
+            room = memoryview(bytearray(CONTENT_BYTES))
+            seal = disk.get(str(number % 7), partial(lambda room, seal: [room], room))
+            assert int(seal.key) in (number, number + 7)
+            assert content_of(int(seal.key)) == room
+        assert bytes_in(tmp_path / "tier") == disk.stats.used_bytes
+
+
+@pytest.fixture
+def disk_of_8_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of 8 MiB; where this user can't mount one, files that end with ENOSPC there."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(place)]
+    can_mount = shutil.which("mount") is not None
+    if can_mount and not subprocess.run(mount, capture_output=True, check=False).returncode:
+        yield place
+        subprocess.run(["umount", place], check=True)
+        return
+    whole = os.pwritev
+
+    def write(file: int, parts: Any, offset: int) -> int:
+        if bytes_in(place / "tier") + sum(part.nbytes for part in parts) > 8 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(file, parts, offset)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    yield place
+
+
+def test_full_disk_takes_no_more_until_there_is_room(disk_of_8_mib: Path, tide: Tide) -> None:
+    """What was put stays, a full disk leaves no draft, and it takes snapshots again later."""
+    with closing(DiskTier(disk_of_8_mib / "tier", limit_bytes=1 << 30)) as disk:
+        snapshot = tide.offload(range(256), key="a")
+        keys: list[str] = []
+
+        def fill() -> None:
+            for number in range(1000):
+                disk.save(str(number), snapshot)
+                keys.append(str(number))
+
+        with pytest.raises(TierRetry, match="No space left"):
+            fill()
+        assert 100 < len(keys) < 256
+        assert bytes_in(disk_of_8_mib / "tier") == disk.stats.used_bytes <= 8 << 20
+        for key in keys:
+            disk.load(key, tide.arena).lease.release()
+        disk.remove("0")
+        disk.save("new", snapshot)
+        disk.load("new", tide.arena).lease.release()
         tide.discard(snapshot)

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from kvtide.tier.base import Tier
-from kvtide.tier.disk import DiskStats, DiskTier
-from kvtide.tier.entry import SpillStats
-from kvtide.tier.spill import Spill
-from kvtide.tier.store import Store
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtide.tier.base import Tier
+    from kvtide.tier.disk import DiskStats, DiskTier
+    from kvtide.tier.entry import SpillStats
+    from kvtide.tier.spill import Spill
+    from kvtide.tier.store import Store
 
 __all__ = ["DiskStats", "DiskTier", "Spill", "SpillStats", "Store", "Tier"]
+
+# Who only looks into a folder, as `kvtide inspect` does, doesn't need torch.
+_HOMES = {
+    "DiskStats": "kvtide.tier.disk",
+    "DiskTier": "kvtide.tier.disk",
+    "Spill": "kvtide.tier.spill",
+    "SpillStats": "kvtide.tier.entry",
+    "Store": "kvtide.tier.store",
+    "Tier": "kvtide.tier.base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

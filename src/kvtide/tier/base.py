@@ -33,7 +33,8 @@ class Tier(ABC):
         """Keeps a snapshot under a key, in place of what was there.
 
         `chunks` are its used bytes (`Snapshot.chunks`), which nobody changes meanwhile. When this
-        returns the snapshot can be got. After an error the key has what it had before, or nothing.
+        returns the snapshot can be got. After an error the key has what it had before, the new
+        snapshot, or nothing: each of them whole.
         Raises TierFull if the snapshot has no room even when others leave, TierRetry.
         """
 

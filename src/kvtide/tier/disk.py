@@ -3,8 +3,9 @@
     put     reserve bytes, others leave if need be → write and sync a draft → give it its name
     get     read the header and check it → make room → read and check each chunk
 
-What is in the folder is found again at the next start. The index is in memory; a file that vanishes
-is a miss.
+What is in the folder is found again at the next start, and after each moment at which the books and
+the folder may differ: when the disk was away, or Ctrl-C came while a call was under way. A file
+that vanishes is a miss.
 """
 
 from __future__ import annotations
@@ -12,28 +13,30 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from kvtide.errors import LayoutError, SnapshotDamaged, SnapshotMiss, TierFull, TierRetry
+from kvtide.errors import (
+    LayoutError,
+    ProcessForked,
+    SnapshotDamaged,
+    SnapshotMiss,
+    TierFull,
+    TierRetry,
+    UsageError,
+)
 from kvtide.integers import checked_integer
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier.base import Tier
-from kvtide.tier.file_form import (
-    ALIGNMENT,
-    LARGEST_HEADER,
-    FileForm,
-    damaged,
-    file_form_of,
-    header_bytes_of,
-    padded,
-    read_header,
-)
-from kvtide.tier.file_io import aligned_memory, read_all, through_cache_unless_aligned
+from kvtide.tier.books import Books, Reading, Reserved
+from kvtide.tier.file_check import read_chunks, read_seal
+from kvtide.tier.file_form import ALIGNMENT, LARGEST_HEADER, FileForm, file_form_of, padded
+from kvtide.tier.file_io import aligned_memory
 from kvtide.tier.folder import Folder
 
 
@@ -48,16 +51,6 @@ class DiskStats:
     limit_bytes: int = 0
     damaged: int = 0
     evicted: int = 0
-
-
-class _File:
-    """A file of the index. While `readers` isn't 0 it doesn't leave for others."""
-
-    __slots__ = ("readers", "size_bytes")
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.readers = 0
 
 
 @final
@@ -78,31 +71,39 @@ class DiskTier(Tier):
         self._limit_bytes = checked_integer(
             limit_bytes, "disk tier: limit_bytes", least=0, error=LayoutError
         )
-        self._change = threading.Lock()  # held for changes of the index, and never for long
-        self._is_lost = False
+        self._change = threading.Lock()  # held for changes of the books, and never for long
+        self._process = os.getpid()
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        """Calls under way. One that was interrupted at any place is forgotten with its frame."""
+        self._is_lost = self._is_doubtful = self._is_closed = False
+        self._damaged = self._evicted_before = self._peak_before = 0
         self._folder = Folder(folder)
-        self._damaged = self._evicted = self._peak_bytes = 0
         try:
-            self._find()
-        except BaseException:
+            self._books = Books(self._folder, self._limit_bytes)
+        except BaseException as error:
             self._folder.close()
+            if isinstance(error, OSError):
+                raise UsageError(
+                    f"disk tier: cannot use the folder {folder}: {error.strerror or error}"
+                ) from error
             raise
 
     @property
     def stats(self) -> DiskStats:
         """What the tier has, and its counts."""
+        books = self._books
         return DiskStats(
-            len(self._entries),
-            self._used_bytes,
-            self._peak_bytes,
+            len(books),
+            books.used_bytes,
+            max(self._peak_before, books.peak_bytes),
             self._limit_bytes,
             self._damaged,
-            self._evicted,
+            self._evicted_before + books.evicted,
         )
 
     def contains(self, key: str) -> bool:
         """See Tier."""
-        return _name_of(key) in self._entries
+        return _name_of(key) in self._books and not self._is_lost
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""
@@ -112,150 +113,147 @@ class DiskTier(Tier):
                 f"disk tier: a header of {len(form.header)} bytes is too long for a file"
             )
         name = _name_of(key)
-        with self._retrying(), self._reserved(form.size_bytes):
+        with self._working(), self._reserved(form.size_bytes) as reserved:
             draft = self._folder.write(name, _parts_of(form, chunks))
             try:
                 with self._change:
                     self._folder.publish(draft)
-                    self._drop(name)
-                    self._entries[name] = _File(form.size_bytes)
-                    self._used_bytes += form.size_bytes
+                    self._books.keep(name, reserved)
             finally:
                 self._folder.settle(draft)
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
         """See Tier."""
         name = _name_of(key)
-        with self._retrying(), self._reading(name) as entry:
-            try:
-                with self._folder.open(name) as file:
-                    with self._moving_aside(name, entry):
-                        seal, form = _read_seal(file, key)
-                    chunks = make_room(seal)
-                    with self._moving_aside(name, entry):
-                        _read_chunks(file, form, seal, chunks)
-                    os.utime(file)  # the order of leaving, for the next start
-                    return seal
-            except FileNotFoundError:
-                self._forget(name, entry)
-        raise SnapshotMiss(f"the disk tier has no snapshot {key!r}; recompute this request")
+        with self._working(), self._reading(name, key) as reading, ExitStack() as opened:
+            with self._judging(name, key, reading):
+                file = opened.enter_context(self._folder.open(name))
+                _, seal, form = read_seal(file, key)
+            chunks = make_room(seal)
+            with self._judging(name, key, reading):
+                read_chunks(file, form, seal, chunks)
+            with suppress(OSError):  # a disk that can only be read can be read
+                os.utime(file)  # the order of leaving, for the next start
+            return seal
 
     def remove(self, key: str) -> None:
         """See Tier."""
         name = _name_of(key)
-        with self._retrying(), self._change:
-            if name in self._entries:
-                self._folder.remove(name)
-                self._drop(name)
+        with self._working(), self._change:
+            self._folder.remove(name)
+            self._books.drop(name)
 
     def close(self) -> None:
-        """Gives the folder's lock back. Repeatable."""
-        self._folder.close()
-        self._is_lost = True
+        """Gives the folder's lock back, when the last call that is under way has ended. Repeatable.
 
-    # ---- the index ---------------------------------------------------------------------
+        Doesn't wait for such a call. Later ones raise TierRetry.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._change:
+            self._is_closed = True
+            if not self._calls:
+                self._folder.close()
 
-    def _find(self) -> None:
-        """Makes the index from the folder, the least recently used file first."""
-        found = sorted(self._folder.entries(), key=lambda entry: entry.used_at)
-        self._entries = {entry.name: _File(padded(entry.size_bytes)) for entry in found}
-        aside = sorted(self._folder.entries_aside(), key=lambda entry: entry.used_at)
-        self._aside = {entry.name: padded(entry.size_bytes) for entry in aside}
-        self._used_bytes = sum(entry.size_bytes for entry in self._entries.values())
-        self._used_bytes += sum(self._aside.values())
-        while self._used_bytes > self._limit_bytes and self._evict():
-            pass
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-
-    def _drop(self, name: str) -> None:
-        """Takes a name from the index, and its bytes from those in use."""
-        entry = self._entries.pop(name, None)
-        self._used_bytes -= entry.size_bytes if entry else 0
-
-    def _evict(self) -> bool:
-        """Removes a damaged file or the least recently used file; False if none may leave."""
-        for aside in self._aside:
-            self._folder.remove_aside(aside)
-            self._used_bytes -= self._aside.pop(aside)
-            return True
-        for name, entry in self._entries.items():
-            if not entry.readers:
-                self._folder.remove(name)
-                self._drop(name)
-                self._evicted += 1
-                return True
-        return False
+    # ---- a call --------------------------------------------------------------------------
 
     @contextmanager
-    def _reserved(self, size_bytes: int) -> Iterator[None]:
-        """Within, `size_bytes` count as used: others leave first. Raises TierFull."""
-        with self._change:
-            if size_bytes <= self._limit_bytes:
-                while self._used_bytes + size_bytes > self._limit_bytes and self._evict():
-                    pass
-            if self._used_bytes + size_bytes > self._limit_bytes:
-                raise TierFull(
-                    f"disk tier: {size_bytes} bytes asked for, {self._used_bytes} of "
-                    f"{self._limit_bytes} in use; raise the limit, or recompute this request"
-                )
-            self._used_bytes += size_bytes
-            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+    def _working(self) -> Iterator[None]:
+        """Raises TierRetry for what the disk refuses. Opens the folder again if it was away."""
+        if os.getpid() != self._process:
+            raise ProcessForked("the disk tier's folder belongs to the process before the fork")
+        call = _Call()
         try:
+            with self._change:
+                self._make_ready()
+                self._calls.add(call)
             yield
+        except OSError as error:
+            if not self._folder.is_there():
+                self._is_lost = True
+            raise TierRetry(f"disk tier: {self._folder.path}: {error.strerror or error}") from error
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C may have come between two changes that belong together
+            self._is_doubtful = True
+            raise
         finally:
             with self._change:
-                self._used_bytes -= size_bytes
+                self._calls.discard(call)
+                if self._is_closed and not self._calls:
+                    self._folder.close()
+
+    def _make_ready(self) -> None:
+        """Makes the books anew where they may be wrong. Raises TierRetry, OSError."""
+        if self._is_closed:
+            raise TierRetry("the disk tier is closed")
+        if not (self._is_lost or self._is_doubtful):
+            return
+        if self._calls:
+            raise TierRetry(
+                "disk tier: the folder is opened again when the calls under way have ended"
+            )
+        if self._is_lost:
+            self._folder.reopen()
+        self._evicted_before += self._books.evicted
+        self._peak_before = max(self._peak_before, self._books.peak_bytes)
+        self._books = Books(self._folder, self._limit_bytes)
+        self._is_lost = self._is_doubtful = False
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[_File | None]:
-        """Within, the file doesn't leave for others; it counts as the one used last."""
+    def _reserved(self, size_bytes: int) -> Iterator[Reserved]:
+        """Within, `size_bytes` count as used: others leave first. Raises TierFull, OSError."""
+        reserved = Reserved(size_bytes)
         with self._change:
-            entry = self._entries.pop(name, None)
-            if entry is not None:
-                self._entries[name] = entry
-                entry.readers += 1
+            self._books.reserve(reserved)
         try:
-            yield entry
+            yield reserved
         finally:
             with self._change:
-                if entry is not None:
-                    entry.readers -= 1
-
-    def _forget(self, name: str, entry: _File | None) -> None:
-        """The file has vanished; a newer one of the same name stays."""
-        with self._change:
-            if entry is not None and self._entries.get(name) is entry:
-                self._drop(name)
+                self._books.give_up(reserved)
 
     @contextmanager
-    def _moving_aside(self, name: str, entry: _File | None) -> Iterator[None]:
-        """Keeps a damaged file for whoever looks into it, out of the way of later reads.
+    def _reading(self, name: str, key: str) -> Iterator[Reading]:
+        """Within, the file doesn't leave for others. Raises SnapshotMiss if there is none."""
+        with self._change:
+            reading = self._books.begin(name)
+        if reading is None:
+            raise _miss(key)
+        try:
+            yield reading
+        finally:
+            with self._change:
+                self._books.end(name, reading)
 
-        So it does with a file of another version. A newer file of the same name stays.
+    @contextmanager
+    def _judging(self, name: str, key: str, reading: Reading) -> Iterator[None]:
+        """Moves a damaged file aside for whoever looks into it, and forgets one that has vanished.
+
+        A file of another version is moved aside, too. A newer file of the same name stays.
         """
         try:
             yield
+        except FileNotFoundError as error:
+            with self._change:
+                if self._books.is_current(name, reading):
+                    self._books.drop(name)
+            raise _miss(key) from error
         except (SnapshotDamaged, SnapshotMiss):
             with self._change:
-                self._damaged += 1
-                if entry is not None and self._entries.get(name) is entry:
-                    self._aside[self._folder.move_aside(name)] = entry.size_bytes
-                    del self._entries[name]
+                if self._books.is_current(name, reading):
+                    self._damaged += 1
+                    self._books.move_aside(name)
             raise
 
-    @contextmanager
-    def _retrying(self) -> Iterator[None]:
-        """Raises TierRetry for what the disk refuses. Opens the folder again if it was away."""
-        try:
-            if self._is_lost:
-                with self._change:
-                    self._folder.reopen()
-                    self._find()
-                    self._is_lost = False
-            yield
-        except OSError as error:
-            self._is_lost = not self._folder.is_there()
-            raise TierRetry(f"disk tier: {self._folder.path}: {error.strerror or error}") from error
+
+class _Call:
+    """A call that is under way."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _miss(key: str) -> SnapshotMiss:
+    return SnapshotMiss(f"the disk tier has no snapshot {key!r}; recompute this request")
 
 
 def _name_of(key: str) -> str:
@@ -278,43 +276,3 @@ def _aligned(content: bytes | memoryview) -> memoryview:
     memory = aligned_memory(padded(len(content)))
     memory[: len(content)] = content
     return memory
-
-
-def _read_seal(file: int, key: str) -> tuple[Seal, FileForm]:
-    """The seal of a file of that key, checked. Raises SnapshotDamaged, SnapshotMiss, OSError."""
-    file_bytes = os.fstat(file).st_size
-    if file_bytes % ALIGNMENT or not file_bytes:
-        raise damaged(f"its length is {file_bytes} bytes, which isn't a multiple of {ALIGNMENT}")
-    page = aligned_memory(ALIGNMENT)
-    _read_all(file, 0, [page])
-    header = aligned_memory(padded(header_bytes_of(page, file_bytes)))
-    _read_all(file, 0, [header])
-    found, seal, form = read_header(bytes(header), file_bytes)
-    if found != key:
-        raise damaged(f"it is of the key {found!r}, under the name of {key!r}")
-    return seal, form
-
-
-def _read_chunks(file: int, form: FileForm, seal: Seal, chunks: Sequence[memoryview]) -> None:
-    parts: list[memoryview] = []
-    ends: list[tuple[memoryview, memoryview]] = []
-    for chunk in chunks:
-        whole = chunk.nbytes // ALIGNMENT * ALIGNMENT
-        parts += [chunk[:whole]] if whole else []
-        if whole < chunk.nbytes:
-            ends.append((chunk[whole:], aligned_memory(ALIGNMENT)))
-            parts.append(ends[-1][1])
-    with through_cache_unless_aligned(file, parts):
-        _read_all(file, len(form.header), parts)
-    for end, page in ends:
-        end[:] = page[: end.nbytes]
-        if any(page[end.nbytes :]):
-            raise damaged("there are bytes between its chunks")
-    seal.check_bytes(chunks)
-
-
-def _read_all(file: int, place: int, parts: Sequence[memoryview]) -> None:
-    try:
-        read_all(file, place, parts)
-    except EOFError as error:
-        raise damaged(str(error)) from error

@@ -23,7 +23,7 @@ from kvtide.layout import canonical_json
 from kvtide.seal import Seal
 
 ALIGNMENT = 4096
-LARGEST_HEADER = 64 << 20
+LARGEST_HEADER = 16 << 20
 """Bytes. A header is read into memory before anything of it is checked."""
 
 _METADATA = "__metadata__"

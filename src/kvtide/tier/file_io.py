@@ -31,12 +31,15 @@ def are_aligned(parts: Sequence[memoryview]) -> bool:
 
 
 def takes_direct_io(folder: int, name: str) -> bool:
-    """Whether files in `folder` can be written past the system's cache. It tries it with a file."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC
+    """Whether files in `folder` can be written and read past the system's cache: tries it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC
+    page, again = aligned_memory(ALIGNMENT), aligned_memory(ALIGNMENT)
+    page[:] = bytes(range(256)) * (ALIGNMENT // 256)
     try:
         file = os.open(name, flags, 0o600, dir_fd=folder)
         try:
-            return os.pwritev(file, [aligned_memory(ALIGNMENT)], 0) == ALIGNMENT
+            counts = os.pwritev(file, [page], 0), os.preadv(file, [again], 0)
+            return counts == (ALIGNMENT, ALIGNMENT) and page == again
         finally:
             os.close(file)
     except OSError:

@@ -5,8 +5,8 @@
     D/ab/.ab12….9f3c….part       a file that is being written; without a writer it is an orphan
     D/damaged/ab12….9f3c…        a file whose bytes were wrong, moved aside
 
-Names in the folder are hostile: no link is followed, only regular files are opened, and only names
-of these forms are touched.
+Names in the folder are hostile: no link is followed, only regular files are opened (a device may
+act when it is opened), and only names of these forms are touched.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import os
 import re
 import secrets
 import stat
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
 from kvtide.errors import UsageError
+from kvtide.tier.file_form import damaged
 from kvtide.tier.file_io import are_aligned, takes_direct_io, write_all
 
 _LOCK = "kvtide.lock"
@@ -37,6 +40,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK the open of a pipe would wait for the pipe's writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Who looks whether a folder is in use holds its lock for a moment.
+_LOCK_TRIES = 4
+_LOCK_WAIT_S = 0.05
 
 
 class FolderInUse(UsageError):
@@ -74,12 +80,16 @@ class Folder:
         self.path = path
         self._root = self._lock = -1
         self._identity = b""
+        self._lasting: set[str] = set()
+        """Names of folders that outlive a power cut."""
         try:
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
+                _sync(path.absolute().parent)
             self._open_and_lock()
-            with _opened(os.open(path, _DIRECTORY & ~os.O_NOFOLLOW)) as root:
-                self._is_direct = takes_direct_io(root, f".{'0' * 32}.{secrets.token_hex(8)}.part")
+            _folders.add(self)
+            probe = f".{'0' * 32}.{secrets.token_hex(8)}.part"
+            self._is_direct = takes_direct_io(self._root, probe)
         except BlockingIOError as error:
             raise FolderInUse(
                 f"disk tier: another process uses the folder {path}; give each process a folder of "
@@ -100,11 +110,19 @@ class Folder:
         self._open_and_lock()
 
     def close(self) -> None:
-        """Gives the lock back. Repeatable."""
-        for descriptor in (self._root, self._lock):
+        """Gives the lock back, also where a forked process has the same descriptor. Repeatable."""
+        if self._lock >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the descriptors alone: in a fork the lock is its parent's. Repeatable."""
+        descriptors = self._root, self._lock
+        self._root = self._lock = -1
+        for descriptor in descriptors:
             with suppress(OSError):
                 os.close(descriptor)
-        self._root = self._lock = -1
 
     def is_there(self) -> bool:
         """Whether the folder is still at its path: its disk may be away."""
@@ -116,20 +134,18 @@ class Folder:
 
     def entries(self) -> Iterator[FileEntry]:
         """All whole files, in any order. Removes orphans: files whose writer has died."""
-        with _opened(os.dup(self._root)) as root:
-            shards = [entry.name for entry in os.scandir(root) if _is_shard(entry)]
+        with os.scandir(self._root) as found:
+            shards = [entry.name for entry in found if _is_shard(entry)]
+        _remove_drafts(self._root)
         for name in shards:
-            with self._folder(name) as shard:
+            with suppress(FileNotFoundError), self._folder(name) as shard:
+                _remove_drafts(shard)
                 yield from (entry for entry in _files_in(shard, _FILE) if entry.name[:2] == name)
-                with os.scandir(shard) as found:
-                    orphans = [entry.name for entry in found if _PART.fullmatch(entry.name)]
-                for orphan in orphans:
-                    os.unlink(orphan, dir_fd=shard)
 
     def entries_aside(self) -> Iterator[FileEntry]:
         """The files that were moved aside."""
-        with suppress(FileNotFoundError), self._folder(_DAMAGED) as damaged:
-            yield from _files_in(damaged, _ASIDE)
+        with suppress(FileNotFoundError), self._folder(_DAMAGED) as aside:
+            yield from _files_in(aside, _ASIDE)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> Draft:
         """Writes a file whose contents are `parts`; they are on the disk when this returns.
@@ -138,12 +154,14 @@ class Folder:
         """
         shard = self._made(name[:2])
         part = f".{name}.{secrets.token_hex(8)}.part"
+        direct = os.O_DIRECT if self._is_direct and are_aligned(parts) else 0
         try:
-            direct = os.O_DIRECT if self._is_direct and are_aligned(parts) else 0
             with _opened(os.open(part, _NEW | direct, 0o600, dir_fd=shard)) as file:
                 write_all(file, parts)
                 os.fdatasync(file)
-        except BaseException:
+        except BaseException as error:
+            if direct and isinstance(error, OSError) and error.errno == errno.EINVAL:
+                self._is_direct = False  # the file system doesn't take it after all
             with suppress(OSError), _opened(shard):
                 os.unlink(part, dir_fd=shard)
             raise
@@ -152,7 +170,11 @@ class Folder:
     def publish(self, draft: Draft) -> None:
         """Gives a draft its name, in place of what had it. `settle` makes that last."""
         name = draft.name + _SUFFIX
-        os.rename(draft.part, name, src_dir_fd=draft.shard, dst_dir_fd=draft.shard)
+        try:
+            os.rename(draft.part, name, src_dir_fd=draft.shard, dst_dir_fd=draft.shard)
+        except IsADirectoryError:  # somebody else's folder has the name
+            self.move_aside(draft.name)
+            os.rename(draft.part, name, src_dir_fd=draft.shard, dst_dir_fd=draft.shard)
 
     def settle(self, draft: Draft) -> None:
         """Makes a published name last, or removes the draft if it wasn't published."""
@@ -163,40 +185,48 @@ class Folder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[int]:
-        """A descriptor of a file, to read. Raises FileNotFoundError, and OSError for no file."""
+        """A descriptor of a file, to read.
+
+        Raises FileNotFoundError, SnapshotDamaged for what isn't a regular file, OSError.
+        """
         direct = os.O_DIRECT if self._is_direct else 0
         with self._folder(name[:2]) as shard:
+            _require_regular(os.stat(name + _SUFFIX, dir_fd=shard, follow_symlinks=False))
             file = os.open(name + _SUFFIX, _READ | direct, dir_fd=shard)
         with _opened(file):
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.EINVAL, f"{name}{_SUFFIX} isn't a regular file")
+            _require_regular(os.fstat(file))  # it may be another one by now
             yield file
 
     def remove(self, name: str) -> None:
         """Removes a file. No error if it isn't there."""
-        with suppress(FileNotFoundError), self._folder(name[:2]) as shard:
+        with suppress(FileNotFoundError, IsADirectoryError), self._folder(name[:2]) as shard:
             os.unlink(name + _SUFFIX, dir_fd=shard)
 
     def move_aside(self, name: str) -> str:
         """Moves a file among the damaged ones; gives its name there."""
         target = f"{name}.{secrets.token_hex(8)}"
-        with _opened(self._made(_DAMAGED)) as damaged, self._folder(name[:2]) as shard:
-            os.rename(name + _SUFFIX, target, src_dir_fd=shard, dst_dir_fd=damaged)
+        with _opened(self._made(_DAMAGED)) as aside, self._folder(name[:2]) as shard:
+            os.rename(name + _SUFFIX, target, src_dir_fd=shard, dst_dir_fd=aside)
         return target
 
     def remove_aside(self, name: str) -> None:
         """Removes a file that was moved aside. No error if it isn't there."""
-        with suppress(FileNotFoundError), self._folder(_DAMAGED) as damaged:
-            os.unlink(name, dir_fd=damaged)
+        with suppress(FileNotFoundError, IsADirectoryError), self._folder(_DAMAGED) as aside:
+            os.unlink(name, dir_fd=aside)
 
     def _open_and_lock(self) -> None:
         self._root = os.open(self.path, _DIRECTORY & ~os.O_NOFOLLOW)
         try:
-            if not self._identity:
-                self._make_lock()
-            self._lock = os.open(_LOCK, os.O_RDWR | _READ, dir_fd=self._root)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Only a folder that wasn't open before may be new: another one may be in its place.
+            new = 0 if self._identity else os.O_CREAT
+            self._lock = os.open(_LOCK, os.O_RDWR | _READ | new, 0o600, dir_fd=self._root)
+            _lock_alone(self._lock)
             text = os.pread(self._lock, 4096, 0)
+            if not text.strip(b"\0") and not self._identity:  # new, or its maker was killed
+                text = b'{"kvtide_disk_tier":1,"id":"%s"}\n' % secrets.token_hex(16).encode()
+                os.pwrite(self._lock, text, 0)
+                os.fsync(self._lock)
+                os.fsync(self._root)
             if not _LOCK_TEXT.fullmatch(text):
                 raise OSError(errno.EINVAL, f"its {_LOCK} isn't of this version of kvtide")
             if self._identity not in (b"", text):
@@ -206,25 +236,65 @@ class Folder:
             self.close()
             raise
 
-    def _make_lock(self) -> None:
-        with (
-            suppress(FileExistsError),
-            _opened(os.open(_LOCK, _NEW, 0o600, dir_fd=self._root)) as lock,
-        ):
-            os.write(lock, b'{"kvtide_disk_tier":1,"id":"%s"}\n' % secrets.token_hex(16).encode())
-            os.fsync(lock)
-
     @contextmanager
     def _folder(self, name: str) -> Iterator[int]:
-        with _opened(os.open(name, _DIRECTORY, dir_fd=self._root)) as folder:
+        """A descriptor of the folder of that name. Raises FileNotFoundError if there is none."""
+        try:
+            folder = os.open(name, _DIRECTORY, dir_fd=self._root)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file or a link has its name
+                raise FileNotFoundError(errno.ENOENT, f"{name} isn't a folder") from error
+            raise
+        with _opened(folder):
             yield folder
 
     def _made(self, name: str) -> int:
-        """A descriptor of the folder of that name, which is made if it isn't there."""
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=self._root)
+        """A descriptor of the folder of that name, which is made if it isn't there, and lasts."""
+        if name not in self._lasting:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._root)
             os.fsync(self._root)
-        return os.open(name, _DIRECTORY, dir_fd=self._root)
+            self._lasting.add(name)
+        try:
+            return os.open(name, _DIRECTORY, dir_fd=self._root)
+        except FileNotFoundError:
+            self._lasting.discard(name)
+            raise
+
+
+_folders: weakref.WeakSet[Folder] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    """Runs in a forked process, which must not hold the lock when its parent has ended."""
+    for folder in tuple(_folders):
+        folder.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _lock_alone(descriptor: int) -> None:
+    """Raises BlockingIOError if another process has the lock for longer than a moment."""
+    for tries_left in reversed(range(_LOCK_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not tries_left:
+                raise
+            time.sleep(_LOCK_WAIT_S)
+
+
+def _sync(folder: Path) -> None:
+    """Makes the names in a folder last, where this user may read the folder."""
+    with suppress(PermissionError), _opened(os.open(folder, _DIRECTORY & ~os.O_NOFOLLOW)) as names:
+        os.fsync(names)
+
+
+def _require_regular(about: os.stat_result) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise damaged("it isn't a regular file")
 
 
 @contextmanager
@@ -245,6 +315,16 @@ def _files_in(folder: int, form: re.Pattern[str]) -> Iterator[FileEntry]:
         for entry in found:
             name = form.fullmatch(entry.name)
             if name:
-                about = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(about.st_mode):
-                    yield FileEntry(name[1], about.st_size, about.st_mtime)
+                with suppress(FileNotFoundError):  # it may vanish
+                    about = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(about.st_mode):
+                        yield FileEntry(name[1], about.st_size, about.st_mtime)
+
+
+def _remove_drafts(folder: int) -> None:
+    """Removes files whose writer has died."""
+    with os.scandir(folder) as found:
+        drafts = [entry.name for entry in found if _PART.fullmatch(entry.name)]
+    for draft in drafts:
+        with suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(draft, dir_fd=folder)

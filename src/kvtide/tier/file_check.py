@@ -1,0 +1,102 @@
+"""Reads a snapshot's file and checks every byte of it, whoever wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import xxhash
+
+from kvtide.errors import SnapshotDamaged
+from kvtide.seal import Seal
+from kvtide.tier.file_form import (
+    ALIGNMENT,
+    FileForm,
+    damaged,
+    header_bytes_of,
+    padded,
+    read_header,
+)
+from kvtide.tier.file_io import aligned_memory, read_all, through_cache_unless_aligned
+
+_PIECE_BYTES = 4 << 20
+
+
+def read_seal(file: int, key: str | None = None) -> tuple[str, Seal, FileForm]:
+    """The key, seal and form of an open file, checked; the file must be of `key` unless None.
+
+    Raises SnapshotDamaged, SnapshotMiss for a seal of another version, OSError.
+    """
+    file_bytes = os.fstat(file).st_size
+    if file_bytes % ALIGNMENT or not file_bytes:
+        raise damaged(f"its length is {file_bytes} bytes, which isn't a multiple of {ALIGNMENT}")
+    page = aligned_memory(ALIGNMENT)
+    _read(file, 0, [page])
+    header_bytes = header_bytes_of(page, file_bytes)
+    header = page
+    if header_bytes > ALIGNMENT:
+        header = aligned_memory(padded(header_bytes))
+        _read(file, 0, [header])
+    found, seal, form = read_header(bytes(header), file_bytes)
+    if key is not None and found != key:
+        raise damaged(f"it is of the key {found!r}, under the name of {key!r}")
+    return found, seal, form
+
+
+def read_chunks(file: int, form: FileForm, seal: Seal, chunks: Sequence[memoryview]) -> None:
+    """Reads the chunks into memory, and checks them and what is between them.
+
+    `chunks` are writable, one for each chunk of its used bytes. Raises SnapshotDamaged, OSError.
+    """
+    parts: list[memoryview] = []
+    ends: list[tuple[memoryview, memoryview]] = []
+    for chunk in chunks:
+        whole = chunk.nbytes // ALIGNMENT * ALIGNMENT
+        parts += [chunk[:whole]] if whole else []
+        if whole < chunk.nbytes:
+            ends.append((chunk[whole:], aligned_memory(ALIGNMENT)))
+            parts.append(ends[-1][1])
+    with through_cache_unless_aligned(file, parts):
+        _read(file, len(form.header), parts)
+    for end, page in ends:
+        end[:] = page[: end.nbytes]
+        _check_gap(page[end.nbytes :])
+    seal.check_bytes(chunks)
+
+
+def check_file(file: int) -> tuple[str, Seal]:
+    """Checks every byte of an open file in little memory; gives its key and its seal.
+
+    Raises SnapshotDamaged, SnapshotMiss for a seal of another version, OSError.
+    """
+    key, seal, form = read_seal(file)
+    memory = aligned_memory(_PIECE_BYTES)
+    for span in seal.spans:
+        place = form.offsets[span.chunk]
+        checksum = xxhash.xxh3_64()
+        for first in range(span.first, span.stop, _PIECE_BYTES):
+            piece = memory[: min(_PIECE_BYTES, span.stop - first)]
+            _read(file, place + first, [piece])
+            checksum.update(piece)
+        if checksum.intdigest() != span.checksum:
+            raise SnapshotDamaged(
+                f"chunk {span.chunk}: the bytes from {span.first} to {span.stop} have checksum "
+                f"{checksum.intdigest():016x}, sealed with {span.checksum:016x}"
+            )
+    for offset, used_bytes in zip(form.offsets, seal.used_bytes, strict=True):
+        gap = memory[: padded(used_bytes) - used_bytes]
+        _read(file, offset + used_bytes, [gap])
+        _check_gap(gap)
+    return key, seal
+
+
+def _check_gap(gap: memoryview) -> None:
+    if any(gap):
+        raise damaged("there are bytes between its chunks")
+
+
+def _read(file: int, place: int, parts: Sequence[memoryview]) -> None:
+    try:
+        read_all(file, place, parts)
+    except EOFError as error:
+        raise damaged(str(error)) from error
