@@ -24,7 +24,9 @@ def _help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["run"], ["doctor"], ["plan"], ["bench"], ["bench", "copy"]], ids=" ".join
+    "words",
+    [[], ["run"], ["doctor"], ["inspect"], ["plan"], ["bench"], ["bench", "copy"]],
+    ids=" ".join,
 )
 def test_short_option_prints_the_same_help(
     words: list[str], capsys: pytest.CaptureFixture[str]
@@ -41,7 +43,7 @@ def test_a_command_that_needs_another_shows_its_help(
     assert _help_of(capsys, *words) == _help_of(capsys, *words, "--help")
 
 
-@pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["plan"]], ids=" ".join)
+@pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["inspect"], ["plan"]], ids=" ".join)
 def test_help_has_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each stands in a line of its own, with what it means."""
     lines = [line.strip() for line in _help_of(capsys, *words, "-h").splitlines()]
@@ -51,7 +53,7 @@ def test_help_has_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture
         ]
 
 
-@pytest.mark.parametrize("verb", ["run", "doctor", "plan"])
+@pytest.mark.parametrize("verb", ["run", "doctor", "inspect", "plan"])
 def test_examples_of_the_help_have_options_that_exist(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

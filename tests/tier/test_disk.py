@@ -41,7 +41,7 @@ from kvtide.seal import Seal, Span
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Tier
-from kvtide.tier.disk import _name_of
+from kvtide.tier.names import name_of
 from support.interrupts import every_interrupt
 
 FILE_BYTES = 4096 + 8192
@@ -84,7 +84,7 @@ def save(tier: DiskTier, tide: Tide, key: str, count: int = 40) -> None:
 
 def path_of(tier: DiskTier, key: str) -> Path:
     """The file of a key."""
-    name = _name_of(key)
+    name = name_of(key)
     return tier._folder.path / name[:2] / f"{name}.safetensors"
 
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 EXIT_CODES = {
     "0": "done",
-    "1": "something failed, or a check of the doctor's did",
+    "1": "something failed, or a check did (doctor, inspect)",
     "2": "bad input",
     "3": "--verify found a difference",
     "4": "every request failed",
@@ -26,6 +26,10 @@ DOCTOR_EXAMPLES = {
     "kvtide doctor": "the accelerator here",
     "kvtide doctor --device npu --json": "",
     "kvtide doctor --sglang": "this environment's SGLang",
+}
+INSPECT_EXAMPLES = {
+    "kvtide inspect kv": "",
+    "kvtide inspect kv --remove-damaged --json": "no process may use the folder",
 }
 PLAN_EXAMPLES = {
     "kvtide plan Qwen/Qwen3-8B --tp 2": "",

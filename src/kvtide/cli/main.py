@@ -20,7 +20,14 @@ from kvtide.cli.display import printable
 from kvtide.cli.doctor import doctor
 from kvtide.cli.events import event_line
 from kvtide.cli.extras import describe_missing
-from kvtide.cli.help import DOCTOR_EXAMPLES, PLAN_EXAMPLES, RUN_EXAMPLES, epilog
+from kvtide.cli.help import (
+    DOCTOR_EXAMPLES,
+    INSPECT_EXAMPLES,
+    PLAN_EXAMPLES,
+    RUN_EXAMPLES,
+    epilog,
+)
+from kvtide.cli.inspect import inspect
 from kvtide.cli.interrupt import ENDINGS
 from kvtide.cli.invocation import Invocation
 from kvtide.cli.plan import plan
@@ -43,6 +50,7 @@ app = typer.Typer(
 app.command(epilog=epilog(RUN_EXAMPLES))(run)
 app.command(epilog=epilog(DOCTOR_EXAMPLES))(doctor)
 app.command(epilog=epilog(PLAN_EXAMPLES))(plan)
+app.command(epilog=epilog(INSPECT_EXAMPLES))(inspect)
 app.add_typer(bench, name="bench")
 
 

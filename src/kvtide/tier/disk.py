@@ -10,7 +10,6 @@ that vanishes is a miss.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import weakref
@@ -38,6 +37,7 @@ from kvtide.tier.file_check import read_chunks, read_seal
 from kvtide.tier.file_form import ALIGNMENT, LARGEST_HEADER, FileForm, file_form_of, padded
 from kvtide.tier.file_io import aligned_memory
 from kvtide.tier.folder import Folder
+from kvtide.tier.names import name_of
 
 
 @final
@@ -103,7 +103,7 @@ class DiskTier(Tier):
 
     def contains(self, key: str) -> bool:
         """See Tier."""
-        return _name_of(key) in self._books and not self._is_lost
+        return name_of(key) in self._books and not self._is_lost
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""
@@ -112,7 +112,7 @@ class DiskTier(Tier):
             raise TierFull(
                 f"disk tier: a header of {len(form.header)} bytes is too long for a file"
             )
-        name = _name_of(key)
+        name = name_of(key)
         with self._working(), self._reserved(form.size_bytes) as reserved:
             draft = self._folder.write(name, _parts_of(form, chunks))
             try:
@@ -124,7 +124,7 @@ class DiskTier(Tier):
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
         """See Tier."""
-        name = _name_of(key)
+        name = name_of(key)
         with self._working(), self._reading(name, key) as reading, ExitStack() as opened:
             with self._judging(name, key, reading):
                 file = opened.enter_context(self._folder.open(name))
@@ -138,7 +138,7 @@ class DiskTier(Tier):
 
     def remove(self, key: str) -> None:
         """See Tier."""
-        name = _name_of(key)
+        name = name_of(key)
         with self._working(), self._change:
             self._folder.remove(name)
             self._books.drop(name)
@@ -254,11 +254,6 @@ class _Call:
 
 def _miss(key: str) -> SnapshotMiss:
     return SnapshotMiss(f"the disk tier has no snapshot {key!r}; recompute this request")
-
-
-def _name_of(key: str) -> str:
-    """A file's name: a hash, since a key is hostile."""
-    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _parts_of(form: FileForm, chunks: Sequence[memoryview]) -> list[memoryview]:

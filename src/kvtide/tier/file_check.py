@@ -18,6 +18,7 @@ from kvtide.tier.file_form import (
     read_header,
 )
 from kvtide.tier.file_io import aligned_memory, read_all, through_cache_unless_aligned
+from kvtide.tier.names import name_of
 
 _PIECE_BYTES = 4 << 20
 
@@ -64,12 +65,15 @@ def read_chunks(file: int, form: FileForm, seal: Seal, chunks: Sequence[memoryvi
     seal.check_bytes(chunks)
 
 
-def check_file(file: int) -> tuple[str, Seal]:
+def check_file(file: int, name: str) -> tuple[str, Seal]:
     """Checks every byte of an open file in little memory; gives its key and its seal.
 
-    Raises SnapshotDamaged, SnapshotMiss for a seal of another version, OSError.
+    `name` is the file's (`name_of` its key): it alone tells whether the key is right. Raises
+    SnapshotDamaged, SnapshotMiss for a seal of another version, OSError.
     """
     key, seal, form = read_seal(file)
+    if name_of(key) != name:
+        raise damaged(f"it is of the key {key!r}, which has another name")
     memory = aligned_memory(_PIECE_BYTES)
     for span in seal.spans:
         place = form.offsets[span.chunk]

@@ -1,12 +1,6 @@
 """Folder: files that are written whole or not at all, on a POSIX file system.
 
-    D/kvtide.lock                which folder this is; locked while a process uses it
-    D/ab/ab12….safetensors       a file, in one of 256 folders by the beginning of its name
-    D/ab/.ab12….9f3c….part       a file that is being written; without a writer it is an orphan
-    D/damaged/ab12….9f3c…        a file whose bytes were wrong, moved aside
-
-Names in the folder are hostile: no link is followed, only regular files are opened (a device may
-act when it is opened), and only names of these forms are touched.
+kvtide.tier.names has the names in it.
 """
 
 from __future__ import annotations
@@ -20,26 +14,30 @@ import stat
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
 from kvtide.errors import UsageError
-from kvtide.tier.file_form import damaged
 from kvtide.tier.file_io import are_aligned, takes_direct_io, write_all
+from kvtide.tier.names import (
+    ASIDE_FORM,
+    DAMAGED,
+    DIRECTORY,
+    DRAFT_FORM,
+    FILE_FORM,
+    LOCK,
+    LOCK_FORM,
+    READ,
+    SHARD_FORM,
+    SUFFIX,
+    opened,
+    opened_file,
+    opened_folder,
+    opened_root,
+)
 
-_LOCK = "kvtide.lock"
-_DAMAGED = "damaged"
-_SUFFIX = ".safetensors"
-_FILE = re.compile(r"([0-9a-f]{32})\.safetensors")
-_PART = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{16}\.part")
-_ASIDE = re.compile(r"([0-9a-f]{32}\.[0-9a-f]{16})")
-_SHARD = re.compile(r"[0-9a-f]{2}")
-_LOCK_TEXT = re.compile(rb'\{"kvtide_disk_tier":1,"id":"[0-9a-f]{32}"\}\n')
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK the open of a pipe would wait for the pipe's writer.
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Who looks whether a folder is in use holds its lock for a moment.
 _LOCK_TRIES = 4
 _LOCK_WAIT_S = 0.05
@@ -127,7 +125,7 @@ class Folder:
     def is_there(self) -> bool:
         """Whether the folder is still at its path: its disk may be away."""
         try:
-            there = (self.path / _LOCK).lstat()
+            there = (self.path / LOCK).lstat()
             return os.path.samestat(there, os.fstat(self._lock))
         except OSError:
             return False
@@ -140,12 +138,14 @@ class Folder:
         for name in shards:
             with suppress(FileNotFoundError), self._folder(name) as shard:
                 _remove_drafts(shard)
-                yield from (entry for entry in _files_in(shard, _FILE) if entry.name[:2] == name)
+                yield from (
+                    entry for entry in _files_in(shard, FILE_FORM) if entry.name[:2] == name
+                )
 
     def entries_aside(self) -> Iterator[FileEntry]:
         """The files that were moved aside."""
-        with suppress(FileNotFoundError), self._folder(_DAMAGED) as aside:
-            yield from _files_in(aside, _ASIDE)
+        with suppress(FileNotFoundError), self._folder(DAMAGED) as aside:
+            yield from _files_in(aside, ASIDE_FORM)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> Draft:
         """Writes a file whose contents are `parts`; they are on the disk when this returns.
@@ -156,20 +156,20 @@ class Folder:
         part = f".{name}.{secrets.token_hex(8)}.part"
         direct = os.O_DIRECT if self._is_direct and are_aligned(parts) else 0
         try:
-            with _opened(os.open(part, _NEW | direct, 0o600, dir_fd=shard)) as file:
+            with opened(os.open(part, _NEW | direct, 0o600, dir_fd=shard)) as file:
                 write_all(file, parts)
                 os.fdatasync(file)
         except BaseException as error:
             if direct and isinstance(error, OSError) and error.errno == errno.EINVAL:
                 self._is_direct = False  # the file system doesn't take it after all
-            with suppress(OSError), _opened(shard):
+            with suppress(OSError), opened(shard):
                 os.unlink(part, dir_fd=shard)
             raise
         return Draft(shard, part, name)
 
     def publish(self, draft: Draft) -> None:
         """Gives a draft its name, in place of what had it. `settle` makes that last."""
-        name = draft.name + _SUFFIX
+        name = draft.name + SUFFIX
         try:
             os.rename(draft.part, name, src_dir_fd=draft.shard, dst_dir_fd=draft.shard)
         except IsADirectoryError:  # somebody else's folder has the name
@@ -178,7 +178,7 @@ class Folder:
 
     def settle(self, draft: Draft) -> None:
         """Makes a published name last, or removes the draft if it wasn't published."""
-        with _opened(draft.shard) as shard:
+        with opened(draft.shard) as shard:
             with suppress(FileNotFoundError):
                 os.unlink(draft.part, dir_fd=shard)
             os.fsync(shard)
@@ -190,36 +190,35 @@ class Folder:
         Raises FileNotFoundError, SnapshotDamaged for what isn't a regular file, OSError.
         """
         direct = os.O_DIRECT if self._is_direct else 0
-        with self._folder(name[:2]) as shard:
-            _require_regular(os.stat(name + _SUFFIX, dir_fd=shard, follow_symlinks=False))
-            file = os.open(name + _SUFFIX, _READ | direct, dir_fd=shard)
-        with _opened(file):
-            _require_regular(os.fstat(file))  # it may be another one by now
+        with (
+            self._folder(name[:2]) as shard,
+            opened_file(name + SUFFIX, shard, flags=direct) as file,
+        ):
             yield file
 
     def remove(self, name: str) -> None:
         """Removes a file. No error if it isn't there."""
         with suppress(FileNotFoundError, IsADirectoryError), self._folder(name[:2]) as shard:
-            os.unlink(name + _SUFFIX, dir_fd=shard)
+            os.unlink(name + SUFFIX, dir_fd=shard)
 
     def move_aside(self, name: str) -> str:
         """Moves a file among the damaged ones; gives its name there."""
         target = f"{name}.{secrets.token_hex(8)}"
-        with _opened(self._made(_DAMAGED)) as aside, self._folder(name[:2]) as shard:
-            os.rename(name + _SUFFIX, target, src_dir_fd=shard, dst_dir_fd=aside)
+        with opened(self._made(DAMAGED)) as aside, self._folder(name[:2]) as shard:
+            os.rename(name + SUFFIX, target, src_dir_fd=shard, dst_dir_fd=aside)
         return target
 
     def remove_aside(self, name: str) -> None:
         """Removes a file that was moved aside. No error if it isn't there."""
-        with suppress(FileNotFoundError, IsADirectoryError), self._folder(_DAMAGED) as aside:
+        with suppress(FileNotFoundError, IsADirectoryError), self._folder(DAMAGED) as aside:
             os.unlink(name, dir_fd=aside)
 
     def _open_and_lock(self) -> None:
-        self._root = os.open(self.path, _DIRECTORY & ~os.O_NOFOLLOW)
+        self._root = os.open(self.path, DIRECTORY & ~os.O_NOFOLLOW)
         try:
             # Only a folder that wasn't open before may be new: another one may be in its place.
             new = 0 if self._identity else os.O_CREAT
-            self._lock = os.open(_LOCK, os.O_RDWR | _READ | new, 0o600, dir_fd=self._root)
+            self._lock = os.open(LOCK, os.O_RDWR | READ | new, 0o600, dir_fd=self._root)
             _lock_alone(self._lock)
             text = os.pread(self._lock, 4096, 0)
             if not text.strip(b"\0") and not self._identity:  # new, or its maker was killed
@@ -227,8 +226,8 @@ class Folder:
                 os.pwrite(self._lock, text, 0)
                 os.fsync(self._lock)
                 os.fsync(self._root)
-            if not _LOCK_TEXT.fullmatch(text):
-                raise OSError(errno.EINVAL, f"its {_LOCK} isn't of this version of kvtide")
+            if not LOCK_FORM.fullmatch(text):
+                raise OSError(errno.EINVAL, f"its {LOCK} isn't of this version of kvtide")
             if self._identity not in (b"", text):
                 raise OSError(errno.ESTALE, "another folder is in its place")
             self._identity = text
@@ -236,17 +235,8 @@ class Folder:
             self.close()
             raise
 
-    @contextmanager
-    def _folder(self, name: str) -> Iterator[int]:
-        """A descriptor of the folder of that name. Raises FileNotFoundError if there is none."""
-        try:
-            folder = os.open(name, _DIRECTORY, dir_fd=self._root)
-        except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):  # a file or a link has its name
-                raise FileNotFoundError(errno.ENOENT, f"{name} isn't a folder") from error
-            raise
-        with _opened(folder):
-            yield folder
+    def _folder(self, name: str) -> AbstractContextManager[int]:
+        return opened_folder(name, self._root)
 
     def _made(self, name: str) -> int:
         """A descriptor of the folder of that name, which is made if it isn't there, and lasts."""
@@ -256,7 +246,7 @@ class Folder:
             os.fsync(self._root)
             self._lasting.add(name)
         try:
-            return os.open(name, _DIRECTORY, dir_fd=self._root)
+            return os.open(name, DIRECTORY, dir_fd=self._root)
         except FileNotFoundError:
             self._lasting.discard(name)
             raise
@@ -288,25 +278,12 @@ def _lock_alone(descriptor: int) -> None:
 
 def _sync(folder: Path) -> None:
     """Makes the names in a folder last, where this user may read the folder."""
-    with suppress(PermissionError), _opened(os.open(folder, _DIRECTORY & ~os.O_NOFOLLOW)) as names:
+    with suppress(PermissionError), opened_root(folder) as names:
         os.fsync(names)
 
 
-def _require_regular(about: os.stat_result) -> None:
-    if not stat.S_ISREG(about.st_mode):
-        raise damaged("it isn't a regular file")
-
-
-@contextmanager
-def _opened(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _is_shard(entry: os.DirEntry[str]) -> bool:
-    return bool(_SHARD.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
+    return bool(SHARD_FORM.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
 
 
 def _files_in(folder: int, form: re.Pattern[str]) -> Iterator[FileEntry]:
@@ -324,7 +301,7 @@ def _files_in(folder: int, form: re.Pattern[str]) -> Iterator[FileEntry]:
 def _remove_drafts(folder: int) -> None:
     """Removes files whose writer has died."""
     with os.scandir(folder) as found:
-        drafts = [entry.name for entry in found if _PART.fullmatch(entry.name)]
+        drafts = [entry.name for entry in found if DRAFT_FORM.fullmatch(entry.name)]
     for draft in drafts:
         with suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(draft, dir_fd=folder)
