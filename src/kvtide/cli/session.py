@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvtide.cli.answering import run_requests
 from kvtide.cli.answers import Answers, Kept, open_answers
 from kvtide.cli.answers.keys import Conditions
+from kvtide.cli.console import make_console
 from kvtide.cli.display import Display, Event
 from kvtide.cli.displays import make_display
 from kvtide.cli.interrupt import Ended, Interrupt
@@ -20,7 +21,6 @@ from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
 from kvtide.cli.report import describe_check, make_report, summarize, write_report
 from kvtide.cli.rows import answer_row
 from kvtide.cli.serving import Serving
-from kvtide.cli.sturdy import make_console
 from kvtide.cli.verify import KeptLine, Verdict, compare_runs, reference_options, reference_requests
 from kvtide.errors import KvtideError
 from kvtide.sizes import counted
