@@ -38,14 +38,13 @@ def make_requests() -> list[Request]:
     ]
 
 
-def build(folder: Path | None, **more: object) -> Engine:
+def build(folder: Path | None, *, keep_logits: bool = True) -> Engine:
     """Builds an engine whose pool has room for three requests, and the arena for two."""
     options = EngineOptions(
         kv_memory_bytes=280 * token_bytes(tiny()),
         host_memory_bytes=2 * BLOCK_BYTES,
         disk_dir=folder,
-        keep_logits=True,
-        **more,  # type: ignore[arg-type]
+        keep_logits=keep_logits,
     )
     return Engine.build(tiny(), options)
 
@@ -234,6 +233,19 @@ def test_only_a_requests_own_kv_is_taken_over(
     second.close()
 
 
+def test_what_kept_no_digests_is_not_gone_on_with_by_an_engine_that_keeps_them(
+    tmp_path: Path, undisturbed: list[tuple[object, ...]]
+) -> None:
+    """`--verify` comes with `--resume` alone: such requests start anew."""
+    first = build(tmp_path / "kv", keep_logits=False)
+    begin(first, 20)
+    assert first.suspend() > 0
+    first.close()
+    second = build(tmp_path / "kv")
+    assert undisturbed == finish(second, [])
+    second.close()
+
+
 HOSTILE = [
     "", "{", "[]", "{}", '{"output_ids":[]}', '{"output_ids":3}', "[" * 100_000,
     '{"output_ids":[-1],"digests":[],"random":null,"retractions":0,"exact":true}',
@@ -243,6 +255,8 @@ HOSTILE = [
     '{"output_ids":[1],"digests":[],"random":"AAAA","retractions":0,"exact":true}',
     '{"output_ids":[1],"digests":[],"random":3,"retractions":0,"exact":true}',
     '{"output_ids":[],"digests":[],"random":null,"retractions":0,"exact":true}',
+    '{"output_ids":[300],"digests":["1"],"random":null,"retractions":0,"exact":true}',
+    '{"output_ids":[1],"digests":[],"random":null,"retractions":0,"exact":true}',
     '{"output_ids":[1,1,1,1,1,1,1,1,1],"digests":[],"random":null,"retractions":0,"exact":true}',
 ]  # fmt: skip
 
@@ -256,5 +270,12 @@ def test_hostile_progress_is_a_miss(text: str, temperature: float) -> None:
     sampler = Sampler(params)
     before = sampler.state
     with pytest.raises(SnapshotMiss):
-        progress.take_over(f"{progress.name_for(request)}\n{text}", 3, request, sampler)
+        progress.take_over(
+            f"{progress.name_for(request)}\n{text}",
+            3,
+            request,
+            sampler,
+            vocab_size=260,
+            needs_digests=True,
+        )
     assert ([], [], before) == (request.output_ids, request.logit_digests, sampler.state)

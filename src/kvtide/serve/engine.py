@@ -261,9 +261,14 @@ class Engine:
         if snapshot is None:
             return False
         try:
-            progress.take_over(snapshot.seal.key, snapshot.token_count, request, live.sampler)
-            if self._options.keep_logits and len(request.logit_digests) < len(request.output_ids):
-                raise SnapshotMiss("the earlier engine kept no digests of logits")
+            progress.take_over(
+                snapshot.seal.key,
+                snapshot.token_count,
+                request,
+                live.sampler,
+                vocab_size=self._vocab_size,
+                needs_digests=self._options.keep_logits,
+            )
         except SnapshotMiss:
             self.tide.discard(snapshot)
             return False

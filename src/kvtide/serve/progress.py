@@ -49,11 +49,20 @@ def to_text(request: Request, sampler: Sampler) -> str:
     return f"{name}\n{json.dumps(form)}"
 
 
-def take_over(text: str, token_count: int, request: Request, sampler: Sampler) -> None:
+def take_over(
+    text: str,
+    token_count: int,
+    request: Request,
+    sampler: Sampler,
+    *,
+    vocab_size: int,
+    needs_digests: bool,
+) -> None:
     """Sets a request to what the key of its snapshot of `token_count` tokens says.
 
     Raises SnapshotMiss, and changes nothing, for a text that isn't of this request: it comes from a
-    file and is untrusted.
+    file and is untrusted. Progress without the digests of logits is no use either if they are
+    needed.
     """
     name, _, rest = text.partition("\n")
     if name != name_for(request):
@@ -66,15 +75,17 @@ def take_over(text: str, token_count: int, request: Request, sampler: Sampler) -
         state = None if form["random"] is None else base64.b64decode(form["random"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise SnapshotMiss(f"request {request.id!r}: its progress can't be read") from error
-    if len(digests) not in (0, len(output_ids)):
+    if len(digests) not in (0, len(output_ids)) or max(output_ids, default=0) >= vocab_size:
         raise SnapshotMiss(f"request {request.id!r}: its progress contradicts itself")
+    if needs_digests and len(digests) < len(output_ids):
+        raise SnapshotMiss(f"request {request.id!r}: its progress has no digests of logits")
     known = len(request.prompt_ids) + len(output_ids)
     has_begun = bool(output_ids) == (token_count >= len(request.prompt_ids))
     if not 0 < token_count < known or not has_begun or len(output_ids) >= request.most_new_tokens:
         raise SnapshotMiss(f"request {request.id!r}: its progress contradicts itself")
     if state is not None or sampler.state is not None:
         sampler.set_state(state)
-    request.output_ids, request.logit_digests = output_ids, digests
+    request.output_ids, request.logit_digests = output_ids, digests if needs_digests else []
     request.retractions, request.exact = retractions, exact
 
 
