@@ -18,6 +18,7 @@ from kvtide.cli.answers.file import AnswerFile
 from kvtide.cli.answers.part import PartFile
 from kvtide.cli.interrupt import SIGNALS
 from kvtide.cli.main import main
+from kvtide.errors import KvtideError
 from support.fake_serving import FakeEngine, FakeServing
 from support.results import read_part, read_report, read_rows
 
@@ -68,6 +69,35 @@ def test_answers_reach_the_disk_while_the_next_ones_take_long(
     out = ["--out", str(tmp_path / "out")]
     assert main(["run", prompts, *out], serving=FakeServing(note_steps)) == 0
     assert ["step", "look"] * (len(happened) // 2) == happened != []
+
+
+@pytest.mark.parametrize("failure", [KvtideError("the disk is gone"), None])
+def test_kv_that_cannot_be_left_on_the_disk_costs_no_answer(
+    prompts: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    failure: KvtideError | None,
+) -> None:
+    """If that fails, or if a second Ctrl-C doesn't wait for it: the end is said, and reported."""
+
+    def suspend() -> int:
+        if failure is not None:
+            raise failure
+        _kill(signal.SIGINT)()
+        raise AssertionError("the second Ctrl-C is for this")
+
+    def prepare(engine: FakeEngine, _number: int) -> None:
+        calls = iter(range(1, 1000))
+        engine.before_step = lambda: _kill(signal.SIGINT)() if next(calls) == 3 else None
+        engine.suspend = suspend  # type: ignore[method-assign]
+
+    out, report = tmp_path / "out", tmp_path / "report"
+    options = ["--out", str(out), "--report", str(report)]
+    code = 130 if failure is None else 1
+    assert code == main(["run", prompts, *options], serving=FakeServing(prepare))
+    assert ["a", "b"] == read_part(out)
+    assert 2 == read_report(report)["answered"]
+    assert "answered: 2 of 5 prompts, kept in " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -51,8 +51,14 @@ def run_requests(
     except Exception as caught:
         error = caught
     seconds, stats = time.perf_counter() - started, engine.stats
+    try:
+        with interrupt.hasty():
+            suspended = 0 if is_hasty or error is not None else engine.suspend()
+    except Ended:
+        pass
+    except Exception as caught:
+        error = caught
     if error is None:
-        suspended = 0 if is_hasty else engine.suspend()
         _abort(engine, requests)
     check, ended_by = engine.exact_check, interrupt.requested
     return Outcome(requests, stats, seconds, check, ended_by, error, suspended)
