@@ -94,6 +94,16 @@ def test_help_names_no_option_in_part(
     assert "…" not in _help_of(capsys, "run", "-h")
 
 
+def test_no_file_gets_the_number_of_a_closed_standard_stream() -> None:
+    """What a library writes to standard error must not end up among the answers."""
+    code = "import os, sys, kvtide.cli as c, kvtide.cli.main as m; "
+    code += "m.main = lambda: os.open(os.devnull, os.O_RDONLY); sys.exit(c.start())"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" 0<&- 1>&- 2>&-', sys.executable, code], check=False
+    )
+    assert 3 <= done.returncode < 100
+
+
 def test_python_m_kvtide_is_kvtide() -> None:
     """It is the same command, under the same name."""
     done = subprocess.run(

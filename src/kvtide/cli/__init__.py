@@ -17,6 +17,7 @@ def start() -> int:
     """
     from kvtide.cli.extras import describe_missing
 
+    _fill_closed_streams()
     _let_threads_wait()
     try:
         from kvtide.cli.main import main
@@ -29,6 +30,17 @@ def start() -> int:
         # Ctrl-C while the modules load. Later `main` handles it.
         sys.stderr.write("kvtide: interrupted\n")
         return 130
+
+
+def _fill_closed_streams() -> None:
+    """Opens nothing in place of a closed standard stream.
+
+    Otherwise the next file gets its number, and with it what libraries write to the stream.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    while nowhere < 3:
+        nowhere = os.dup(nowhere)
+    os.close(nowhere)
 
 
 def _let_threads_wait() -> None:
