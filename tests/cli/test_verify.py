@@ -108,6 +108,19 @@ def test_lines_of_earlier_runs_are_compared_without_their_logits() -> None:
     assert compare_runs([], [], [samples]).verified
 
 
+def test_a_model_may_have_another_name_in_an_earlier_batch_line() -> None:
+    """The line's key tells the model; `./smollm2` and `smollm2` may be the same."""
+
+    def line(model: str, text: str) -> dict[str, object]:
+        return {"custom_id": "a", "response": {"body": {"model": model, "choices": [text]}}}
+
+    assert compare_runs([], [], [KeptLine("a", line("./m", "x"), line("m", "x"))]).verified
+    assert not compare_runs([], [], [KeptLine("a", line("m", "y"), line("m", "x"))]).verified
+    for hostile in (7, {"body": 7}, {"body": {"model": "m"}}):
+        kept = KeptLine("a", {"custom_id": "a", "response": hostile}, line("m", "x"))
+        assert not compare_runs([], [], [kept]).verified
+
+
 @pytest.mark.parametrize(
     ("line", "field"),
     [
