@@ -15,7 +15,7 @@ settings.register_profile("kvtide", deadline=None, suppress_health_check=[Health
 settings.load_profile("kvtide")
 
 
-# A shell starts background processes with Ctrl-C ignored, and nohup ignores SIGHUP. Tests send both.
+# A shell starts background processes with Ctrl-C ignored, nohup with SIGHUP. Tests send both.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
