@@ -82,12 +82,12 @@ def replace_file(path: Path, parts: Iterable[bytes]) -> None:
     file = draft.open("xb")
     try:
         with file:
+            if path.exists():  # first: who may not read the old file may not read this one either
+                draft.chmod(stat.S_IMODE(path.stat().st_mode))
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            draft.chmod(stat.S_IMODE(path.stat().st_mode))
         draft.replace(path)
         sync_folder(path.parent)
     finally:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -245,6 +246,27 @@ def test_answers_of_which_none_fits_are_left_alone(out: Path, finish: bool) -> N
         reason = "seed is 5 here and 0 there"
     assert f"none of the 1 answer of {out} fits ({reason}); name another" in str(refusal.value)
     assert before == {path: path.read_bytes() for path in out.parent.iterdir() if path in before}
+
+
+def test_the_part_of_a_private_file_is_private(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else may read the answers, at any moment."""
+    _run(out, "a")
+    out.chmod(0o600)
+    with closing(_open(out, resume=True)) as answers:
+        assert 0o600 == stat.S_IMODE(_part(out).stat().st_mode)
+        answers.keep(KEYS, HEADER)
+        answers.begin()
+        _write(answers, "b")
+        sync, modes = os.fsync, []
+
+        def note_mode(descriptor: int) -> None:
+            modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+            sync(descriptor)
+
+        monkeypatch.setattr("os.fsync", note_mode)
+        answers.finish(["a", "b"])
+    assert 0o600 == modes[0]
+    assert 0o600 == stat.S_IMODE(out.stat().st_mode)
 
 
 def test_a_link_stays_a_link(out: Path, tmp_path: Path) -> None:

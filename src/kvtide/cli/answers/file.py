@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ class AnswerFile(Answers):
             if not overwrite:
                 self._refuse_other_version()
                 self._refuse_loss()
+            self._match_mode()
         except BaseException:
             if self._part.is_empty:
                 self._part.remove()
@@ -152,6 +155,14 @@ class AnswerFile(Answers):
                 return read_saved(file), in_part
         except OSError as error:
             raise UsageError(f"--out: cannot read {self._path}: {reason_of(error)}") from error
+
+    def _match_mode(self) -> None:
+        """Lets those alone read the part who may read the file."""
+        if not self._target.exists():
+            return
+        mode = stat.S_IMODE(self._target.stat().st_mode) | stat.S_IRUSR | stat.S_IWUSR
+        with suppress(PermissionError):  # of a part that another user began
+            self._part.path.chmod(mode)
 
     def _refuse_other_version(self) -> None:
         header = self._in_part.header
