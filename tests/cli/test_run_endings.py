@@ -268,6 +268,18 @@ def test_one_answer_is_enough_for_success(tmp_path: Path) -> None:
     assert main([*command, "--resume"], serving=FakeServing()) == 0
 
 
+def test_resume_answers_what_failed_before(tmp_path: Path) -> None:
+    """The reason may be mended by then, such as too little memory."""
+    prompts, out = _write(tmp_path, ["large", "small"]), tmp_path / "out"
+    command = ["run", prompts, "--out", str(out), "--resume"]
+    assert main([*command, "--kv-memory", "1MiB"], serving=FakeServing()) == 0
+    assert [True, False] == [row["error"] is not None for row in read_rows(out)]
+    assert main(command, serving=FakeServing()) == 0
+    assert [("large", None), ("small", None)] == [
+        (row["id"], row["error"]) for row in read_rows(out)
+    ]
+
+
 def test_full_disk_ends_the_run_with_what_is_there(
     prompts: str,
     tmp_path: Path,
