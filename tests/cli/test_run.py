@@ -253,6 +253,11 @@ def test_ctrl_c_keeps_the_answers_that_are_done(
         "answers the rest\nkvtide: interrupted\n"
     ) in captured.err
     assert captured.out == ""
+    options += ["--overwrite", "--log-format", "json"]
+    assert main(["run", prompts, *options], serving=FakeServing(interrupt_at_step_3)) == 130
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    (ended,) = (event for event in events if event["event"] == "ended_early")
+    assert (1, 4, 1) == (ended["answered"], ended["prompts"], ended["failed"])
 
 
 def test_second_ctrl_c_does_not_wait_for_the_step(
