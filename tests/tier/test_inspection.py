@@ -170,3 +170,27 @@ def test_every_flipped_byte_and_every_length_is_found(tier: DiskTier, tmp_path: 
         for length in reversed(range(len(content))):
             os.truncate(file, length)
             both_ways(file)
+
+
+@pytest.mark.parametrize("group_bytes", [1, 6000, 1 << 20])
+def test_chunks_are_checked_in_groups_of_any_size(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_bytes: int
+) -> None:
+    """A whole file is read, and a wrong byte in any chunk or gap is found."""
+    monkeypatch.setattr("kvtide.tier.file_check._GROUP_BYTES", group_bytes)
+    path = path_of(tmp_path / "kv", "a")
+    rooms = [memoryview(bytearray(len(chunk))) for chunk in CHUNKS]
+    with path.open("r+b", buffering=0) as stream:
+        file = stream.fileno()
+        _, seal, form = read_seal(file, "a")
+        read_chunks(file, form, seal, rooms)
+        assert CHUNKS == tuple(map(bytes, rooms))
+        for number, offset in enumerate(form.offsets):
+            for place in (offset, offset + len(CHUNKS[number])):
+                (value,) = os.pread(file, 1, place)
+                os.pwrite(file, bytes([value ^ 1]), place)
+                with pytest.raises(SnapshotDamaged):
+                    read_chunks(file, form, seal, rooms)
+                os.pwrite(file, bytes([value]), place)
+        with pytest.raises(SnapshotDamaged, match="1 chunks were asked for, it has 2"):
+            read_chunks(file, form, seal, rooms[:1])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import final
 
+import numpy as np
+
 from kvtide.errors import TierFull
 from kvtide.tier.file_form import padded
-from kvtide.tier.folder import Folder
+from kvtide.tier.folder import FileEntry, Folder
 
 
 @final
@@ -46,11 +48,9 @@ class Books:
         """Finds what the folder has, and removes what exceeds the limit. Raises OSError."""
         self._folder = folder
         self._limit_bytes = limit_bytes
-        found = sorted(folder.entries(), key=lambda entry: entry.used_at)
         # A plain dictionary would search for its first item behind all those that have left.
-        self._files = OrderedDict((entry.name, padded(entry.size_bytes)) for entry in found)
-        aside = sorted(folder.entries_aside(), key=lambda entry: entry.used_at)
-        self._aside = OrderedDict((entry.name, padded(entry.size_bytes)) for entry in aside)
+        self._files = OrderedDict(_by_age(list(folder.entries())))
+        self._aside = OrderedDict(_by_age(list(folder.entries_aside())))
         self._readings: dict[str, Reading] = {}
         self._stuck: set[str] = set()
         """Damaged files that can't be moved aside. They aren't read, and leave like others."""
@@ -160,3 +160,9 @@ class Books:
                 self._folder.remove(name)
                 self.drop(name)
                 self.evicted += 1
+
+
+def _by_age(entries: list[FileEntry]) -> list[tuple[str, int]]:
+    """Names and sizes of files in whole pages, the one that was used least recently first."""
+    order = np.argsort(np.array([used_at for used_at, _, _ in entries]), kind="stable").tolist()
+    return [(entries[place][1], padded(entries[place][2])) for place in order]

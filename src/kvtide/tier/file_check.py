@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -21,6 +21,7 @@ from kvtide.tier.file_io import aligned_memory, read_all, through_cache_unless_a
 from kvtide.tier.names import name_of
 
 _PIECE_BYTES = 4 << 20
+_GROUP_BYTES = 16 << 20
 
 
 def read_seal(file: int, key: str | None = None) -> tuple[str, Seal, FileForm]:
@@ -49,6 +50,31 @@ def read_chunks(file: int, form: FileForm, seal: Seal, chunks: Sequence[memoryvi
 
     `chunks` are writable, one for each chunk of its used bytes. Raises SnapshotDamaged, OSError.
     """
+    place = 0
+    for first, stop in _groups(chunks):
+        _read_group(file, form.offsets[first], chunks[first:stop])
+        # What was just read is checked while the processor's cache has it.
+        while place < len(seal.spans) and seal.spans[place].chunk < stop:
+            seal.spans[place].check(chunks[seal.spans[place].chunk])
+            place += 1
+    if place < len(seal.spans) or len(chunks) != len(seal.used_bytes):
+        raise damaged(f"{len(chunks)} chunks were asked for, it has {len(seal.used_bytes)}")
+
+
+def _groups(chunks: Sequence[memoryview]) -> Iterator[tuple[int, int]]:
+    """Numbers of chunks that are read together: the first, and the one behind the last."""
+    first, size_bytes = 0, 0
+    for number, chunk in enumerate(chunks):
+        if number > first and size_bytes + chunk.nbytes > _GROUP_BYTES:
+            yield first, number
+            first, size_bytes = number, 0
+        size_bytes += chunk.nbytes
+    if chunks:
+        yield first, len(chunks)
+
+
+def _read_group(file: int, place: int, chunks: Sequence[memoryview]) -> None:
+    """Reads chunks that follow each other from byte `place` on, and checks what is between them."""
     parts: list[memoryview] = []
     ends: list[tuple[memoryview, memoryview]] = []
     for chunk in chunks:
@@ -58,11 +84,10 @@ def read_chunks(file: int, form: FileForm, seal: Seal, chunks: Sequence[memoryvi
             ends.append((chunk[whole:], aligned_memory(ALIGNMENT)))
             parts.append(ends[-1][1])
     with through_cache_unless_aligned(file, parts):
-        _read(file, len(form.header), parts)
+        _read(file, place, parts)
     for end, page in ends:
         end[:] = page[: end.nbytes]
         _check_gap(page[end.nbytes :])
-    seal.check_bytes(chunks)
 
 
 def check_file(file: int, name: str) -> tuple[str, Seal]:
