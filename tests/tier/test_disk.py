@@ -640,6 +640,25 @@ def test_file_counts_while_it_is_read(
     assert (1, FILE_BYTES) == (disk.stats.snapshots, disk.stats.used_bytes)
 
 
+def test_file_that_is_read_stays_though_others_are_newer(
+    tier: Callable[..., DiskTier], tide: Tide
+) -> None:
+    """While it is read, a file that was used later leaves in its place."""
+    disk = tier(limit_bytes=3 * FILE_BYTES)
+    for key in "ab":
+        save(disk, tide, key)
+
+    def make_room(seal: Seal) -> list[memoryview]:
+        for key in "cd":
+            save(disk, tide, key)
+        assert [True, False, True, True] == [disk.contains(key) for key in "abcd"]
+        save(disk, tide, "e")
+        assert [True, False, True, True] == [disk.contains(key) for key in "acde"]
+        return [memoryview(bytearray(size_bytes)) for size_bytes in seal.used_bytes]
+
+    disk.get("a", make_room)
+
+
 def test_no_file_leaves_in_vain(tier: Callable[..., DiskTier], tide: Tide) -> None:
     """If a file that is being read keeps a snapshot from having room, the others stay."""
     disk = tier(limit_bytes=3 * FILE_BYTES)
@@ -857,7 +876,7 @@ def test_forked_process_leaves_the_folder_alone(tier: Callable[..., DiskTier], t
     disk = tier()
     save(disk, tide, "a")
     snapshot = tide.offload(range(8), key="b")
-    ready, go_on = os.pipe(), os.pipe()
+    ready, go_on, lock = os.pipe(), os.pipe(), disk._folder._lock
     child = os.fork()
     if not child:
         code = 1
@@ -865,12 +884,16 @@ def test_forked_process_leaves_the_folder_alone(tier: Callable[..., DiskTier], t
             with suppress(ProcessForked):
                 disk.save("b", snapshot)
                 os._exit(2)
+            with suppress(OSError):  # a killed parent's lock must end with it
+                os.fstat(lock)
+                os._exit(3)
             disk.close()
             os.write(ready[1], b"1")
             os.read(go_on[0], 1)
             code = 0
         finally:
             os._exit(code)
+    os.close(ready[1])
     assert b"1" == os.read(ready[0], 1)
     with pytest.raises(UsageError, match="another process"):
         tier()
@@ -879,7 +902,7 @@ def test_forked_process_leaves_the_folder_alone(tier: Callable[..., DiskTier], t
     os.write(go_on[1], b"1")
     assert (child, 0) == os.waitpid(child, 0)
     tide.discard(snapshot)
-    for descriptor in (*ready, *go_on):
+    for descriptor in (ready[0], *go_on):
         os.close(descriptor)
 
 

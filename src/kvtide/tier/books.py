@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import final
 
 import numpy as np
 
 from kvtide.errors import TierFull
-from kvtide.tier.file_form import padded
+from kvtide.tier.file_form import ALIGNMENT
 from kvtide.tier.folder import FileEntry, Folder
 
 
@@ -162,7 +163,9 @@ class Books:
                 self.evicted += 1
 
 
-def _by_age(entries: list[FileEntry]) -> list[tuple[str, int]]:
+def _by_age(entries: list[FileEntry]) -> Iterator[tuple[str, int]]:
     """Names and sizes of files in whole pages, the one that was used least recently first."""
     order = np.argsort(np.array([used_at for used_at, _, _ in entries]), kind="stable").tolist()
-    return [(entries[place][1], padded(entries[place][2])) for place in order]
+    sizes = np.array([size_bytes for _, _, size_bytes in entries], np.int64)
+    whole = (-(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
+    return ((entries[place][1], whole[place]) for place in order)
