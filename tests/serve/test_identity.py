@@ -26,7 +26,7 @@ def _opened(folder: Path, dtype: str = "float32") -> OpenModel:
 
 
 def test_a_model_has_the_same_hash_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
-    """Nor does it matter which release of transformers wrote it."""
+    """The release of transformers that wrote it does not matter either."""
     copy = make_folder(tmp_path / "copy")
     change_config(copy, transformers_version="0.0.1")
     expected = hash_of(_opened(folder))
