@@ -19,9 +19,12 @@ KV_MEMORY ?= 45MiB
 # SGLang wants other versions of what kvtide's own engine uses.
 SGLANG := .venv-sglang
 
+# Mooncake needs libraries that its wheel lacks, so it isn't part of the environment for all.
+MOONCAKE := .venv-mooncake
+
 SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
-.PHONY: help setup demo test test-sglang lint types bench soak clean
+.PHONY: help setup demo test test-sglang test-mooncake lint types bench soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +33,9 @@ help:
 	@echo 'make test         lint, types and all tests; builds the simulated accelerator for them, and'
 	@echo '                  an environment with SGLang'
 	@echo 'make test-sglang  the tests under SGLang alone'
+	@echo 'make test-mooncake'
+	@echo '                  the tests of the tier on a real Mooncake Store, which starts its servers;'
+	@echo '                  make test has the same tests on an imitation of it'
 	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
 	@echo 'make soak         what takes too long for make test: all models of transformers against their'
 	@echo '                  own answers, forty small models in exact mode, and kvtide run'
@@ -79,6 +85,17 @@ $(SGLANG)/.installed: $(SGLANG)/.packages $(VENV)/.simnpu
 	@$(SGLANG)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
+# The environment has the wheel alone: torch and pytest are those of $(VENV).
+$(MOONCAKE)/.installed: $(VENV)/.installed engines/mooncake/requirements.txt
+	@echo 'installing Mooncake into $(MOONCAKE), an environment of its own'
+	@$(PY) -m venv --without-pip $(MOONCAKE)
+	@$(PY) $(subst -m pip,-m pip --python $(MOONCAKE)/bin/python,$(INSTALL)) --no-deps \
+	  -r engines/mooncake/requirements.txt
+	@$(PY) -c 'from sysconfig import get_path as path; \
+	  print("import site; site.addsitedir(%r)" % path("purelib"))' \
+	  > "$$(echo $(MOONCAKE)/lib/python*/site-packages)/kvtide.pth"
+	@touch $@
+
 demo: setup
 	@mkdir -p $(OUT)
 	$(VENV)/bin/kvtide run examples/prompts.jsonl --model smollm2 --kv-memory $(KV_MEMORY) \
@@ -95,6 +112,13 @@ test-sglang: $(SGLANG)/.installed
 	cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins:../../simnpu/src \
 	  $(ONE_THREAD) '$(CURDIR)/$(SGLANG)/bin/python' $(SIDE_BY_SIDE) --dist loadfile \
 	  --no-loadscope-reorder
+
+# Exit 75 says that this system can't have Mooncake's libraries, which is no failure of kvtide's.
+test-mooncake: $(MOONCAKE)/.installed
+	@cd engines/mooncake && $(ONE_THREAD) ./run.sh '$(CURDIR)/$(MOONCAKE)' \
+	  '$(CURDIR)/$(MOONCAKE)/bin/python' $(SIDE_BY_SIDE) --dist worksteal || { \
+	  [ $$? = 75 ] || exit 1; \
+	  echo '********** NOT TESTED: the tier on Mooncake Store (see above) **********' >&2; }
 
 lint: setup
 	$(PY) -m ruff check
@@ -115,5 +139,5 @@ soak: setup
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so
-	rm -rf $(VENV) $(SGLANG) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(MOONCAKE) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests engines simnpu -name __pycache__ -type d -prune -exec rm -rf {} +

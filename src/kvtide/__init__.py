@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvtide.snapshot import Snapshot
     from kvtide.ticket import Ticket
     from kvtide.tide import Tide
-    from kvtide.tier import DiskTier, Tier
+    from kvtide.tier import DiskTier, MooncakeTier, Tier
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,7 @@ __all__ = [
     "KvtideError",
     "Layout",
     "LayoutError",
+    "MooncakeTier",
     "PageAllocator",
     "Plane",
     "Pool",
@@ -85,7 +86,7 @@ _HOMES = {
     "kvtide.snapshot": ("Snapshot",),
     "kvtide.ticket": ("Ticket",),
     "kvtide.tide": ("Tide",),
-    "kvtide.tier": ("DiskTier", "Tier"),
+    "kvtide.tier": ("DiskTier", "MooncakeTier", "Tier"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

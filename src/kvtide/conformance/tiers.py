@@ -31,8 +31,13 @@ _KEYS = (
 class TierTests(ABC):
     """Inherit this as `class TestMyTier(TierTests)` and give it three methods.
 
-    A tier is made for each test. It must have room for at least 4 MiB.
+    A tier is made for each test. It must have room for at least 4 MiB. Where damage to a store of
+    other processes takes too long, run the class twice: on a fake of the store with all bytes, and
+    on the store itself with a larger `damage_step`.
     """
+
+    damage_step = 1
+    """Every how many bytes the store is damaged."""
 
     @abstractmethod
     def make_tier(self) -> Tier:
@@ -192,11 +197,11 @@ class TierTests(ABC):
         size_bytes = self.stored_bytes(tier, "a")
         assert size_bytes >= sum(map(len, chunks))
         found = 0
-        for place in range(size_bytes):
+        for place in range(0, size_bytes, self.damage_step):
             self.set_stored(tier, "a", place, 1 << place % 8)
             found += self._reads_are_right(tier, tide, chunks)
             assert chunks == _save(tier, tide, "a", 9)
-        assert found >= sum(map(len, chunks))
+        assert found >= sum(map(len, chunks)) // self.damage_step
 
     def test_every_length_is_found(self, tier: Tier, tide: Tide) -> None:
         """Wherever the store is cut off, a read gives the right bytes or an error."""

@@ -9,15 +9,17 @@ if TYPE_CHECKING:
     from kvtide.tier.base import Tier
     from kvtide.tier.disk import DiskStats, DiskTier
     from kvtide.tier.entry import SpillStats
+    from kvtide.tier.mooncake import MooncakeTier
     from kvtide.tier.spill import Spill
     from kvtide.tier.store import Store
 
-__all__ = ["DiskStats", "DiskTier", "Spill", "SpillStats", "Store", "Tier"]
+__all__ = ["DiskStats", "DiskTier", "MooncakeTier", "Spill", "SpillStats", "Store", "Tier"]
 
 # Who only looks into a folder, as `kvtide inspect` does, doesn't need torch.
 _HOMES = {
     "DiskStats": "kvtide.tier.disk",
     "DiskTier": "kvtide.tier.disk",
+    "MooncakeTier": "kvtide.tier.mooncake",
     "Spill": "kvtide.tier.spill",
     "SpillStats": "kvtide.tier.entry",
     "Store": "kvtide.tier.store",

@@ -66,7 +66,7 @@ def through_cache_unless_aligned(file: int, parts: Sequence[memoryview]) -> Iter
 def write_all(file: int, parts: Sequence[memoryview]) -> None:
     """Writes `parts` from the beginning of a file on. Raises OSError if not all are taken."""
     place = 0
-    for batch in _batches(parts):
+    for batch in batches(parts):
         place = _move(os.pwritev, file, batch, place)
 
 
@@ -75,7 +75,7 @@ def read_all(file: int, place: int, parts: Sequence[memoryview]) -> int:
 
     Raises EOFError if the file ends before.
     """
-    for batch in _batches(parts):
+    for batch in batches(parts):
         place = _move(os.preadv, file, batch, place)
     return place
 
@@ -96,7 +96,7 @@ def _move(call: object, file: int, parts: list[memoryview], place: int) -> int:
     return place
 
 
-def _batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """The parts, some at a time; long ones are cut."""
     batch: list[memoryview] = []
     size = 0
