@@ -29,7 +29,8 @@ SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
 help:
 	@echo 'make demo         answer examples/prompts.jsonl with a real model in a quarter of the KV'
-	@echo '                  memory, then check every answer against a run with room for all'
+	@echo '                  memory, be ended on the way and go on, then check every answer against a'
+	@echo '                  run with room for all'
 	@echo 'make test         lint, types and all tests; builds the simulated accelerator for them, and'
 	@echo '                  an environment with SGLang'
 	@echo 'make test-sglang  the tests under SGLang alone'
@@ -96,10 +97,15 @@ $(MOONCAKE)/.installed: $(VENV)/.installed engines/mooncake/requirements.txt
 	  > "$$(echo $(MOONCAKE)/lib/python*/site-packages)/kvtide.pth"
 	@touch $@
 
+DEMO := $(VENV)/bin/kvtide run examples/prompts.jsonl --model smollm2 --kv-memory $(KV_MEMORY) \
+  --out $(OUT)/answers.jsonl --report $(OUT)/report.json
+
 demo: setup
 	@mkdir -p $(OUT)
-	$(VENV)/bin/kvtide run examples/prompts.jsonl --model smollm2 --kv-memory $(KV_MEMORY) \
-	  --verify --overwrite --out $(OUT)/answers.jsonl --report $(OUT)/report.json
+	@rm -f $(OUT)/answers.jsonl
+	@echo '# This run is ended after 15 seconds. The one after it goes on from its answers.'
+	timeout --foreground --signal TERM 15 $(DEMO) --overwrite || true
+	$(DEMO) --resume --verify
 
 # What downloads, what compiles and what checks wait for different things.
 test:

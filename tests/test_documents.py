@@ -16,7 +16,7 @@ import typer.main
 from kvtide.cli.display import Event
 from kvtide.cli.help import EXIT_CODES
 from kvtide.cli.main import app, main
-from kvtide.cli.verify import compare_runs
+from kvtide.cli.verify import KeptLine, compare_runs
 from support.fake_serving import FakeServing
 from support.results import read_report, read_rows
 
@@ -237,7 +237,10 @@ def test_picture_ends_as_a_run_ends_today() -> None:
     """If this fails, docs/pictures/record.py says how to record the picture again."""
     screen = last_screen((ROOT / "docs" / "pictures" / "demo.svg").read_text("utf-8"))
     steps = int(re.findall(r"logitsof([\d,]+)steps", screen)[0].replace(",", ""))
-    counts = [1] * 23 + [steps - 23]
+    answered = int(re.findall(r"verified:true\((\d+)requests", screen)[0])
+    counts = [1] * (answered - 1) + [steps - answered + 1]
+    earlier = int(re.findall(r"(\d+)answersofearlierruns", screen)[0])
+    kept = [KeptLine("", {}, {})] * earlier
     requests: list[Any] = [
         SimpleNamespace(
             id="",
@@ -249,7 +252,7 @@ def test_picture_ends_as_a_run_ends_today() -> None:
         )
         for count in counts
     ]
-    assert f"verified: {compare_runs(requests, requests)}".replace(" ", "") in screen
+    assert f"verified: {compare_runs(requests, requests, kept)}".replace(" ", "") in screen
 
 
 def test_pictures_are_small() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -83,8 +84,9 @@ def test_reference_requests_need_no_more_room_than_the_answers() -> None:
 
 
 def test_nothing_is_retracted_in_the_reference_run() -> None:
-    """Requests wait; what changes an answer is as in the first run, and no memory is prescribed."""
-    first = EngineOptions(kv_memory_bytes=1, host_memory_bytes=2, exact=False, chunk_tokens=7)
+    """Requests wait, and no KV comes from a disk; what changes an answer is as in the first run."""
+    memory = EngineOptions(1, 2, Path("kv"), 3)
+    first = replace(memory, exact=False, chunk_tokens=7)
     expected = EngineOptions(
         host_memory_bytes=0, exact=False, chunk_tokens=7, on_pressure="wait", keep_logits=True
     )

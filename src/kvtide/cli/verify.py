@@ -38,9 +38,17 @@ def reference_options(options: EngineOptions) -> EngineOptions:
     """How the engine of the other run is built: a request waits until it has room to its end.
 
     So nothing is retracted, however little memory is free, and the pool is as large as what runs at
-    once needs. Nothing goes to host memory. Everything that changes an answer stays as it is.
+    once needs. Nothing goes to host memory, and nothing comes from a disk. Everything that changes
+    an answer stays as it is.
     """
-    return replace(options, kv_memory_bytes=None, host_memory_bytes=0, on_pressure="wait")
+    return replace(
+        options,
+        kv_memory_bytes=None,
+        host_memory_bytes=0,
+        disk_dir=None,
+        disk_memory_bytes=None,
+        on_pressure="wait",
+    )
 
 
 def reference_requests(answered: Sequence[Request]) -> list[Request]:
