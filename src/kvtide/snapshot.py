@@ -55,8 +55,7 @@ class Snapshot:
         once the snapshot is discarded.
         """
         self.require_held()
-        blocks = zip(self.lease.blocks, self.seal.used_bytes, strict=True)
-        return [block.bytes_view(size_bytes).toreadonly() for block, size_bytes in blocks]
+        return [view.toreadonly() for view in chunk_views(self.lease, self.seal)]
 
     def verify(self) -> None:
         """Raises SnapshotDamaged, which names the first bad chunk, if a byte differs from the seal.
@@ -185,5 +184,10 @@ def _make_room(lease: Lease, block_bytes: int, seal: Seal) -> list[memoryview]:
             "the arena larger blocks, or recompute this request"
         )
     lease.extend(len(seal.used_bytes))
+    return chunk_views(lease, seal)
+
+
+def chunk_views(lease: Lease, seal: Seal) -> list[memoryview]:
+    """Writable views of the used bytes of each chunk, in the blocks of a lease, a block a chunk."""
     blocks = zip(lease.blocks, seal.used_bytes, strict=True)
     return [block.bytes_view(size_bytes) for block, size_bytes in blocks]

@@ -86,7 +86,7 @@ class Engine:
                 on_pressure=options.on_pressure,
                 replay=options.exact,
             ),
-            lambda request: progress.to_text(request, self._live[request.id].sampler),
+            self._snapshot_key,
         )
         self._live: dict[str, Live] = {}
         self._refused: list[Request] = []
@@ -203,16 +203,14 @@ class Engine:
 
         Ends all requests. Returns how many were left; none without a disk.
         """
-        spill = self.store.spill
-        if spill is not None:
+        left_count = 0
+        if self.store.spill is not None:
             for request in reversed(self.scheduler.running):
                 self.scheduler.retract(request)
-            spill.leave()
-        left = [live.request for live in self._live.values()]
-        saved = [r for r in left if r.snapshot is not None and spill and spill.is_left(r.snapshot)]
-        for request in left:
-            self.abort(request.id)
-        return len(saved)
+            left_count = self.store.spill.leave()
+        for request_id in list(self._live):
+            self.abort(request_id)
+        return left_count
 
     def close(self) -> None:
         """Aborts all requests, gives the model back and stops the device's threads."""
@@ -222,6 +220,12 @@ class Engine:
         self.store.close()
         self._model.release()
         self.tide.pool.device.close()
+
+    def _snapshot_key(self, request: Request) -> str:
+        """The key of a snapshot of the request now. Only on a disk it outlives this process."""
+        if self.store.spill is None:
+            return request.id
+        return progress.to_text(request, self._live[request.id].sampler)
 
     @property
     def stats(self) -> EngineStats:

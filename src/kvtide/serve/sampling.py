@@ -26,7 +26,7 @@ class Sampler:
     @property
     def state(self) -> bytes | None:
         """The state of the random generator; None if nothing is drawn."""
-        return None if self._warp is None else bytes(self._generator.get_state().tolist())
+        return None if self._warp is None else self._generator.get_state().numpy().tobytes()
 
     def set_state(self, state: bytes | None) -> None:
         """Sets what `state` gave. Raises SnapshotMiss for anything else."""

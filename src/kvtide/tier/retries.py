@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar, final
 
 from kvtide.errors import TierRetry, first_line
+from kvtide.seal import Seal
+from kvtide.snapshot import MakeRoom
 from kvtide.tier.base import Tier
 
 T = TypeVar("T")
@@ -20,8 +23,8 @@ REST_S = 30.0
 
 
 @final
-class RetriedTier:
-    """A tier, and a way to call it: `ask` raises TierRetry only after several tries.
+class RetriedTier(Tier):
+    """A tier whose calls raise TierRetry only after several tries.
 
     Then the tier rests: a call raises TierRetry at once, so a broken disk costs one warning and no
     time. Several threads may call it.
@@ -31,20 +34,35 @@ class RetriedTier:
         self, tier: Tier, *, clock: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
         """`clock` gives the time in seconds. Tests pass their own `clock` and `sleep`."""
-        self.tier = tier
+        self._tier = tier
         self._clock = clock
         self._sleep = sleep
         self._rests_until = float("-inf")
         self._is_well = True
 
-    @property
-    def is_resting(self) -> bool:
-        """Whether calls fail at once now."""
-        return self._clock() < self._rests_until
+    def contains(self, key: str) -> bool:
+        """See Tier."""
+        return self._tier.contains(key)
 
-    def ask(self, call: Callable[[], T]) -> T:
+    def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
+        """See Tier."""
+        self._ask(partial(self._tier.put, key, seal, chunks))
+
+    def get(self, key: str, make_room: MakeRoom) -> Seal:
+        """See Tier."""
+        return self._ask(partial(self._tier.get, key, make_room))
+
+    def remove(self, key: str) -> None:
+        """See Tier."""
+        self._ask(partial(self._tier.remove, key))
+
+    def seal_of(self, key: str) -> Seal:
+        """See Tier."""
+        return self._ask(partial(self._tier.seal_of, key))
+
+    def _ask(self, call: Callable[[], T]) -> T:
         """Does a call of the tier. Raises its errors, but TierRetry only after all tries."""
-        if self.is_resting:
+        if self._clock() < self._rests_until:
             raise TierRetry("this tier had errors and isn't asked for a while")
         for wait_s in (*WAITS_S, None):
             try:

@@ -31,7 +31,7 @@ from kvtide.errors import (
     to_raise,
 )
 from kvtide.seal import Seal
-from kvtide.snapshot import Snapshot
+from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier.base import Tier
 from kvtide.tier.entry import SpillEntry, SpillStats
 from kvtide.tier.retries import REST_S, RetriedTier
@@ -91,8 +91,8 @@ class Spill:
         """Finds a snapshot that another process left in a tier, and takes it into the books."""
         for tier in self._tiers:
             with suppress(KvtideError):
-                if tier.tier.contains(name):
-                    seal = tier.ask(partial(tier.tier.seal_of, name))
+                if tier.contains(name):
+                    seal = tier.seal_of(name)
                     lease = Lease(self._arena)
                     lease.release()
                     snapshot = Snapshot(seal, lease, is_below=True)
@@ -101,19 +101,16 @@ class Spill:
                     return snapshot
         return None
 
-    def leave(self) -> None:
+    def leave(self) -> int:
         """Writes all snapshots to tiers, where they stay: `find` in a later process finds them.
 
-        Waits for that. Snapshots that no tier takes are lost with the arena.
+        Waits for that, and returns how many there are. Those that no tier takes are lost with the
+        arena.
         """
         self._is_left = True
         while self._write_one():
             pass
-
-    def is_left(self, snapshot: Snapshot) -> bool:
-        """Whether a tier has a snapshot."""
-        entry = self._entries.get(id(snapshot))
-        return entry is not None and entry.tier is not None
+        return sum(entry.tier is not None for entry in self._entries.values())
 
     def make_room(self, block_count: int) -> None:
         """Frees blocks of the arena until `block_count` are free, or no more can be freed.
@@ -250,7 +247,7 @@ class Spill:
         error: KvtideError = TierFull("there is no tier below the arena")
         for tier in self._tiers:
             try:
-                tier.ask(partial(tier.tier.put, key, seal, chunks))
+                tier.put(key, seal, chunks)
                 return tier, self._clock() - started
             except KvtideError as refusal:
                 error = refusal
@@ -262,8 +259,7 @@ class Spill:
         room = Lease(self._arena)
         try:
             room.extend(entry.block_count)
-            pairs = zip(room.blocks, entry.snapshot.seal.used_bytes, strict=True)
-            views = [block.bytes_view(size_bytes) for block, size_bytes in pairs]
+            views = chunk_views(room, entry.snapshot.seal)
             assert entry.tier is not None, "what isn't in the arena is in a tier"
             entry.job = self._workers.start(partial(self._get, entry.tier, entry, views))
             room.use(entry.job)
@@ -284,7 +280,7 @@ class Spill:
                 raise SnapshotMiss("the tier has another snapshot under this key")
             return views
 
-        tier.ask(partial(tier.tier.get, entry.key, make_room))
+        tier.get(entry.key, make_room)
         return tier, self._clock() - started
 
     # ---- both --------------------------------------------------------------------------
@@ -350,5 +346,4 @@ class Spill:
 
     def _remove_below(self, entry: SpillEntry) -> None:
         if entry.tier is not None and not self._is_left:
-            remove = partial(entry.tier.tier.remove, entry.key)
-            self._workers.start(partial(entry.tier.ask, remove))
+            self._workers.start(partial(entry.tier.remove, entry.key))
