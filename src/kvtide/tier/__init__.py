@@ -10,16 +10,27 @@ if TYPE_CHECKING:
     from kvtide.tier.disk import DiskStats, DiskTier
     from kvtide.tier.entry import SpillStats
     from kvtide.tier.mooncake import MooncakeTier
+    from kvtide.tier.namespace import Namespace
     from kvtide.tier.spill import Spill
     from kvtide.tier.store import Store
 
-__all__ = ["DiskStats", "DiskTier", "MooncakeTier", "Spill", "SpillStats", "Store", "Tier"]
+__all__ = [
+    "DiskStats",
+    "DiskTier",
+    "MooncakeTier",
+    "Namespace",
+    "Spill",
+    "SpillStats",
+    "Store",
+    "Tier",
+]
 
 # Who only looks into a folder, as `kvtide inspect` does, doesn't need torch.
 _HOMES = {
     "DiskStats": "kvtide.tier.disk",
     "DiskTier": "kvtide.tier.disk",
     "MooncakeTier": "kvtide.tier.mooncake",
+    "Namespace": "kvtide.tier.namespace",
     "Spill": "kvtide.tier.spill",
     "SpillStats": "kvtide.tier.entry",
     "Store": "kvtide.tier.store",

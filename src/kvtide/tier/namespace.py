@@ -1,0 +1,64 @@
+"""Namespace: which KV may stand for which. Keys in a tier are made here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import astuple, dataclass, field, fields
+from typing import final
+
+from kvtide.errors import UsageError
+
+_DIGEST_BYTES = 16
+_PERSON = b"kvtide key"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """All that decides the bytes of KV, apart from its tokens.
+
+    KV of one namespace never has a key of another. Each field is any text; an empty one is a value
+    like any other.
+    """
+
+    model: str
+    """The model's name or fingerprint."""
+    weights: str
+    """The revision of its weights, or a hash of them: a name doesn't change with its weights."""
+    layout: str
+    """The fingerprint of the pool's geometry, in hex digits."""
+    engine: str = ""
+    """The engine's version and whatever of its configuration decides a byte."""
+    stage: str = ""
+    """The pipeline stage and their count, such as `0/2`."""
+    rank: str = ""
+    """The rank in its stage and their count, such as `1/4`."""
+    adapter: str = ""
+    """The adapter that changes the weights, such as a hash of a LoRA's files."""
+    salt: bytes = field(default=b"", repr=False)
+    """The tenant's secret. Who doesn't know it can't make a key of the tenant's."""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a field that is neither text nor, for the salt, bytes."""
+        for about in fields(self):
+            wanted = bytes if about.name == "salt" else str
+            if not isinstance(getattr(self, about.name), wanted):
+                raise UsageError(f"namespace: {about.name} must be {wanted.__name__}")
+
+    def key_of(self, name: str) -> str:
+        """The key of the KV with that name: 32 hex digits for the namespace, `/`, and 32 for both.
+
+        `name` says which tokens it has: for example the hash of a chain of blocks.
+        """
+        parts = list(astuple(self)[:-1])
+        return f"{self._digest(parts)}/{self._digest([*parts, name])}"
+
+    def _digest(self, parts: list[str]) -> str:
+        """A hash that the salt is the secret key of. JSON says where each part ends."""
+        secret = hashlib.blake2b(self.salt, digest_size=64).digest()
+        text = json.dumps(parts)  # ASCII, also for what isn't valid Unicode
+        digest = hashlib.blake2b(
+            text.encode(), key=secret, digest_size=_DIGEST_BYTES, person=_PERSON
+        )
+        return digest.hexdigest()
