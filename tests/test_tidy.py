@@ -48,7 +48,7 @@ RANK = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
 TOP_RANK = RANK["tide"]
 
 CORE_NEEDS = {"torch", "numpy", "xxhash", "kvtide"}
-EXTRAS = {"tier/mooncake_client.py": {"mooncake"}}
+EXTRAS = {"tier/mooncake_connect.py": {"mooncake"}}
 """Packages of an extra, and the file that imports them when somebody uses it."""
 PURE = (
     "integers.py",

@@ -138,7 +138,8 @@ class Engine:
             limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
         block_bytes = chunk_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
-        store = Store(arena, options.disk_dir, options.disk_memory_bytes, progress.name_of)
+        disk = options.disk_dir, options.disk_memory_bytes
+        store = Store(arena, *disk, name_of=progress.name_of)
         tide = Tide(pool, store.arena, pages, store.spill)
         return cls(model, source, tide, pages, store, options, check)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvtide.tier.disk import DiskStats, DiskTier
     from kvtide.tier.entry import SpillStats
     from kvtide.tier.mooncake import MooncakeTier
+    from kvtide.tier.mooncake_settings import MooncakeSettings
     from kvtide.tier.namespace import Namespace
     from kvtide.tier.spill import Spill
     from kvtide.tier.store import Store
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DiskStats",
     "DiskTier",
+    "MooncakeSettings",
     "MooncakeTier",
     "Namespace",
     "Spill",
@@ -29,6 +31,7 @@ __all__ = [
 _HOMES = {
     "DiskStats": "kvtide.tier.disk",
     "DiskTier": "kvtide.tier.disk",
+    "MooncakeSettings": "kvtide.tier.mooncake_settings",
     "MooncakeTier": "kvtide.tier.mooncake",
     "Namespace": "kvtide.tier.namespace",
     "Spill": "kvtide.tier.spill",

@@ -24,7 +24,6 @@ from kvtide.errors import (
     SnapshotMiss,
     TierFull,
     TierRetry,
-    UsageError,
 )
 from kvtide.layout import FORM_VERSION
 from kvtide.seal import Seal
@@ -48,8 +47,9 @@ from kvtide.tier.mooncake_client import (
     UNREACHABLE,
     MooncakeClient,
     StoreClient,
-    connect,
 )
+from kvtide.tier.mooncake_connect import connect, no_master
+from kvtide.tier.mooncake_settings import MooncakeSettings
 
 _FIRST_READ = 64 << 10
 """Bytes. Most headers are shorter."""
@@ -68,32 +68,27 @@ class MooncakeTier(Tier):
 
     def __init__(
         self,
-        master: str,
+        store: str | MooncakeSettings,
         *,
-        host: str = "",
-        protocol: str = "tcp",
-        devices: str = "",
-        metadata: str = "P2PHANDSHAKE",
         prefix: str = "kvtide",
         open_client: Callable[[], StoreClient] | None = None,
     ) -> None:
-        """Joins the store of the master at `master`, as `host:port`.
+        """Joins a store: its master as `host:port`, the path of a file, or settings.
 
-        `host` is this machine's address for the nodes, by default the one towards the master.
-        `protocol`, `devices` and `metadata` are mooncake's. Names of objects begin with `prefix`.
-        `open_client` gives the client instead, for tests. Raises UsageError if mooncake can't be
-        loaded or the master doesn't answer.
+        Names of objects begin with `prefix`. `open_client` gives the client instead, for tests.
+        Raises UsageError if mooncake can't be loaded or the master doesn't answer.
         """
         self._prefix = f"{prefix}/{FORM_VERSION}"  # versions don't meet
         self._turns: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._change = threading.Lock()
+        if open_client is None:
+            if isinstance(store, str):
+                store = MooncakeSettings.parse(store, name="mooncake tier")
+            open_client = connect(store)
         try:
-            self._client = MooncakeClient(
-                open_client
-                or connect(master, host=host, protocol=protocol, devices=devices, metadata=metadata)
-            )
+            self._client = MooncakeClient(open_client)
         except TierRetry as error:
-            raise UsageError(f"{error}; start the master first, see docs/mooncake.md") from error
+            raise no_master(error) from error
 
     def contains(self, key: str) -> bool:
         """See Tier."""

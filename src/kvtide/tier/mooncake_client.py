@@ -8,7 +8,6 @@ caller gets its memory back, and the next call opens another client.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
-from kvtide.errors import ProcessForked, TierRetry, UsageError
+from kvtide.errors import ProcessForked, TierRetry
 from kvtide.tier.file_io import batches
 
 UNKNOWN = -1
@@ -43,10 +42,6 @@ CODES = {
 }
 # After these codes nothing moves any more.
 _ENDED = {*CODES} - {UNKNOWN, TRANSFER_FAILED}
-_CONNECT_S = 2.0
-# Each try to connect takes 4 seconds, and by default there are 20.
-_SETUP_TRIES = ("MC_STORE_CLIENT_SETUP_RETRIES", "2")
-_PACKAGES = "libibverbs1 libnl-3-200 libnl-route-3-200"
 
 
 class StoreClient(Protocol):
@@ -309,60 +304,6 @@ class MooncakeClient:
         self._change.wait_for(lambda: not session.users)
         if not session.is_closed:
             session.close()
-
-
-def connect(
-    master: str, *, host: str, protocol: str, devices: str, metadata: str
-) -> Callable[[], StoreClient]:
-    """A function that opens a client of the store with this master; see MooncakeTier.
-
-    Raises UsageError if mooncake can't be loaded. The function raises TierRetry if the master
-    doesn't answer.
-    """
-    make: Callable[[], Any] = _load()
-
-    def open_client() -> StoreClient:
-        address = _address_towards(master)
-        os.environ.setdefault(*_SETUP_TRIES)
-        client = make()
-        code = client.setup(host or address, metadata, 0, 0, protocol, devices, master)
-        if code:
-            raise TierRetry(f"mooncake tier: cannot join the store of {master} (code {code})")
-        store: StoreClient = client
-        return store
-
-    return open_client
-
-
-def _load() -> Any:
-    """The class of clients. Raises UsageError, which says what is missing."""
-    try:
-        from mooncake.store import MooncakeDistributedStore
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"mooncake tier: {error}; install it: pip install 'kvtide[mooncake]'"
-        ) from error
-    except ImportError as error:
-        raise UsageError(
-            f"mooncake tier: mooncake can't be loaded: {error}. It needs libraries that its "
-            f"package doesn't have; on Debian or Ubuntu: apt install {_PACKAGES}"
-        ) from error
-    return MooncakeDistributedStore
-
-
-def _address_towards(master: str) -> str:
-    """This machine's address on the way to the master. Raises TierRetry if nobody is there.
-
-    Without this a client would try for minutes to reach a master that isn't there.
-    """
-    host, _, port = master.rpartition(":")
-    if not port.isdecimal() or "/" in host:
-        return ""  # masters that are found through etcd
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as connection:
-            return str(connection.getsockname()[0])
-    except OSError as error:
-        raise TierRetry(f"mooncake tier: no master at {master}: {error}") from error
 
 
 def _only(codes: Sequence[int]) -> int:

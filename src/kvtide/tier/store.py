@@ -1,4 +1,4 @@
-"""Store: host memory for snapshots, and a disk below it."""
+"""Store: host memory for snapshots, and the tiers below it: a disk, a Mooncake store, or both."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TypedDict, final
 from kvtide.arena import HostArena
 from kvtide.tier.disk import DiskStats, DiskTier
 from kvtide.tier.entry import SpillStats
+from kvtide.tier.mooncake import MooncakeTier
+from kvtide.tier.mooncake_settings import MooncakeSettings
 from kvtide.tier.spill import Spill
 
 
@@ -27,31 +29,47 @@ class DiskCounts(TypedDict):
 
 @final
 class Store:
-    """Where requests have their KV while they have no slots: an arena, and a disk below it."""
+    """Where requests have their KV while they have no slots: an arena, and the tiers below it.
+
+    A snapshot without room in the arena goes to the disk, and one that the disk doesn't take to the
+    Mooncake store.
+    """
 
     def __init__(
         self,
         arena: HostArena,
         disk_dir: Path | None = None,
         disk_bytes: int | None = None,
+        *,
+        mooncake: MooncakeSettings | None = None,
         name_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         """Opens a tier of at most `disk_bytes` in the folder `disk_dir`, unless that is None.
 
-        By default it may take a quarter of the bytes that are free there. Raises FolderInUse if
-        another process uses the folder, UsageError if it can't be used. `name_of`: see Spill.
+        By default it may take a quarter of the bytes that are free there. Joins the store of
+        `mooncake`, unless that is None. Raises FolderInUse if another process uses the folder,
+        UsageError if a tier can't be used. `name_of`: see Spill.
         """
         self.arena = arena
         self.disk: DiskTier | None = None
+        self.mooncake: MooncakeTier | None = None
         self.spill: Spill | None = None
-        if disk_dir is not None:
-            if disk_bytes is None:
-                disk_bytes = _free_bytes_of(disk_dir) // 4
-            self.disk = DiskTier(disk_dir, limit_bytes=disk_bytes)
-            self.spill = Spill(arena, [self.disk], name_of=name_of)
+        try:
+            if disk_dir is not None:
+                if disk_bytes is None:
+                    disk_bytes = _free_bytes_of(disk_dir) // 4
+                self.disk = DiskTier(disk_dir, limit_bytes=disk_bytes)
+            if mooncake is not None:
+                self.mooncake = MooncakeTier(mooncake)
+        except BaseException:
+            self.close()
+            raise
+        tiers = [tier for tier in (self.disk, self.mooncake) if tier is not None]
+        if tiers:
+            self.spill = Spill(arena, tiers, name_of=name_of)
 
     def counts(self) -> DiskCounts:
-        """What the disk has, and what has moved; nothing without a disk."""
+        """What the disk has, and what has moved."""
         held = DiskStats() if self.disk is None else self.disk.stats
         moved = SpillStats() if self.spill is None else self.spill.stats
         return DiskCounts(
@@ -64,11 +82,10 @@ class Store:
         )
 
     def close(self) -> None:
-        """Waits for moves and gives the disk's folder back. Repeatable."""
-        if self.spill is not None:
-            self.spill.close()
-        if self.disk is not None:
-            self.disk.close()
+        """Waits for moves, gives the disk's folder back and leaves the store. Repeatable."""
+        for part in (self.spill, self.disk, self.mooncake):
+            if part is not None:
+                part.close()
 
 
 def _free_bytes_of(folder: Path) -> int:
