@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Iterable, Sequence
@@ -106,6 +107,11 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> list[Request]:
         finished += engine.step()
     assert_nothing_held(engine)
     return finished
+
+
+def end_answers_at(engine: Engine, token_ids: Iterable[int]) -> None:
+    """Lets only these tokens end the answers of requests that are added from now on."""
+    engine._answering = dataclasses.replace(engine._answering, eos_ids=frozenset(token_ids))
 
 
 def answers(requests: Sequence[Request]) -> list[tuple[object, ...]]:

@@ -22,6 +22,7 @@ from serve.harness import (
     answers,
     assert_nothing_held,
     check_rows_once,
+    end_answers_at,
     expected_answers,
     make_requests,
     poison_released,
@@ -252,7 +253,7 @@ def test_an_answer_past_the_models_context_is_cut_and_counted() -> None:
     """The answer ends with `length`, and the request's parameters stay what was asked for."""
     requests = [Request(str(i), [5] * 8190, SamplingParams(1_000_000, seed=i)) for i in range(2)]
     engine = build(10_000, host_memory_bytes=0)
-    engine._eos_ids = frozenset()
+    end_answers_at(engine, [])
     for request in requests:
         engine.add(request)
     assert 2 == engine.stats.cut
@@ -389,7 +390,7 @@ def test_stop_string_and_end_token_end_an_answer() -> None:
     stop = free.text[4:6]
     stopped = Request("stopped", [5] * 20, SamplingParams(12, stop=(stop,)))
     run_all(engine, [stopped])
-    engine._eos_ids = frozenset({free.output_ids[3]})
+    end_answers_at(engine, [free.output_ids[3]])
     ended = Request("ended", [5] * 20, SamplingParams(12))
     run_all(engine, [ended])
     engine.close()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from kvtide.serve.request import Request
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,34 @@ class PackedBatch:
     """In the order of their rows, without gaps."""
     logit_rows: Tensor
     """int64 [n]: the rows whose logits are wanted, ascending."""
+
+
+def pack(
+    steps: Sequence[tuple[Request, int]], slots_of: Callable[[Request], Tensor]
+) -> PackedBatch:
+    """Packs a step: the requests, and how many tokens each computes.
+
+    `slots_of` gives the slots of a request's pages, int64. The logits of a request's last row are
+    wanted if it is ready then (`Request.is_ready_after`).
+    """
+    token_ids: list[int] = []
+    positions: list[int] = []
+    segments: list[Segment] = []
+    logit_rows: list[int] = []
+    for request, count in steps:
+        first, stored = len(token_ids), request.stored
+        token_ids += request.tokens(stored, count)
+        positions += range(stored, stored + count)
+        segments.append(Segment(first, count, slots_of(request)[: stored + count]))
+        if request.is_ready_after(count):
+            logit_rows.append(first + count - 1)
+    return PackedBatch(
+        torch.tensor(token_ids),
+        torch.tensor(positions),
+        torch.cat([segment.slots[-segment.count :] for segment in segments]),
+        tuple(segments),
+        torch.tensor(logit_rows, dtype=torch.int64),
+    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import final
 from weakref import WeakKeyDictionary
 
 import torch
-import xxhash
 
 from kvtide.arena import HostArena
 from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
@@ -21,16 +20,15 @@ from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import SnapshotMiss, UsageError
 from kvtide.pool import PageAllocator
 from kvtide.serve import progress
-from kvtide.serve.batch import PackedBatch, Segment
-from kvtide.serve.live import Live
-from kvtide.serve.logprobs import step_logprobs, token_texts
+from kvtide.serve.batch import pack
+from kvtide.serve.live import Answering, Live
+from kvtide.serve.logprobs import token_texts
 from kvtide.serve.models import OpenModel
 from kvtide.serve.options import EngineOptions
 from kvtide.serve.owncheck import check_own_answers
 from kvtide.serve.paged import PagedModel
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.request import Request
-from kvtide.serve.sampling import Sampler
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.sizing import (
@@ -43,7 +41,6 @@ from kvtide.serve.sizing import (
 )
 from kvtide.serve.stats import EngineStats
 from kvtide.serve.supported import geometry_of
-from kvtide.serve.text import TextStream
 from kvtide.tide import Tide
 from kvtide.tier import Store
 from kvtide.transfer import chunk_bytes_for
@@ -68,9 +65,10 @@ class Engine:
         """Called by `build`, which makes the parts fit together."""
         self.exact_check = exact_check
         self._model = model
-        self._tokenizer = source.tokenizer.backend_tokenizer
-        self._token_text = token_texts(self._tokenizer)
-        self._eos_ids = source.eos_ids
+        tokenizer = source.tokenizer.backend_tokenizer
+        self._answering = Answering(
+            tokenizer, token_texts(tokenizer), source.eos_ids, options.keep_logits
+        )
         self._vocab_size = int(source.model.get_input_embeddings().num_embeddings)
         self._context_limit = source.context_limit
         self.tide = tide
@@ -166,7 +164,7 @@ class Engine:
             self._refused.append(request)
             return
         self._cut += request.most_new_tokens < request.params.max_new_tokens
-        live = Live(request, Sampler(request.params), self._text_of(request))
+        live = Live(request, self._answering)
         self._live[request.id] = live
         self._prompt_tokens += len(request.prompt_ids)
         if not self._goes_on(live):
@@ -181,12 +179,14 @@ class Engine:
         steps = self.scheduler.plan()
         assert steps, "while a request is live there is always a step"
         self._peak_pages = max(self._peak_pages, self.pages.held_count)
-        ready = [request for request, count in steps if _is_ready(request, count)]
-        logits = self._model.forward(self._pack(steps))
+        ready = [request for request, count in steps if request.is_ready_after(count)]
+        logits = self._model.forward(pack(steps, self._slots_of))
         for request, count in steps:
             request.stored += count
         for request, row in zip(ready, logits, strict=True):
-            if self._advance(self._live[request.id], row):
+            has_ended = self._live[request.id].advance(row)
+            self._new_tokens += request.error is None
+            if has_ended:
                 self._end(request)
                 finished.append(request)
         return finished
@@ -277,9 +277,7 @@ class Engine:
         except SnapshotMiss:
             self.tide.discard(snapshot)
             return False
-        for token in request.output_ids:
-            live.text.push(token)
-        request.text = live.text.text
+        live.recall()
         request.snapshot, request.snapshot_key = snapshot, snapshot.seal.key
         request.stored = snapshot.token_count
         self.scheduler.go_on(request)
@@ -295,56 +293,8 @@ class Engine:
                 f"{self._vocab_size} tokens; is the tokenizer from another model?"
             )
 
-    def _text_of(self, request: Request) -> TextStream:
-        return TextStream(self._tokenizer, request.params.stop)
-
-    def _pack(self, steps: Sequence[tuple[Request, int]]) -> PackedBatch:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        segments: list[Segment] = []
-        out_slots: list[torch.Tensor] = []
-        logit_rows: list[int] = []
-        for request, count in steps:
-            first, stored = len(token_ids), request.stored
-            token_ids += request.tokens(stored, count)
-            positions += range(stored, stored + count)
-            slots = self._live[request.id].slots(self.tide)[: stored + count]
-            segments.append(Segment(first, count, slots))
-            out_slots.append(slots[stored:])
-            if _is_ready(request, count):
-                logit_rows.append(first + count - 1)
-        return PackedBatch(
-            torch.tensor(token_ids),
-            torch.tensor(positions),
-            torch.cat(out_slots),
-            tuple(segments),
-            torch.tensor(logit_rows, dtype=torch.int64),
-        )
-
-    def _advance(self, live: Live, logits: torch.Tensor) -> bool:
-        """Takes one token from `logits` [vocab]; True if it ends the request."""
-        request = live.request
-        try:
-            token = live.sampler.choose(logits)
-            if (count := request.params.logprobs) is not None:
-                request.logprobs.append(step_logprobs(logits, token, count, self._token_text))
-        except ArithmeticError as error:
-            request.finish_reason, request.error = "error", str(error)
-            return True
-        request.output_ids.append(token)
-        self._new_tokens += 1
-        if self._options.keep_logits:
-            data = logits.contiguous().view(torch.uint8).cpu().numpy().data
-            request.logit_digests.append(xxhash.xxh3_128_intdigest(data))
-        stopped = live.text.push(token)
-        if token in self._eos_ids or stopped:
-            request.finish_reason = "stop"
-        elif len(request.output_ids) >= request.most_new_tokens:
-            request.finish_reason = "length"
-        if request.finish_reason is not None and not stopped:
-            live.text.finish()
-        request.text = live.text.text
-        return request.finish_reason is not None
+    def _slots_of(self, request: Request) -> torch.Tensor:
+        return self._live[request.id].slots(self.tide)
 
     def _end(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -353,11 +303,6 @@ class Engine:
             self._done += 1
         else:
             self._failed += 1
-
-
-def _is_ready(request: Request, count: int) -> bool:
-    """Whether all tokens have KV after `count` more, so that the next token is chosen."""
-    return request.stored + count == request.token_count
 
 
 # For each model, the modes in which an engine has checked it. A later engine checks only others.

@@ -127,6 +127,10 @@ class Request:
             return self.output_ids[first - split : first - split + count]
         return (self.prompt_ids[first:] + self.output_ids)[:count]
 
+    def is_ready_after(self, count: int) -> bool:
+        """Whether all its tokens have KV after `count` more, so that its next token is chosen."""
+        return self.stored + count == self.token_count
+
     def next_count(self, chunk_tokens: int, *, replay: bool) -> int:
         """How many tokens of the request its next step computes.
 
