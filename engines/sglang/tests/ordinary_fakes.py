@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,8 @@ class FakeKeeper:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.wanted: list[str] = []
+        """The backups that are wanted soon, as the last call said."""
         self.error: Exception | None = None
 
     def _do(self, what: str, rid: str) -> str:
@@ -89,6 +92,10 @@ class FakeKeeper:
     def restore(self, req: Req, backup: str) -> None:
         """Records the call; nothing moves."""
         self._do("restore", backup)
+
+    def read_ahead(self, waiting: Iterable[str]) -> None:
+        """Notes the backups."""
+        self.wanted = list(waiting)
 
     def decline(self) -> None:
         """Records the call."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from requests_of import Place, Req, keeper_over, same
+from requests_of import Place, Req, keeper_over, raising, same
 
 from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss, UsageError
 from kvtide.plugin import host_memory
 from kvtide.plugin.keeper import Backup, Keeper
 from kvtide.plugin.sglang.settings import Settings, read_settings
 from kvtide.plugin.status import coverage
+from kvtide.tier import Spill
 
 COUNT = 8
+STEPS = 10_000
+"""So many steps of a millisecond are enough for any disk."""
 HOST_BYTES = 2 << 16
 """The arena has two blocks, and each request takes one."""
 
@@ -65,6 +69,13 @@ def resume(place: Place, keeper: Keeper, req: Req, backup: Backup) -> None:
     keeper.restore(req, backup)
 
 
+def spill_of(keeper: Keeper) -> Spill:
+    """Returns what moves the keeper's backups to the disk and back."""
+    assert keeper.store is not None
+    assert keeper.store.spill is not None
+    return keeper.store.spill
+
+
 def test_more_requests_than_host_memory_has_room_for_come_back(
     place: Place, keeper: Keeper
 ) -> None:
@@ -86,6 +97,33 @@ def test_without_a_disk_they_are_refused(place: Place) -> None:
             retract(place, keeper, 2)
         for backup in backups:
             keeper.discard(backup)
+
+
+def test_the_next_to_come_back_are_read_ahead(place: Place, keeper: Keeper) -> None:
+    """A server says in each step who is next; then nobody waits who has come back meanwhile."""
+    retracted = [retract(place, keeper, number) for number in range(COUNT)]
+    for number, (req, expected, backup) in enumerate(retracted):
+        for _ in range(STEPS):
+            keeper.read_ahead(waiting for _, _, waiting in retracted[number:])
+            if backup.size_bytes:
+                break
+            time.sleep(0.001)
+        resume(place, keeper, req, backup)
+        assert same(expected, place.rows_of(req))
+        place.allocator.free(place.request_pool.req_to_token[2, :19].long())
+    stats = spill_of(keeper).stats
+    assert COUNT - 2 <= stats.reads == stats.reads_in_time
+
+
+def test_a_hint_never_fails(
+    place: Place, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step goes on, and the log has the error."""
+    req, _, backup = retract(place, keeper, 0)
+    monkeypatch.setattr("kvtide.tide.Tide.read_ahead", raising(OSError("no such device")))
+    keeper.read_ahead([backup])
+    assert "no such device" in caplog.text
+    resume(place, keeper, req, backup)
 
 
 def test_aborted_requests_leave_no_file(place: Place, keeper: Keeper) -> None:

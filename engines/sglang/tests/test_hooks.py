@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import defaultdict
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtide.arena import Lease
 from kvtide.errors import SlotError, SlotsLost
-from kvtide.plugin.keeper import Backup
+from kvtide.plugin.keeper import Backup, Keeper
 from kvtide.plugin.sglang import hooks
 from kvtide.plugin.sglang.attachment import Attachment, is_saved
 from kvtide.plugin.sglang.settings import Settings
@@ -137,13 +138,40 @@ def test_a_request_that_could_not_be_restored_is_removed_and_aborted(
     backup: Backup = bad.kv.retraction_backup
     if not is_half_written:
         backup.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
-    assert [good] == hooks.resume_retracted_reqs(resume_both, object())
+    queue = SimpleNamespace(retracted_queue=[])
+    assert [good] == hooks.resume_retracted_reqs(resume_both, queue)
     (rid, message, code), released = ended
     assert ("bad", 500) == (rid, code)
     why = "half written" if is_half_written else "chunk 0"
     assert f"couldn't be restored: {why}" in message
     assert ("bad", attachment.scheduler.tree_cache, False) == released
-    assert [bad] == hooks.resume_retracted_reqs(lambda queue: [bad], object())
+    assert [bad] == hooks.resume_retracted_reqs(lambda queue: [bad], queue)
+
+
+def test_requests_that_come_back_next_are_read_ahead(
+    place: Place, attachment: Attachment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kvtide takes those that SGLang leaves in its queue, in order; the last has no backup."""
+    wanted: list[str] = []
+
+    def note(keeper: Keeper, waiting: Iterable[Backup]) -> None:
+        wanted.extend(backup.request_id for backup in waiting)
+
+    monkeypatch.setattr(Keeper, "read_ahead", note)
+    reqs = [place.admit(name, 5, row) for row, name in enumerate(("first", "second", "third"), 1)]
+    common = (None, place.request_pool, place.allocator, "cpu_tensor")
+    for req in reqs:
+        assert hooks.backup_kv_cache(Original(), req, *common)
+    queue = SimpleNamespace(retracted_queue=[*reqs, Req("none", 5, 4)])
+
+    def resume_first(queue: Any) -> list[Req]:
+        hooks.restore_kv_cache(Original(), queue.retracted_queue[0], *common)
+        return [queue.retracted_queue.pop(0)]
+
+    assert [reqs[0]] == hooks.resume_retracted_reqs(resume_first, queue)
+    assert ["second", "third"] == wanted
+    for req in reqs[1:]:
+        attachment.discard(req)
 
 
 def test_an_aborted_requests_backup_is_discarded(place: Place, attachment: Attachment) -> None:

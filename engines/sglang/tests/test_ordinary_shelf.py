@@ -68,6 +68,23 @@ def test_nobody_overtakes_a_saved_request(place: Place) -> None:
     assert [] == keeper.calls
 
 
+def test_who_comes_back_next_is_read_ahead(place: Place) -> None:
+    """The hint names who still waits, in the order of their return."""
+    reqs = [Req("last", 1), Req("first", 3), Req("second", 2)]
+    scheduler = Scheduler(
+        *reqs,
+        enable_priority_scheduling=True,
+        get_num_allocatable_reqs=lambda size, running_batch: 2 - size,
+    )
+    _, keeper = shelved(scheduler, *reqs)
+    place.room = False
+    plan(scheduler, Batch(Req("running")))
+    assert ["first", "second", "last"] == keeper.wanted
+    place.room = True
+    plan(scheduler, Batch(Req("running")))
+    assert ["second", "last"] == keeper.wanted
+
+
 def test_requests_with_compiled_grammars_join_the_queue(place: Place) -> None:
     """They do so even if nobody is let in."""
     saved, compiled = Req("saved"), Req("compiled")

@@ -17,8 +17,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -34,6 +36,9 @@ from kvtide.tide import Tide
 from kvtide.tier import Store
 
 logger = logging.getLogger(__name__)
+
+_READ_AHEAD_COUNT = 2
+"""While a disk reads the first of them, nothing should wait to ask for the second."""
 
 
 class Requests(ABC):
@@ -65,7 +70,10 @@ class Requests(ABC):
 @final
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """A request's KV and state in this rank's arena, until it is restored or discarded."""
+    """A request's KV and state on this rank, until it is restored or discarded.
+
+    It is in the arena, or in a tier below it.
+    """
 
     request_id: str
     snapshot: Snapshot
@@ -77,7 +85,7 @@ class Backup:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the arena's limit that it takes; 0 once it is restored or discarded."""
+        """Bytes of the arena's limit that it takes; 0 while only a tier has it, and at its end."""
         return self.snapshot.size_bytes
 
 
@@ -173,6 +181,14 @@ class Keeper:
             logger.debug("kvtide discarded request %r", backup.request_id)
         self.tide.discard(backup.snapshot)
         self._tell()
+
+    def read_ahead(self, waiting: Iterable[Backup]) -> None:
+        """Begins to bring back from a tier what is restored next, the first of `waiting`.
+
+        Doesn't block and doesn't raise. It is a hint, so the ranks needn't agree.
+        """
+        for backup in islice(waiting, _READ_AHEAD_COUNT):
+            self._try(partial(self.tide.read_ahead, backup.snapshot))
 
     def decline(self) -> None:
         """Counts a request that isn't saved, because requests of its kind can't come back."""

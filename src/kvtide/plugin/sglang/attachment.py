@@ -12,7 +12,7 @@ none. Backups have two owners, because SGLang has a place for them in only one k
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -47,6 +47,7 @@ READS: Table = {
         "metrics_collector_context",
         "output_streamer",
     ),
+    "DecodePreallocQueue": ("retracted_queue",),
     "BaseSpecWorker": ("_draft_model_runners",),
     "ModelRunner": ("token_to_kv_pool", "req_to_token_pool"),
     "HybridReqToTokenPool": ("mamba_pool",),
@@ -124,6 +125,11 @@ class Attachment:
             self.lost[req.rid] = str(error)
             return False
         return True
+
+    def read_ahead(self, waiting: Iterable[Any]) -> None:
+        """Begins to bring back from a tier those of the waiting requests that come back next."""
+        if self.keeper is not None:
+            self.keeper.read_ahead(req.kv.retraction_backup for req in waiting if is_saved(req))
 
     def discard(self, req: Any) -> None:
         """Discards the request's backup."""

@@ -4,7 +4,7 @@
     dsv4_needs_rebootstrap    whether the prefill server computes it again: only if it isn't saved
     DecodePreallocQueue.add   queues a request; asks the function above if it isn't saved
     restore_kv_cache          restores a request into new slots
-    resume_retracted_reqs     removes and aborts requests that couldn't be restored
+    resume_retracted_reqs     reads ahead; removes and aborts requests that couldn't be restored
     discard_kv_cache_backup   discards a backup: its request was aborted, or the server ends
     Req.offload_kv_cache, Req.load_kv_cache   save and restore for callers of these methods
     resolve_decode_retraction_backup   avoids a second host pool, unless an operator asks for it
@@ -279,14 +279,17 @@ def restore_kv_cache(
 
 
 def resume_retracted_reqs(original: Hook, queue: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """The resumed requests, without requests whose KV couldn't be restored.
+    """The resumed requests, without requests whose KV couldn't be restored. Reads others ahead.
 
     SGLang would put those on its waiting queue and run them. They are aborted in the same manner as
     SGLang aborts requests whose transferred KV fails its checksum.
     """
     resumed: list[Any] = original(queue, *args, **kwargs)
     attachment = attached()
-    if attachment is None or not attachment.lost:
+    if attachment is None:
+        return resumed
+    attachment.read_ahead(queue.retracted_queue)
+    if not attachment.lost:
         return resumed
     lost = [req for req in resumed if req.rid in attachment.lost]
     for req in lost:

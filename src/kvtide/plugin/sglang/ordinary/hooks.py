@@ -1,7 +1,7 @@
 """kvtide's hooks in an ordinary server of SGLang, besides the hooks of every server.
 
 release_req               saves a request whose slots SGLang gives away
-get_new_batch_prefill     resumes requests that fit, before SGLang admits new ones
+get_new_batch_prefill     resumes requests that fit, before SGLang admits new ones; reads ahead
 abort_request, flush_cache, update_weights_from_…   forget backups
 
 SGLang warns if a function has two hooks of the type AROUND. So each function has one hook of
@@ -53,6 +53,7 @@ def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
     if not shelf:
         return original(scheduler, running_batch)
     running_batch = shelf.resume(running_batch)
+    shelf.read_ahead()
     with shelf.aside() as has_work:
         if has_work:
             return original(scheduler, running_batch)

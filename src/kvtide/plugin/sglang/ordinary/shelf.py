@@ -109,6 +109,10 @@ class Shelf:
             running = _joined(running, batch)
         return running
 
+    def read_ahead(self) -> None:
+        """Begins to bring back from a tier the backups of those who come back next."""
+        self._keeper.read_ahead(self._backups[req] for req in self._in_order())
+
     def outranking(self, req: Any) -> list[Any]:
         """Waiting requests without a backup whose priority is better than this one's."""
         scheduler = self._scheduler
