@@ -9,6 +9,7 @@
   stay-…    is retracted and never comes back
   lone-…    finds no slot left in the pool for its next token
   crowd-…   is retracted only if the pool is full, whatever SGLANG_TEST_RETRACT says
+  crowd-diskfull1-…, crowd-filelost1-…   finds the first rank's disk full; its file vanishes there
 
 It hooks SGLang's retracting and resuming, outside of kvtide, and compares a request's bytes there:
 it reads them from the pool's own tensors, and overwrites them when the request gives up its slots.
@@ -33,6 +34,7 @@ import torch
 POISON = 777.0
 
 _KEPT: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+_RANK = {"is_first": False}
 
 
 def register() -> None:
@@ -53,6 +55,7 @@ def register() -> None:
     HookRegistry.register(sent, _send, HookType.AFTER)
     unseen = "kvtide.plugin.sglang.unseen_results.UnseenResults._unseen"
     HookRegistry.register(unseen, _unseen, HookType.AFTER)
+    HookRegistry.register("kvtide.tier.disk.DiskTier.put", _put, HookType.AROUND)
     if os.environ.get("KVTIDE_MEDDLE") == "refuse":
         from kvtide.plugin.sglang.pools import describe
 
@@ -61,6 +64,9 @@ def register() -> None:
 
 def _begin(_: None, scheduler: Any, *__: Any) -> None:
     """Fills the pool with random numbers, so that no row equals another or is zero."""
+    from sglang.srt.runtime_context import get_parallel
+
+    _RANK["is_first"] = get_parallel().tp_rank == 0
     for buffer in _buffers(scheduler.token_to_kv_pool_allocator):
         buffer.normal_()
 
@@ -148,6 +154,17 @@ def _resume(original: Callable[..., list[Any]], queue: Any, *arguments: Any) -> 
         moved = not torch.equal(slots, new_slots)
         _write(event="resume", rid=req.rid, exact=same, moved=moved, tokens=len(slots))
     return resumed
+
+
+def _put(original: Callable[..., None], tier: Any, key: str, seal: Any, chunks: Any) -> None:
+    """Writes a request to the disk, in a thread of kvtide's."""
+    from kvtide.errors import TierFull
+
+    if _RANK["is_first"] and seal.key.startswith("crowd-diskfull1"):
+        raise TierFull("no space left")
+    original(tier, key, seal, chunks)
+    if _RANK["is_first"] and seal.key.startswith("crowd-filelost1"):
+        tier.remove(key)
 
 
 def _is_meant(prefix: str, req: Any) -> bool:
