@@ -28,9 +28,10 @@ WANTED = {
     "counters": ("Counters",),
     "ranks": ("Ranks",),
     "host_memory": ("HostMemory",),
+    "below": ("open_store",),
     "environment": (
-        *("CONFIG", "HOST_MEMORY", "choice", "host_memory_bytes", "read_values"),
-        "unknown_variables",
+        *("BELOW", "Below", "CONFIG", "HOST_MEMORY", "below_of", "choice", "host_memory_bytes"),
+        *("read_values", "unknown_variables"),
     ),
     "metrics": ("Metrics",),
     "status": ("coverage", "without_draft", "without_room"),

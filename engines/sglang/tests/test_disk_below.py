@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,7 +13,8 @@ import torch
 from requests_of import Place, Req, keeper_over, raising, same
 
 from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss, UsageError
-from kvtide.plugin import host_memory
+from kvtide.plugin import below
+from kvtide.plugin.environment import Below
 from kvtide.plugin.keeper import Backup, Keeper
 from kvtide.plugin.sglang.settings import Settings, read_settings
 from kvtide.plugin.status import coverage
@@ -27,11 +29,8 @@ HOST_BYTES = 2 << 16
 
 def settings(folder: Path | None) -> Settings:
     """Makes the settings of a server with little host memory."""
-    return Settings(
-        host_memory_bytes=HOST_BYTES,
-        disk_dir=folder,
-        disk_memory_bytes=None if folder is None else 1 << 20,
-    )
+    limit_bytes = None if folder is None else 1 << 20
+    return Settings(host_memory_bytes=HOST_BYTES, below=Below(folder, limit_bytes))
 
 
 @pytest.fixture
@@ -120,7 +119,7 @@ def test_a_hint_never_fails(
 ) -> None:
     """The step goes on, and the log has the error."""
     req, _, backup = retract(place, keeper, 0)
-    monkeypatch.setattr("kvtide.tide.Tide.read_ahead", raising(OSError("no such device")))
+    monkeypatch.setattr("kvtide.tier.Spill.read_ahead", raising(OSError("no such device")))
     keeper.read_ahead([backup])
     assert "no such device" in caplog.text
     resume(place, keeper, req, backup)
@@ -165,13 +164,40 @@ def test_each_keeper_has_a_folder(place: Place, tmp_path: Path) -> None:
     second.close()
 
 
+def test_files_of_a_server_that_was_killed_are_removed(place: Place, tmp_path: Path) -> None:
+    """SGLang ends its processes by SIGKILL. Nobody can use what they leave, and it takes room.
+
+    A server with fewer ranks has none for some of the folders. A folder in use isn't touched.
+    """
+    keepers = [
+        keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
+        for _ in range(3)
+    ]
+    for number, keeper in enumerate(keepers):
+        for request in range(4):
+            retract(place, keeper, 4 * number + request)
+    for number in (0, 2):
+        shutil.copytree(tmp_path / "kv" / str(number), tmp_path / str(number))
+    for keeper in keepers[::2]:
+        keeper.close()
+    for number in (0, 2):
+        shutil.copytree(tmp_path / str(number), tmp_path / "kv" / str(number), dirs_exist_ok=True)
+    ours, theirs = sorted((tmp_path / "kv").glob("[02]/*/*")), sorted(tmp_path.glob("kv/1/??/*"))
+    assert ours
+    assert theirs
+    with closing(keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))):
+        assert [] == sorted((tmp_path / "kv").glob("[02]/*/*"))
+        assert theirs == sorted(tmp_path.glob("kv/1/??/*"))
+    keepers[1].close()
+
+
 def test_folder_that_cannot_be_used_is_a_warning(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server saves to host memory as without a disk."""
     warnings: list[str] = []
     monkeypatch.setattr(
-        host_memory.logger, "warning", lambda text, *values: warnings.append(text % values)
+        below.logger, "warning", lambda text, *values: warnings.append(text % values)
     )
     (tmp_path / "file").touch()
     with closing(
@@ -182,14 +208,14 @@ def test_folder_that_cannot_be_used_is_a_warning(
         assert same(expected, place.rows_of(req))
         assert "disk" not in coverage(keeper)
     assert 1 == len(warnings)
-    assert warnings[0].startswith("kvtide goes on without a disk: ")
+    assert warnings[0].startswith("kvtide goes on without a tier: ")
 
 
 def test_settings_name_the_folder_and_its_limit() -> None:
     """A limit without a folder, or without a unit, is an error that names the variable."""
     found = read_settings({"KVTIDE_DISK_DIR": "/kv", "KVTIDE_DISK_MEMORY": "2GiB"})
-    assert (Path("/kv"), 2 << 30) == (found.disk_dir, found.disk_memory_bytes)
-    assert (None, None) == (read_settings({}).disk_dir, read_settings({}).disk_memory_bytes)
+    assert Below(Path("/kv"), 2 << 30) == found.below
+    assert Below() == read_settings({}).below
     with pytest.raises(UsageError, match="KVTIDE_DISK_MEMORY is the limit of a folder"):
         read_settings({"KVTIDE_DISK_MEMORY": "2GiB"})
     with pytest.raises(UsageError, match="KVTIDE_DISK_MEMORY: '24' has no unit"):

@@ -4,7 +4,7 @@ description    describes an engine's pool: its parts, and the rules of their row
 refusals       errors for a pool that is left to the engine, and for failed moves
 keeper         saves and restores requests; counters: what it counts
 ranks          makes the ranks of a server agree
-host_memory    divides a host's memory among the arenas of its ranks
+host_memory    divides a host's memory among the arenas of its ranks; below: what is below these
 environment    what an operator sets, for every engine alike
 metrics        the counters as Prometheus metrics; status: describes a keeper in a line
 reader         reads attributes of an engine's objects, which are listed in tables

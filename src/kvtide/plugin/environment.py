@@ -3,6 +3,9 @@
     KVTIDE_HOST_MEMORY       the host memory of all ranks on this host together, such as 24GiB
     KVTIDE_DISK_DIR          the folder of KV that has no room there; each rank has a folder in it
     KVTIDE_DISK_MEMORY       the disk space of all ranks on this host together, such as 200GiB
+    KVTIDE_MOONCAKE          the Mooncake store of KV that has no room on the disk: its master as
+                             host:port, or a file of Mooncake's settings
+    KVTIDE_TIER_SECONDS      how long a step may wait for the disk and the store, such as 5
     KVTIDE_CONFIG            the path of a file with other variables; the environment wins
 
 An engine's plugin adds variables. An invalid value is an error that names it. Otherwise an operator
@@ -16,25 +19,50 @@ import difflib
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from kvtide.errors import UsageError, shortened
 from kvtide.sizes import parse_memory
+from kvtide.tier.mooncake_settings import MooncakeSettings
 
 HOST_MEMORY = "KVTIDE_HOST_MEMORY"
 DISK_DIR = "KVTIDE_DISK_DIR"
 DISK_MEMORY = "KVTIDE_DISK_MEMORY"
+MOONCAKE = "KVTIDE_MOONCAKE"
+TIER_SECONDS = "KVTIDE_TIER_SECONDS"
 CONFIG = "KVTIDE_CONFIG"
-OF_KVTIDE = (HOST_MEMORY, DISK_DIR, DISK_MEMORY, CONFIG, "KVTIDE_CACHE")
+BELOW = (DISK_DIR, DISK_MEMORY, MOONCAKE, TIER_SECONDS)
+"""What is below host memory."""
+OF_KVTIDE = (HOST_MEMORY, *BELOW, CONFIG, "KVTIDE_CACHE")
 """The variables that no engine's plugin adds. `kvtide run` keeps models in the last one."""
 
+WAIT_S = 5.0
+"""Meanwhile a disk of a gigabyte a second moves a long request, and who asks after the server's
+health still gets an answer in time."""
 _PREFIX = "KVTIDE_"
 _LARGEST_CONFIG_BYTES = 1 << 16
+_MOST_SECONDS = 3600
 _LIKENESS = 0.7
 """The least ratio of difflib at which two names are taken for the same, apart from the prefix."""
 
 Value = TypeVar("Value")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Below:
+    """What is below the arenas of all ranks on a host together."""
+
+    disk_dir: Path | None = None
+    """The folder for what has no room in host memory; None means no disk."""
+    disk_bytes: int | None = None
+    """The limit of all ranks' files together; None means a quarter of what is free there."""
+    mooncake: MooncakeSettings | None = None
+    """The Mooncake store for what the disk doesn't take; None means no store."""
+    wait_s: float = WAIT_S
+    """How many seconds a step may wait for tiers."""
 
 
 def read_values(
@@ -92,17 +120,31 @@ def host_memory_bytes(values: Mapping[str, str]) -> int | None:
     return size_bytes
 
 
-def disk_memory(values: Mapping[str, str]) -> tuple[Path | None, int | None]:
-    """The folder for what has no room in host memory, and the limit of all ranks together.
-
-    Either may be None. Raises UsageError for a limit without a folder, and for an invalid one.
-    """
-    folder, text = values.get(DISK_DIR), values.get(DISK_MEMORY)
-    if text is None:
-        return None if folder is None else Path(folder), None
-    if folder is None:
+def below_of(values: Mapping[str, str]) -> Below:
+    """What is below the arenas. Raises UsageError, which names the variable."""
+    folder, limit = values.get(DISK_DIR), values.get(DISK_MEMORY)
+    store, seconds = values.get(MOONCAKE), values.get(TIER_SECONDS)
+    if limit is not None and folder is None:
         raise UsageError(f"{DISK_MEMORY} is the limit of a folder; name it with {DISK_DIR}")
-    return Path(folder), parse_memory(text, name=DISK_MEMORY)
+    return Below(
+        None if folder is None else Path(folder),
+        None if limit is None else parse_memory(limit, name=DISK_MEMORY),
+        None if store is None else MooncakeSettings.parse(store, name=MOONCAKE),
+        WAIT_S if seconds is None else _seconds(seconds),
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise UsageError(
+            f"{TIER_SECONDS}: {shortened(text)!r} isn't a number of seconds above 0 and up to "
+            f"{_MOST_SECONDS}, such as {WAIT_S:g}"
+        )
+    return seconds
 
 
 def _read_config(path: str, names: Sequence[str]) -> dict[str, str]:

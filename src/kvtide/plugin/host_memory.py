@@ -1,9 +1,7 @@
-"""HostMemory: divides a host's memory, and a disk below it, among its ranks."""
+"""HostMemory: divides a host's memory among its ranks."""
 
 from __future__ import annotations
 
-import logging
-import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +10,12 @@ from typing import final
 
 from kvtide.arena import HostArena
 from kvtide.arena.budget import default_host_bytes, free_memory_bytes, untouched_bytes_of
-from kvtide.errors import UsageError
 from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.refusals import RankFailed
 from kvtide.pool import Pool
-from kvtide.tier import Store
-from kvtide.tier.folder import FolderInUse
 from kvtide.transfer import chunk_bytes_for
 
-logger = logging.getLogger(__name__)
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_MOST_FOLDERS = 256
 _REFUSED = -1
 """The limit that a rank sends to the others when it refuses its pool."""
 
@@ -36,21 +28,10 @@ class HostMemory:
     must ask for its arena exactly once, or refuse, in the same order as the others.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None,
-        rank_count: int,
-        ranks: Ranks,
-        disk_dir: Path | None = None,
-        disk_bytes: int | None = None,
-    ) -> None:
-        """`disk_dir` is the ranks' folder on a disk, whose files take at most `disk_bytes`; None
-        means a quarter of what is free there."""
+    def __init__(self, limit_bytes: int | None, rank_count: int, ranks: Ranks) -> None:
         self._limit_bytes = limit_bytes
         self._rank_count = rank_count
         self._ranks = ranks
-        self._disk_dir = disk_dir
-        self._disk_bytes = disk_bytes
 
     @contextmanager
     def refusing_together(self) -> Iterator[None]:
@@ -61,32 +42,6 @@ class HostMemory:
             self.measure(0)
             self._ranks.least(_REFUSED)
             raise
-
-    def store_for(self, pool: Pool) -> Store:
-        """This rank's arena, and its folder on the disk, if there is a disk that can be used.
-
-        Raises RankFailed as `arena_for` does.
-        """
-        arena = self.arena_for(pool)
-        if self._disk_dir is None:
-            return Store(arena)
-        try:
-            return self._with_disk(arena, self._disk_dir)
-        except (UsageError, OSError) as error:
-            logger.warning("kvtide goes on without a disk: %s", error)
-            return Store(arena)
-
-    def _with_disk(self, arena: HostArena, folder: Path) -> Store:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        together = self._disk_bytes
-        if together is None:
-            together = shutil.disk_usage(folder).free // 4
-        for number in range(_MOST_FOLDERS):
-            try:
-                return Store(arena, folder / str(number), together // self._rank_count)
-            except FolderInUse:
-                continue
-        raise UsageError(f"all {_MOST_FOLDERS} folders in {folder} are in use")
 
     def arena_for(self, pool: Pool) -> HostArena:
         """This rank's arena. Its limit is the least of the ranks that schedule in step.

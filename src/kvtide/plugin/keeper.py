@@ -185,10 +185,14 @@ class Keeper:
     def read_ahead(self, waiting: Iterable[Backup]) -> None:
         """Begins to bring back from a tier what is restored next, the first of `waiting`.
 
-        Doesn't block and doesn't raise. It is a hint, so the ranks needn't agree.
+        Call this in each step, also if nobody waits: files of requests that are gone are removed
+        then. Doesn't block and doesn't raise. It is a hint, so the ranks needn't agree.
         """
-        for backup in islice(waiting, _READ_AHEAD_COUNT):
-            self._try(partial(self.tide.read_ahead, backup.snapshot))
+        spill = None if self.store is None else self.store.spill
+        if spill is not None:
+            self._try(spill.settle)
+            for backup in islice(waiting, _READ_AHEAD_COUNT):
+                self._try(partial(spill.read_ahead, backup.snapshot))
 
     def decline(self) -> None:
         """Counts a request that isn't saved, because requests of its kind can't come back."""

@@ -43,12 +43,13 @@ class Store:
         *,
         mooncake: MooncakeSettings | None = None,
         name_of: Callable[[str], str | None] = lambda _: None,
+        deadline_s: float = 60.0,
     ) -> None:
         """Opens a tier of at most `disk_bytes` in the folder `disk_dir`, unless that is None.
 
         By default it may take a quarter of the bytes that are free there. Joins the store of
         `mooncake`, unless that is None. Raises FolderInUse if another process uses the folder,
-        UsageError if a tier can't be used. `name_of`: see Spill.
+        UsageError if a tier can't be used. `name_of`, `deadline_s`: see Spill.
         """
         self.arena = arena
         self.disk: DiskTier | None = None
@@ -66,7 +67,7 @@ class Store:
             raise
         tiers = [tier for tier in (self.disk, self.mooncake) if tier is not None]
         if tiers:
-            self.spill = Spill(arena, tiers, name_of=name_of)
+            self.spill = Spill(arena, tiers, name_of=name_of, deadline_s=deadline_s)
 
     def counts(self) -> DiskCounts:
         """What the disk has, and what has moved."""

@@ -9,6 +9,7 @@ import torch
 
 from kvtide.device import Device, open_device
 from kvtide.errors import KvtideError
+from kvtide.plugin.below import open_store
 from kvtide.plugin.description import Description
 from kvtide.plugin.host_memory import HostMemory
 from kvtide.plugin.keeper import Keeper
@@ -44,19 +45,13 @@ def open_keeper(
         name = type(subject.request_pool).__name__
         raise Refused(f"{name} has no table 'req_to_token', so the slots of requests are unknown")
     ranks = ranks or Ranks()
-    memory = HostMemory(
-        settings.host_memory_bytes,
-        settings.rank_count,
-        ranks,
-        settings.disk_dir,
-        settings.disk_memory_bytes,
-    )
+    memory = HostMemory(settings.host_memory_bytes, settings.rank_count, ranks)
     device = open_device(torch.device(subject.pool.device).type)
     try:
         with memory.refusing_together():
             description, pool, draft_refusal = _adopt(subject, draft_pools, device)
         requests = SGLangRequests(subject.request_pool, description, pool.request_kinds, is_ahead)
-        store = memory.store_for(pool)
+        store = open_store(memory.arena_for(pool), settings.below, settings.rank_count)
         tide = Tide(pool, store.arena, spill=store.spill)
         keeper = Keeper(description, tide, requests, ranks, store)
     except BaseException:

@@ -5,6 +5,8 @@
     KVTIDE_HOST_MEMORY       the host memory of all ranks on this host together, such as 24GiB
     KVTIDE_DISK_DIR          the folder of KV that has no room there; each rank has a folder in it
     KVTIDE_DISK_MEMORY       the disk space of all ranks on this host together, such as 200GiB
+    KVTIDE_MOONCAKE          the Mooncake store of KV that has no room on the disk
+    KVTIDE_TIER_SECONDS      how long a step may wait for the disk and the store
     KVTIDE_CONFIG            the path of a file with the other variables; the environment wins
 
 An invalid value is an error that names it. Otherwise an operator would notice only under load that
@@ -14,16 +16,15 @@ a setting has no effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal, final
 
 from kvtide.plugin.environment import (
-    DISK_DIR,
-    DISK_MEMORY,
+    BELOW,
     HOST_MEMORY,
+    Below,
+    below_of,
     choice,
-    disk_memory,
     host_memory_bytes,
     read_values,
     unknown_variables,
@@ -34,7 +35,7 @@ Mode = Literal["off", "on", "strict"]
 MODE = "KVTIDE_SGLANG"
 COLOCATED = "KVTIDE_SGLANG_COLOCATED"
 
-_NAMES = (MODE, COLOCATED, HOST_MEMORY, DISK_DIR, DISK_MEMORY)
+_NAMES = (MODE, COLOCATED, HOST_MEMORY, *BELOW)
 _MODES: Mapping[str, Mode] = {"0": "off", "1": "on", "strict": "strict"}
 _SWITCH = {"0": False, "1": True}
 
@@ -50,10 +51,8 @@ class Settings:
     """Whether a server that isn't a disaggregated decode server saves and restores as well."""
     host_memory_bytes: int | None = None
     """The limit of all arenas on this host together; None means a share of the free memory."""
-    disk_dir: Path | None = None
-    """The folder for what has no room in host memory; None means no disk."""
-    disk_memory_bytes: int | None = None
-    """The limit of all ranks' files together; None means a quarter of what is free there."""
+    below: Below = field(default_factory=Below)
+    """What is below these arenas."""
     rank_count: int = 1
     """How many ranks of the server share this host's memory; SGLang tells."""
     unknown: tuple[str, ...] = ()
@@ -66,12 +65,10 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     Raises UsageError, which names the variable or the file, for an invalid value.
     """
     values = read_values(_NAMES, environment)
-    disk_dir, disk_memory_bytes = disk_memory(values)
     return Settings(
         choice(values, MODE, _MODES, "1"),
         choice(values, COLOCATED, _SWITCH, "0"),
         host_memory_bytes(values),
-        disk_dir,
-        disk_memory_bytes,
+        below_of(values),
         unknown=tuple(unknown_variables(_NAMES, environment)),
     )

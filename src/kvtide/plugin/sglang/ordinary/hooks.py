@@ -50,10 +50,13 @@ def _plan_prefill(original: Hook, scheduler: Any, running_batch: Any) -> Any:
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     shelf = shelf_of(scheduler)
-    if not shelf:
+    if shelf is None:
         return original(scheduler, running_batch)
+    was_empty = not shelf
     running_batch = shelf.resume(running_batch)
     shelf.read_ahead()
+    if was_empty:
+        return original(scheduler, running_batch)
     with shelf.aside() as has_work:
         if has_work:
             return original(scheduler, running_batch)

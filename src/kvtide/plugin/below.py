@@ -1,0 +1,66 @@
+"""open_store: opens what is below a rank's arena: a disk, a Mooncake store, or both."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from kvtide.arena import HostArena
+from kvtide.errors import UsageError
+from kvtide.plugin.environment import Below
+from kvtide.tier import DiskTier, Store
+from kvtide.tier.folder import FolderInUse
+from kvtide.tier.mooncake_connect import check_mooncake
+
+logger = logging.getLogger(__name__)
+
+_MOST_FOLDERS = 256
+
+
+def open_store(arena: HostArena, below: Below, rank_count: int) -> Store:
+    """A rank's arena with the tiers below it. A warning names a tier that can't be used.
+
+    Each of the `rank_count` ranks gets an empty folder of its own on the disk, and an equal part of
+    the disk's limit. Each joins the Mooncake store by itself.
+    """
+    ways = (below, replace(below, disk_dir=None), replace(below, mooncake=None))
+    for way in dict.fromkeys(ways):
+        try:
+            if way.mooncake is not None:
+                check_mooncake(way.mooncake)
+            if way.disk_dir is not None:
+                return _with_disk(arena, way, way.disk_dir, rank_count)
+            return Store(arena, mooncake=way.mooncake, deadline_s=way.wait_s)
+        except (UsageError, OSError) as error:
+            logger.warning("kvtide goes on without a tier: %s", error)
+    return Store(arena)
+
+
+def _with_disk(arena: HostArena, below: Below, disk_dir: Path, rank_count: int) -> Store:
+    """Raises UsageError if a tier can't be used, OSError."""
+    disk_dir.mkdir(mode=0o700, exist_ok=True)
+    _clear(disk_dir)
+    together = below.disk_bytes
+    if together is None:
+        together = shutil.disk_usage(disk_dir).free // 4
+    for number in range(_MOST_FOLDERS):
+        with suppress(FolderInUse):
+            return Store(
+                arena,
+                disk_dir / str(number),
+                together // rank_count,
+                mooncake=below.mooncake,
+                deadline_s=below.wait_s,
+            )
+    raise UsageError(f"all {_MOST_FOLDERS} folders in {disk_dir} are in use")
+
+
+def _clear(disk_dir: Path) -> None:
+    """Removes the files of ranks that have ended. Nobody can use them, and they take room."""
+    for path in disk_dir.iterdir():
+        if path.name.isdecimal() and path.is_dir():
+            with suppress(UsageError):  # it is in use, or it isn't a folder of ours
+                DiskTier(path, limit_bytes=0).close()
