@@ -144,7 +144,7 @@ def test_the_disk_comes_first_and_each_rank_has_a_part_of_its_limit(
     slots = torch.arange(TOKENS)
     backups = [ranks[0].save((f"r{number}", slots)) for number in range(4)]
     assert {} == mooncake.objects
-    assert list((tmp_path / "kv" / "0").rglob("*.safetensors"))
+    assert list((tmp_path / "kv" / "retracted-0").rglob("*.safetensors"))
     for backup in backups:
         ranks[0].discard(backup)
     for keeper in ranks:

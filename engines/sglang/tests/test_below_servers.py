@@ -85,7 +85,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
         KVTIDE_HOST_MEMORY="128KiB",
         KVTIDE_DISK_DIR=str(folder / "kv"),
     )
-    assert ["0", "1"] == sorted(path.name for path in (folder / "kv").iterdir())
+    names = sorted(path.name for path in (folder / "kv").iterdir())
+    assert ["retracted-0", "retracted-1"] == names
     assert [] == files_in(folder / "kv")
     return run
 
@@ -103,8 +104,6 @@ def test_both_ranks_go_on_if_one_has_a_full_disk_or_loses_a_file(ranks: EngineRu
 
 def test_a_rank_without_a_disk_is_no_reason_not_to_start(tmp_path: Path) -> None:
     """The server says so, and refuses what one of its ranks has no room for."""
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "1").touch()
     run = run_engine(
         tmp_path,
         {**TIGHT_SERVER, "tp_size": 2},
@@ -112,9 +111,10 @@ def test_a_rank_without_a_disk_is_no_reason_not_to_start(tmp_path: Path) -> None
         SGLANG_CPU_OMP_THREADS_BIND="0|1",
         KVTIDE_HOST_MEMORY="128KiB",
         KVTIDE_DISK_DIR=str(tmp_path / "kv"),
+        KVTIDE_MEDDLE="no disk",
     )
     assert {"whole", "503:"} == set(endings(run.results[0]))
-    assert 1 == len(run.log_lines("kvtide goes on without a tier: disk tier: "))
+    assert 1 == len(run.log_lines("kvtide goes on without a tier: no such device"))
     assert same_whenever_idle(run)
 
 

@@ -19,6 +19,7 @@ from kvtide.plugin.keeper import Backup, Keeper
 from kvtide.plugin.sglang.settings import Settings, read_settings
 from kvtide.plugin.status import coverage
 from kvtide.tier import Spill
+from kvtide.tier.names import LOCK
 
 COUNT = 8
 STEPS = 10_000
@@ -158,7 +159,8 @@ def test_each_keeper_has_a_folder(place: Place, tmp_path: Path) -> None:
     """Ranks of a server, and servers, may share the folder that the operator names."""
     first = keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
     second = keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
-    assert ["0", "1"] == sorted(path.name for path in (tmp_path / "kv").iterdir())
+    names = sorted(path.name for path in (tmp_path / "kv").iterdir())
+    assert ["retracted-0", "retracted-1"] == names
     assert "disk below it up to 1.0 MiB" in coverage(first)
     first.close()
     second.close()
@@ -167,7 +169,8 @@ def test_each_keeper_has_a_folder(place: Place, tmp_path: Path) -> None:
 def test_files_of_a_server_that_was_killed_are_removed(place: Place, tmp_path: Path) -> None:
     """SGLang ends its processes by SIGKILL. Nobody can use what they leave, and it takes room.
 
-    A server with fewer ranks has none for some of the folders. A folder in use isn't touched.
+    A server with fewer ranks would never come to some of the folders. A folder that is in use or
+    isn't a rank's isn't touched.
     """
     keepers = [
         keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
@@ -176,18 +179,20 @@ def test_files_of_a_server_that_was_killed_are_removed(place: Place, tmp_path: P
     for number, keeper in enumerate(keepers):
         for request in range(4):
             retract(place, keeper, 4 * number + request)
-    for number in (0, 2):
-        shutil.copytree(tmp_path / "kv" / str(number), tmp_path / str(number))
-    for keeper in keepers[::2]:
-        keeper.close()
-    for number in (0, 2):
-        shutil.copytree(tmp_path / str(number), tmp_path / "kv" / str(number), dirs_exist_ok=True)
-    ours, theirs = sorted((tmp_path / "kv").glob("[02]/*/*")), sorted(tmp_path.glob("kv/1/??/*"))
-    assert ours
-    assert theirs
+    killed, running = (tmp_path / "kv" / f"retracted-{number}" for number in (2, 1))
+    shutil.copytree(killed, tmp_path / "copy")
+    keepers[2].close()
+    shutil.copytree(tmp_path / "copy", killed, dirs_exist_ok=True)
+    foreign = [tmp_path / "kv" / name for name in ("0", "retracted-7", "retracted-x")]
+    for folder in foreign:
+        shutil.copytree(tmp_path / "copy", folder)
+    (foreign[1] / LOCK).unlink()
+    before = [sorted(folder.rglob("*")) for folder in (running, *foreign)]
+    assert list(killed.glob("??/*"))
     with closing(keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))):
-        assert [] == sorted((tmp_path / "kv").glob("[02]/*/*"))
-        assert theirs == sorted(tmp_path.glob("kv/1/??/*"))
+        assert [] == list(killed.glob("??/*"))
+        assert before == [sorted(folder.rglob("*")) for folder in (running, *foreign)]
+    keepers[0].close()
     keepers[1].close()
 
 

@@ -14,10 +14,13 @@ from kvtide.plugin.environment import Below
 from kvtide.tier import DiskTier, Store
 from kvtide.tier.folder import FolderInUse
 from kvtide.tier.mooncake_connect import check_mooncake
+from kvtide.tier.names import LOCK
 
 logger = logging.getLogger(__name__)
 
 _MOST_FOLDERS = 256
+_PREFIX = "retracted-"
+"""What else is in the operator's folder, such as the folder of `kvtide run`, isn't touched."""
 
 
 def open_store(arena: HostArena, below: Below, rank_count: int) -> Store:
@@ -47,20 +50,31 @@ def _with_disk(arena: HostArena, below: Below, disk_dir: Path, rank_count: int) 
     if together is None:
         together = shutil.disk_usage(disk_dir).free // 4
     for number in range(_MOST_FOLDERS):
+        folder = disk_dir / f"{_PREFIX}{number}"
+        if folder.exists() and not _is_ours(folder):
+            continue
         with suppress(FolderInUse):
             return Store(
                 arena,
-                disk_dir / str(number),
+                folder,
                 together // rank_count,
                 mooncake=below.mooncake,
                 deadline_s=below.wait_s,
             )
-    raise UsageError(f"all {_MOST_FOLDERS} folders in {disk_dir} are in use")
+    raise UsageError(
+        f"none of {_MOST_FOLDERS} folders {_PREFIX}… in {disk_dir} is free; give each server a "
+        "folder of its own"
+    )
 
 
 def _clear(disk_dir: Path) -> None:
     """Removes the files of ranks that have ended. Nobody can use them, and they take room."""
-    for path in disk_dir.iterdir():
-        if path.name.isdecimal() and path.is_dir():
-            with suppress(UsageError):  # it is in use, or it isn't a folder of ours
-                DiskTier(path, limit_bytes=0).close()
+    for folder in disk_dir.glob(f"{_PREFIX}*"):
+        if folder.name.removeprefix(_PREFIX).isdecimal() and _is_ours(folder):
+            with suppress(UsageError):  # a running server has it, or the disk refuses it
+                DiskTier(folder, limit_bytes=0).close()
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a rank made the folder: it isn't a link, and has the lock of a tier."""
+    return not folder.is_symlink() and (folder / LOCK).is_file()

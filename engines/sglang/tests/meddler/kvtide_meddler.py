@@ -15,7 +15,8 @@ It hooks SGLang's retracting and resuming, outside of kvtide, and compares a req
 it reads them from the pool's own tensors, and overwrites them when the request gives up its slots.
 There is no prefill server, so a prompt's KV and state are made from the request's id: a repeated
 request gets the same answer. KVTIDE_WATCH names the file that it writes, one JSON object a line.
-KVTIDE_MEDDLE=refuse makes kvtide refuse every pool.
+KVTIDE_MEDDLE=refuse makes kvtide refuse every pool. KVTIDE_MEDDLE="no disk" leaves the first of
+several ranks alone with a disk.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def register() -> None:
     unseen = "kvtide.plugin.sglang.unseen_results.UnseenResults._unseen"
     HookRegistry.register(unseen, _unseen, HookType.AFTER)
     HookRegistry.register("kvtide.tier.disk.DiskTier.put", _put, HookType.AROUND)
+    if os.environ.get("KVTIDE_MEDDLE") == "no disk":
+        HookRegistry.register("kvtide.plugin.below._with_disk", _find_disk, HookType.BEFORE)
     if os.environ.get("KVTIDE_MEDDLE") == "refuse":
         from kvtide.plugin.sglang.pools import describe
 
@@ -154,6 +157,13 @@ def _resume(original: Callable[..., list[Any]], queue: Any, *arguments: Any) -> 
         moved = not torch.equal(slots, new_slots)
         _write(event="resume", rid=req.rid, exact=same, moved=moved, tokens=len(slots))
     return resumed
+
+
+def _find_disk(*_: Any) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_rank:
+        raise OSError("no such device")
 
 
 def _put(original: Callable[..., None], tier: Any, key: str, seal: Any, chunks: Any) -> None:
