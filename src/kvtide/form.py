@@ -8,7 +8,8 @@
 A chunk holds, for each plane and for each layer, the rows in the order of the request's tokens. The
 form depends only on the geometry and the chunk size. It doesn't depend on a device, on the memory
 layout of a pool's tensors or on the slots. So any source fits any target. The constants are part of
-the form, not tuning: whoever changes one must count up FORM_VERSION (kvtide.layout).
+the form, not tuning: whoever changes one must count up FORM_VERSION (kvtide.layout). SPAN_BYTES is
+tuning, because a seal states its spans.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ FULL_RUN_ROWS = 64
 whole pages moves by pages."""
 WIDE_ROW_BYTES = 8 << 10
 """Rows of at least this width move alone about as fast as together, so a chunk has all that fit."""
-SPAN_BYTES = 1 << 20
-"""A span ends with the layer with which it reaches this many bytes, or with its chunk."""
+SPAN_BYTES = 512 << 10
+"""A span ends with the layer with which it reaches this many bytes, or with its chunk. So its bytes
+are still in the core's cache when they are hashed after the copy."""
 
 
 @final

@@ -229,7 +229,7 @@ def written_before_all_is_checked(patch: pytest.MonkeyPatch) -> None:
             memories = memories_of(blocks)
             (tasks,) = self._tasks(rows, blocks, memories, chunk_bytes)
             for task, span in zip(tasks, spans, strict=True):
-                yield [Step(partial(mover_module._check, span, memories[span.chunk]))]
+                yield [Step(partial(mover_module._check, [span], memories))]
                 yield [Step(mover_module._nothing, task.scatter)]
 
         return self._submit(phases, rows, blocks, chunk_bytes, at_once)

@@ -37,6 +37,8 @@ from kvtide.transfer.run import Copier, DeviceCopier, HostCopier, Task
 _MOST_VIEWS = 4096
 # Chunk sizes whose sections are kept: the arena's, and the ones of snapshots from elsewhere.
 _MOST_CHUNK_SIZES = 16
+# How many spans a lane checks at a time: enough that handing them over costs little.
+_STEP_SPANS = 4
 
 _Phases = Iterator[Sequence[Step[list[Span]]]]
 
@@ -136,7 +138,9 @@ class Mover:
         _ = owner  # the job holds it with these arguments
         memories = memories_of(blocks)
         if spans:
-            yield [Step(partial(_check, span, memories[span.chunk])) for span in spans]
+            firsts = range(0, len(spans), _STEP_SPANS)
+            parts = (spans[first : first + _STEP_SPANS] for first in firsts)
+            yield [Step(partial(_check, part, memories)) for part in parts]
         for tasks in self._tasks(rows, blocks, memories, chunk_bytes):
             note_writing(True)
             yield [Step(_nothing, task.scatter) for task in tasks]
@@ -265,8 +269,9 @@ class _WritingJob:
             ) from error
 
 
-def _check(span: Span, memory: memoryview) -> list[Span]:
-    span.check(memory)
+def _check(spans: Sequence[Span], memories: Sequence[memoryview]) -> list[Span]:
+    for span in spans:
+        span.check(memories[span.chunk])
     return []
 
 

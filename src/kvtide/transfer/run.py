@@ -15,10 +15,6 @@ from kvtide.layout import Ids
 from kvtide.seal import Span
 from kvtide.transfer.plan import TaskPlan
 
-# This many bytes are hashed as soon as they are copied: then both the source and the copy are still
-# in the core's cache.
-_HASHED_BYTES = 256 << 10
-
 
 @final
 class HostCopier:
@@ -174,26 +170,18 @@ class Task:
 
     def gather_hashing(self, staging: torch.Tensor | None) -> None:
         """Copies like `gather`. Without staging it also computes the checksums."""
-        if staging is not None or self._stop - self._first <= _HASHED_BYTES:
+        if staging is not None:
             self.gather(staging)
             return
-        memory, checksum, hashed = self._memory, xxhash.xxh3_64(), self._first
         spans = iter(self._spans)
         first, stop = next(spans)
         for plan, buffers, only, copied in self._calls:
             self._copiers[plan].gather(self._number, buffers, only, None)
-            if copied - hashed < _HASHED_BYTES and copied < self._stop:
-                continue
             while copied >= stop:
-                checksum.update(memory[hashed:stop])
-                self._sealed.append(Span(self._chunk, first, stop, checksum.intdigest()))
-                hashed = stop
+                self._sealed.append(self._hashed(first, stop))
                 if stop == self._stop:
                     return
-                checksum.reset()
                 first, stop = next(spans)
-            checksum.update(memory[hashed:copied])
-            hashed = copied
 
     def scatter(self, staging: torch.Tensor | None) -> None:
         """Copies the block to units, through `staging` if that isn't None."""
@@ -205,9 +193,8 @@ class Task:
 
     def seal(self) -> list[Span]:
         """The task's spans, with their checksums. Call it once their bytes are in the block."""
-        sealed = self._sealed
-        if not sealed:
-            for first, stop in self._spans:
-                checksum = xxhash.xxh3_64_intdigest(self._memory[first:stop])
-                sealed.append(Span(self._chunk, first, stop, checksum))
-        return sealed
+        return self._sealed or [self._hashed(first, stop) for first, stop in self._spans]
+
+    def _hashed(self, first: int, stop: int) -> Span:
+        # A single call for all bytes of a span: xxhash takes 1.7 times as long for parts of it.
+        return Span(self._chunk, first, stop, xxhash.xxh3_64_intdigest(self._memory[first:stop]))
