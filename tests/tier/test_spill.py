@@ -26,6 +26,11 @@ BLOCK_BYTES = 8 * TOKEN_BYTES
 SLOT_COUNT = 64
 
 
+def damage(chunks: list[bytes]) -> None:
+    """Flips a bit of what a tier has."""
+    chunks[0] = bytes([chunks[0][0] ^ 1]) + chunks[0][1:]
+
+
 class World:
     """A tide over an arena of few blocks, and simulated tiers below it."""
 
@@ -135,7 +140,7 @@ def test_ten_times_the_arena_comes_back(make_world: MakeWorld) -> None:
         world.tide.discard(snapshot)
     world.workers.close()
     assert [{}] == [tier.kept for tier in world.tiers]
-    assert world.spill.stats.writes >= 36
+    assert world.spill.stats.spills >= 36
 
 
 def test_least_recently_used_goes_down(make_world: MakeWorld) -> None:
@@ -160,7 +165,7 @@ def test_writes_begin_before_the_arena_is_full(make_world: MakeWorld) -> None:
         pass
     waited = world.spill.stats.waited_seconds
     snapshots.append(world.save(4))
-    assert 1 <= world.spill.stats.writes
+    assert 1 <= world.spill.stats.spills
     assert waited == world.spill.stats.waited_seconds
     for snapshot in snapshots:
         world.tide.discard(snapshot)
@@ -177,9 +182,71 @@ def test_what_is_read_ahead_is_there_in_time(make_world: MakeWorld) -> None:
     world.tide.read_ahead(snapshots[0])
     while world.workers.step():
         pass
-    reads = world.spill.stats.reads
+    (counts,) = world.spill.stats.tiers.values()
     world.load(snapshots[0], 0)
-    assert (reads + 1, 1) == (world.spill.stats.reads, world.spill.stats.reads_in_time)
+    assert (1, 1) == (counts.hits, world.spill.stats.reads_in_time)
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+
+
+def test_read_that_was_asked_for_late_counts_as_late(make_world: MakeWorld) -> None:
+    """A read ahead that hasn't ended when the snapshot is wanted is waited for, and counted."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(8)]
+    while world.workers.step():
+        pass
+    world.tide.read_ahead(snapshots[0])
+    world.load(snapshots[0], 0)
+    world.load(snapshots[1], 1)  # nobody asked for this one
+    assert (0, 1) == (world.spill.stats.reads_in_time, world.spill.stats.reads_late)
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+
+
+def test_counts_of_each_tier(make_world: MakeWorld) -> None:
+    """What went down and up, and why not, is counted for the tier that did it."""
+    world = make_world(limits=(100, 1 << 16))
+    snapshots = [world.save(value) for value in range(20)]
+    first, second = world.tiers
+    kept = list(second.kept.values())
+    damage(kept[0][1])
+    lost = next(iter(list(second.kept)[1:]))
+    del second.kept[lost]
+    errors = 0
+    for value, snapshot in enumerate(snapshots):
+        try:
+            world.load(snapshot, value)
+        except (SnapshotDamaged, SnapshotMiss):
+            errors += 1
+        world.tide.discard(snapshot)
+    refusing, taking = world.spill.stats.tiers.values()
+    assert ["FaultyTier", "FaultyTier_1"] == list(world.spill.stats.tiers)
+    assert (0, 0, 0) == (refusing.writes, refusing.hits, refusing.down_bytes)
+    assert {"full": taking.writes, "away": 0, "late": 0} == refusing.refused_writes
+    assert {"full": 0, "away": 0, "late": 0} == taking.refused_writes
+    assert 16 <= taking.writes == world.spill.stats.spills
+    assert 16 * TOKEN_BYTES * taking.writes == taking.down_bytes
+    assert 16 * TOKEN_BYTES * taking.hits == taking.up_bytes > 0
+    assert (1, {"gone": 1, "away": 0, "late": 0}) == (taking.damaged, taking.misses)
+    assert (2, 0) == (errors, first.used_bytes)
+
+
+def test_tier_that_is_away_counts_as_away(make_world: MakeWorld) -> None:
+    """Reads and writes that a tier can't do now aren't counted as lost or full."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(8)]
+    for _ in range(2):
+        world.tide.discard(snapshots.pop())
+    world.tiers[0].is_away = True
+    with pytest.raises(SnapshotMiss, match="simulated: away"):
+        world.load(snapshots[0], 0)
+    snapshots += [world.save(6), world.save(7)]
+    with pytest.raises(ArenaFull):
+        world.save(8)
+    (counts,) = world.spill.stats.tiers.values()
+    assert {"gone": 0, "away": 1, "late": 0} == counts.misses
+    assert (0, 0) == (counts.refused_writes["full"], counts.refused_writes["late"])
+    assert 1 <= counts.refused_writes["away"]
     for snapshot in snapshots:
         world.tide.discard(snapshot)
 
@@ -212,6 +279,8 @@ def test_hung_tier_costs_the_deadline_once(make_world: MakeWorld) -> None:
     with pytest.raises(ArenaFull):
         world.save(4)
     assert 0 < world.clock.now <= 30
+    (counts,) = world.spill.stats.tiers.values()
+    assert 1 <= counts.refused_writes["late"]
     world.workers.hang_share = 0.0
     world.workers.wake()
     while world.workers.step():
@@ -287,7 +356,7 @@ class Walk:
             self.world.workers.close()
             self.world.spill.settle()
         assert [] == self.world.spill._moving
-        assert {} == self.world.spill._entries
+        assert 0 == len(self.world.spill._entries)
         return self.outcomes
 
     def any_value(self) -> int | None:
@@ -353,5 +422,5 @@ def test_disk_below_a_small_arena(device: CPUDevice, tmp_path: Path) -> None:
         for snapshot in snapshots:
             tide.discard(snapshot)
         assert 0 == arena.used_bytes
-        assert 28 <= spill.stats.writes
+        assert 28 <= spill.stats.spills
     assert not list((tmp_path / "tier").glob("??/*.safetensors")), asdict(spill.stats)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtide.tier.base import Tier
+    from kvtide.tier.counts import SpillStats, TierCounts
     from kvtide.tier.disk import DiskStats, DiskTier
-    from kvtide.tier.entry import SpillStats
     from kvtide.tier.mooncake import MooncakeTier
     from kvtide.tier.mooncake_settings import MooncakeSettings
     from kvtide.tier.namespace import Namespace
@@ -25,6 +25,7 @@ __all__ = [
     "SpillStats",
     "Store",
     "Tier",
+    "TierCounts",
 ]
 
 # Who only looks into a folder, as `kvtide inspect` does, doesn't need torch.
@@ -35,9 +36,10 @@ _HOMES = {
     "MooncakeTier": "kvtide.tier.mooncake",
     "Namespace": "kvtide.tier.namespace",
     "Spill": "kvtide.tier.spill",
-    "SpillStats": "kvtide.tier.entry",
+    "SpillStats": "kvtide.tier.counts",
     "Store": "kvtide.tier.store",
     "Tier": "kvtide.tier.base",
+    "TierCounts": "kvtide.tier.counts",
 }
 
 

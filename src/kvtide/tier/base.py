@@ -51,6 +51,11 @@ class Tier(ABC):
     def remove(self, key: str) -> None:
         """Forgets the key. No error if it isn't there. Raises TierRetry."""
 
+    @property
+    def name(self) -> str:
+        """What reports and metrics call this tier."""
+        return type(self).__name__
+
     # ---- made of the four methods above --------------------------------------------------
 
     def save(self, key: str, snapshot: Snapshot) -> None:

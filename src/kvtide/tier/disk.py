@@ -62,6 +62,8 @@ class DiskTier(Tier):
     bytes; what the file system needs for itself doesn't count.
     """
 
+    name = "disk"
+
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
         """Locks the folder, makes it if it isn't there, and finds what it has.
 

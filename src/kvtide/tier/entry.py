@@ -1,82 +1,174 @@
-"""SpillEntry: what Spill knows of a snapshot. SpillStats: what Spill counts."""
+"""SpillEntry: what Spill knows of a snapshot. SpillEntries: all of them, in the order of use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Callable
+from enum import Enum, auto
+from functools import partial
+from itertools import chain
+from typing import final
 
 from kvtide.arena import Lease
 from kvtide.device import Job
 from kvtide.snapshot import Snapshot
 from kvtide.tier.retries import RetriedTier
+from kvtide.tier.workers import Workers
+
+
+class State(Enum):
+    """Where a snapshot is.
+
+        HERE → WRITING → WRITTEN → BELOW → READING → WRITTEN
+                  ↳ HERE                      ↳ LOST            when the move fails
+
+    From each of them it may be REMOVED, also while it moves.
+    """
+
+    HERE = auto()
+    """In the arena alone: it must be written before its memory can be given away."""
+    WRITING = auto()
+    """In the arena, and on its way to a tier."""
+    WRITTEN = auto()
+    """In the arena and in a tier: its memory can be given away at once."""
+    BELOW = auto()
+    """In a tier alone."""
+    READING = auto()
+    """In a tier, and on its way to the arena."""
+    LOST = auto()
+    """Nowhere: no tier gave it back, so its request must be computed again."""
+    REMOVED = auto()
+    """Not in the books any more."""
+
+
+_BELOW_ALONE = (State.BELOW, State.LOST)
 
 
 @final
-@dataclass(slots=True)
-class SpillStats:
-    """Counts of moves between the arena and the tiers, their bytes, and what went wrong.
+class Move:
+    """A move of a snapshot to a tier, or from a tier into `room`.
 
-    `write_seconds` and `read_seconds` are the tiers'; `waited_seconds` is how long callers waited.
-    `reads_in_time` counts reads that had ended when their snapshot was wanted.
+    Its worker notes in `tier` whom it asks, in `refusals` who didn't take the snapshot and why, and
+    in `seconds` how long the last one took.
     """
 
-    writes: int = 0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    reads: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    reads_in_time: int = 0
-    waited_seconds: float = 0.0
-    damaged: int = 0
-    missing: int = 0
-    failed_writes: int = 0
+    def __init__(self, tier: RetriedTier | None = None, room: Lease | None = None) -> None:
+        self.tier = tier
+        self.room = room
+        self.refusals: list[tuple[RetriedTier, Exception]] = []
+        self.seconds = 0.0
+        self.is_late = False
+        """Whether a caller waited for it up to the deadline, in vain. It may still end."""
+        self._job: Job[None] | None = None
+
+    @property
+    def job(self) -> Job[None]:
+        """The work of its worker."""
+        assert self._job is not None, "a move that was started"
+        return self._job
+
+    def start(self, workers: Workers, work: Callable[[Move], None]) -> None:
+        """Gives the work to a worker."""
+        self._job = workers.start(partial(work, self))
 
 
 @final
 class SpillEntry:
-    """The entry of a snapshot in the books.
+    """The entry of a snapshot in the books. SpillEntries changes its `state`."""
 
-    `tier` is the tier that has it, if there is one. `job` is its move, while there is one: it
-    writes the snapshot, or reads it into `room`.
-    """
-
-    def __init__(self, snapshot: Snapshot, key: str) -> None:
+    def __init__(self, snapshot: Snapshot, key: str, state: State = State.HERE) -> None:
         self.snapshot = snapshot
         self.key = key
+        self.state = state
+        used_bytes = snapshot.seal.used_bytes
+        self.size_bytes = sum(used_bytes)
+        self.block_count = len(used_bytes)
+        """How many blocks it takes, or would take."""
         self.tier: RetriedTier | None = None
-        self.job: Job[Any] | None = None
-        self.room: Lease | None = None
-        self.error: BaseException | None = None
-        """The reason why it is lost."""
+        """The tier that has it, if there is one."""
+        self.move: Move | None = None
+        """Its move, until that has ended: also when the snapshot was removed meanwhile."""
+        self.error: Exception | None = None
+        """Why it is lost."""
         self.retry_at = float("-inf")
         """When it may be written again, by the clock; set when no tier took it."""
-        self.is_late = False
-        """Whether a caller waited for its move up to the deadline. The move may still end."""
-        self.was_read_ahead = False
-        """Whether it came back to the arena before a caller needed it."""
+        self.is_ahead = False
+        """Whether it came, or comes, back to the arena before a caller needs it."""
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is in the arena."""
-        return not self.snapshot.lease.released
-
-    @property
-    def block_count(self) -> int:
-        """How many blocks it takes, or would take."""
-        return len(self.snapshot.seal.used_bytes)
+    def is_unwritten(self) -> bool:
+        """Whether only the arena has it."""
+        return self.state is State.HERE or self.state is State.WRITING
 
     @property
     def may_leave(self) -> bool:
-        """Whether it is in the arena and no move uses its memory."""
-        return self.is_here and not self.snapshot.lease.in_use
-
-    def give_away(self) -> None:
-        """Gives the memory of a snapshot away, because a tier has it, too."""
-        self.snapshot.is_below = True
-        self.snapshot.lease.release()
+        """Whether it is in a tier, too, and no move uses its memory."""
+        return self.state is State.WRITTEN and not self.snapshot.lease.in_use
 
     def is_due(self, now: float) -> bool:
         """Whether it can be written now."""
-        is_still = self.job is None and self.tier is None
-        return is_still and self.may_leave and self.retry_at <= now
+        return (
+            self.state is State.HERE
+            and self.move is None
+            and self.retry_at <= now
+            and not self.snapshot.lease.in_use
+        )
+
+
+@final
+class SpillEntries:
+    """The books: entries by their snapshots.
+
+    `near` has those with memory of the arena, the least recently used first. There are at most as
+    many as blocks, or have no bytes; so what goes through them takes no longer when much is below.
+    """
+
+    def __init__(self) -> None:
+        self.near: dict[int, SpillEntry] = {}
+        self._far: dict[int, SpillEntry] = {}
+        self.unwritten_blocks = 0
+        """Blocks of what is in no tier yet."""
+
+    def __len__(self) -> int:
+        return len(self.near) + len(self._far)
+
+    def add(self, entry: SpillEntry) -> None:
+        """Takes a new entry into the books, as used last."""
+        if entry.is_unwritten:
+            self.unwritten_blocks += entry.block_count
+        self._shelf(entry)[id(entry.snapshot)] = entry
+
+    def used(self, snapshot: Snapshot) -> SpillEntry | None:
+        """The entry of a snapshot, which now counts as used last; None if it isn't in the books."""
+        place = id(snapshot)
+        entry = self.near.pop(place, None)
+        if entry is None:
+            return self._far.get(place)
+        self.near[place] = entry
+        return entry
+
+    def change(self, entry: SpillEntry, state: State) -> None:
+        """Gives an entry another state. What gets memory of the arena counts as used last."""
+        place, shelf = id(entry.snapshot), self._shelf(entry)
+        was_unwritten = entry.is_unwritten
+        entry.state = state
+        self.unwritten_blocks += (entry.is_unwritten - was_unwritten) * entry.block_count
+        if state is State.REMOVED:
+            del shelf[place]
+        elif self._shelf(entry) is not shelf:
+            del shelf[place]
+            self._shelf(entry)[place] = entry
+
+    def kept_count(self) -> int:
+        """How many a tier has."""
+        kept = (State.WRITTEN, State.BELOW, State.READING)
+        return sum(e.state in kept for e in chain(self.near.values(), self._far.values()))
+
+    def pop(self, snapshot: Snapshot) -> SpillEntry | None:
+        """Removes the entry of a snapshot; None if it isn't in the books."""
+        entry = self.near.get(id(snapshot)) or self._far.get(id(snapshot))
+        if entry is not None:
+            self.change(entry, State.REMOVED)
+        return entry
+
+    def _shelf(self, entry: SpillEntry) -> dict[int, SpillEntry]:
+        return self._far if entry.state in _BELOW_ALONE else self.near

@@ -66,6 +66,8 @@ class MooncakeTier(Tier):
     `close`. How much the store has room for, and what leaves first, is the store's business.
     """
 
+    name = "mooncake"
+
     def __init__(
         self,
         store: str | MooncakeSettings,

@@ -11,6 +11,7 @@ from kvtide.errors import TierRetry, first_line
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier.base import Tier
+from kvtide.tier.counts import TierCounts
 
 T = TypeVar("T")
 
@@ -34,11 +35,18 @@ class RetriedTier(Tier):
         self, tier: Tier, *, clock: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
         """`clock` gives the time in seconds. Tests pass their own `clock` and `sleep`."""
+        self.counts = TierCounts()
+        """What its caller counts."""
         self._tier = tier
         self._clock = clock
         self._sleep = sleep
         self._rests_until = float("-inf")
         self._is_well = True
+
+    @property
+    def name(self) -> str:
+        """See Tier."""
+        return self._tier.name
 
     def contains(self, key: str) -> bool:
         """See Tier."""

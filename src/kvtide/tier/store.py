@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypedDict, final
 
 from kvtide.arena import HostArena
+from kvtide.tier.counts import SpillStats, TierCounts
 from kvtide.tier.disk import DiskStats, DiskTier
-from kvtide.tier.entry import SpillStats
 from kvtide.tier.mooncake import MooncakeTier
 from kvtide.tier.mooncake_settings import MooncakeSettings
 from kvtide.tier.spill import Spill
@@ -73,12 +73,13 @@ class Store:
         """What the disk has, and what has moved."""
         held = DiskStats() if self.disk is None else self.disk.stats
         moved = SpillStats() if self.spill is None else self.spill.stats
+        disk = moved.tiers.get(DiskTier.name, TierCounts())
         return DiskCounts(
             disk_limit_bytes=held.limit_bytes,
             disk_bytes=held.used_bytes,
             peak_disk_bytes=held.peak_bytes,
-            disk_written_bytes=moved.written_bytes,
-            disk_read_bytes=moved.read_bytes,
+            disk_written_bytes=disk.down_bytes,
+            disk_read_bytes=disk.up_bytes,
             disk_seconds=moved.waited_seconds,
         )
 
