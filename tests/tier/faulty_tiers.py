@@ -101,7 +101,11 @@ class FaultyTier(Tier):
         self._chance = chance
         self.limit_bytes = limit_bytes
         self.fault_share = fault_share
-        self.is_away = False
+        self.is_away = self.refuses_writes = False
+        self.is_silent = False
+        """Whether it writes and doesn't say so."""
+        self.bad_keys: set[str] = set()
+        """Keys that can't be read now."""
         self.kept: dict[str, tuple[Seal, list[bytes]]] = {}
 
     @property
@@ -112,36 +116,40 @@ class FaultyTier(Tier):
         return key in self.kept
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
-        copy = [bytes(chunk) for chunk in chunks]
         fault = self._fault(
             "away before", "away after", "lost at once", "torn", "flipped", "another key's", "full"
         )
-        if fault == "another key's" and self.kept:
-            seal, copy = self._chance.choice(list(self.kept.values()))
+        if fault == "away before" or self.refuses_writes:
+            raise TierRetry("simulated: away, or can only be read")
+        seal, copy = self._kept_form(seal, [bytes(chunk) for chunk in chunks], fault)
         size_bytes = sum(map(len, copy))
-        if size_bytes > self.limit_bytes:
-            raise TierFull("simulated: too large")
-        if fault == "away before":
-            raise TierRetry("simulated: away")
-        if fault == "full":
+        if size_bytes > self.limit_bytes or fault == "full":
             raise TierFull("simulated: full")
         self.kept.pop(key, None)
         while self.used_bytes + size_bytes > self.limit_bytes:
             del self.kept[next(iter(self.kept))]
+        if fault != "lost at once":
+            self.kept[key] = (seal, copy)
+        if fault == "away after" or self.is_silent:
+            raise TierRetry("simulated: no answer, though it was written")
+
+    def _kept_form(
+        self, seal: Seal, copy: list[bytes], fault: str | None
+    ) -> tuple[Seal, list[bytes]]:
+        """What is kept of a snapshot: something else with some faults."""
+        if fault == "another key's" and self.kept:
+            return self._chance.choice(list(self.kept.values()))
         if fault == "torn" and copy:
             copy = [*copy[:-1], copy[-1][: len(copy[-1]) // 2]]
         if fault == "flipped" and copy:
             content = bytearray(copy[0])
             content[self._chance.randrange(len(content))] ^= 1 << self._chance.randrange(8)
             copy = [bytes(content), *copy[1:]]
-        if fault != "lost at once":
-            self.kept[key] = (seal, copy)
-        if fault == "away after":
-            raise TierRetry("simulated: no answer, though it was written")
+        return seal, copy
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
         fault = self._fault("away", "lost", "half read")
-        if fault == "away":
+        if fault == "away" or key in self.bad_keys:
             raise TierRetry("simulated: away")
         if fault == "lost" or key not in self.kept:
             self.kept.pop(key, None)

@@ -41,6 +41,7 @@ from kvtide.seal import Seal, Span
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Tier
+from kvtide.tier import disk as disk_module
 from kvtide.tier.names import name_of
 from support.interrupts import every_interrupt
 
@@ -53,8 +54,8 @@ def tier(tmp_path: Path) -> Iterator[Callable[..., DiskTier]]:
     """Opens a tier on the test's folder."""
     opened: list[DiskTier] = []
 
-    def open_tier(*, limit_bytes: Any = 8 << 20) -> DiskTier:
-        opened.append(DiskTier(tmp_path / "tier", limit_bytes=limit_bytes))
+    def open_tier(*, limit_bytes: Any = 8 << 20, keeps_used: bool = False) -> DiskTier:
+        opened.append(DiskTier(tmp_path / "tier", limit_bytes=limit_bytes, keeps_used=keeps_used))
         return opened[-1]
 
     yield open_tier
@@ -175,6 +176,69 @@ def test_a_file_that_is_being_read_is_not_removed(
     small.get("a", make_room)
     save(small, tide, "b")
     assert [False, True] == [small.contains(key) for key in "ab"]
+
+
+# ---- what is in use stays ------------------------------------------------------------------------
+
+
+def test_what_is_in_use_stays_and_what_was_left_leaves(
+    tier: Callable[..., DiskTier], tide: Tide
+) -> None:
+    """Files of earlier processes leave for others, unless they were read; those put now stay."""
+    first = tier()
+    for number, key in enumerate("ab"):
+        save(first, tide, key)
+        os.utime(path_of(first, key), (number, number))
+    first.close()
+    second = tier(limit_bytes=3 * FILE_BYTES, keeps_used=True)
+    second.load("a", tide.arena).lease.release()
+    for key in "cd":
+        save(second, tide, key)
+    assert [True, False, True, True] == [second.contains(key) for key in "abcd"]
+    with pytest.raises(TierFull, match=f"{3 * FILE_BYTES} of {3 * FILE_BYTES} in use"):
+        save(second, tide, "e")
+    assert [True, True, True] == [second.contains(key) for key in "acd"]
+    for key in "ac":
+        second.remove(key)
+        save(second, tide, key.upper())
+    assert (3, 1) == (second.stats.snapshots, second.stats.evicted)
+
+
+def test_what_is_in_use_can_be_replaced_and_damaged(
+    tier: Callable[..., DiskTier], tide: Tide
+) -> None:
+    """A damaged file is in use no more, and leaves; a replaced one's room is free."""
+    disk = tier(limit_bytes=3 * FILE_BYTES, keeps_used=True)
+    for key in "aab":
+        save(disk, tide, key)
+    with path_of(disk, "b").open("r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(SnapshotDamaged):
+        disk.load("b", tide.arena)
+    for key in "cd":
+        save(disk, tide, key)
+    assert not list(disk._folder.path.glob("damaged/*"))
+    assert [True, False, True, True] == [disk.contains(key) for key in "abcd"]
+    for key in "acd":
+        disk.remove(key)
+    assert (0, 0, 0) == (disk.stats.used_bytes, disk._books._busy_bytes, len(disk._books.used))
+
+
+def test_what_is_in_use_is_known_after_the_disk_was_away(
+    tier: Callable[..., DiskTier], tide: Tide, tmp_path: Path
+) -> None:
+    """The books that are made anew know what must stay."""
+    disk = tier(limit_bytes=2 * FILE_BYTES, keeps_used=True)
+    save(disk, tide, "a")
+    shutil.copytree(disk._folder.path, tmp_path / "away")
+    shutil.rmtree(disk._folder.path)
+    with pytest.raises(TierRetry):
+        save(disk, tide, "b")
+    (tmp_path / "away").rename(disk._folder.path)
+    save(disk, tide, "b")
+    with pytest.raises(TierFull):
+        save(disk, tide, "c")
+    assert [True, True] == [disk.contains(key) for key in "ab"]
 
 
 # ---- the next start -----------------------------------------------------------------------------
@@ -455,16 +519,18 @@ def test_failed_write_keeps_what_was_there(
     call: str,
     number: int,
 ) -> None:
-    """The error says that a later try may work; no part of a file is left in the folder."""
-    disk = tier()
+    """The error says whether a later try may work; no part of a file is left in the folder."""
+    disk = tier(keeps_used=True)
     save(disk, tide, "a", 10)
+    is_full = number == errno.ENOSPC and call not in ("rename", "fsync")
+    error, text = (TierFull, "has no") if is_full else (TierRetry, os.strerror(number))
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        with pytest.raises(TierRetry, match=os.strerror(number)):
+        with pytest.raises(error, match=text):
             save(disk, tide, "a")
     disk.load("a", tide.arena).lease.release()
     files = [path for path in disk._folder.path.glob("??/*") if path.suffix == ".safetensors"]
@@ -1119,24 +1185,39 @@ def disk_of_8_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     yield place
 
 
-def test_full_disk_takes_no_more_until_there_is_room(disk_of_8_mib: Path, tide: Tide) -> None:
-    """What was put stays, a full disk leaves no draft, and it takes snapshots again later."""
-    with closing(DiskTier(disk_of_8_mib / "tier", limit_bytes=1 << 30)) as disk:
+@pytest.mark.parametrize("keeps_used", [True, False])
+def test_full_disk_takes_what_it_has_room_for(
+    disk_of_8_mib: Path, tide: Tide, monkeypatch: pytest.MonkeyPatch, keeps_used: bool
+) -> None:
+    """On a disk that is full before the limit is reached, the same leaves as at the limit.
+
+    No draft stays, one warning comes, and the tier goes on where there is room again.
+    """
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        disk_module.logger, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    folder = disk_of_8_mib / "tier"
+    with closing(DiskTier(folder, limit_bytes=1 << 30, keeps_used=keeps_used)) as disk:
         snapshot = tide.offload(range(256), key="a")
-        keys: list[str] = []
-
-        def fill() -> None:
-            for number in range(1000):
+        full = 0
+        for number in range(300):
+            try:
                 disk.save(str(number), snapshot)
-                keys.append(str(number))
-
-        with pytest.raises(TierRetry, match="No space left"):
-            fill()
-        assert 100 < len(keys) < 256
-        assert bytes_in(disk_of_8_mib / "tier") == disk.stats.used_bytes <= 8 << 20
-        for key in keys:
-            disk.load(key, tide.arena).lease.release()
-        disk.remove("0")
+            except TierFull:
+                full += 1
+            if number % 50 == 0:
+                assert bytes_in(folder) == disk.stats.used_bytes <= 8 << 20
+        kept = [number for number in range(300) if disk.contains(str(number))]
+        assert 100 < len(kept) < 256
+        assert 300 == len(kept) + (full if keeps_used else disk.stats.evicted)
+        assert (0 in kept, 299 in kept) == (keeps_used, not keeps_used)
+        for number in kept:
+            disk.load(str(number), tide.arena).lease.release()
+        disk.remove(str(kept[0]))
         disk.save("new", snapshot)
         disk.load("new", tide.arena).lease.release()
+        assert 1 == len(warnings)
+        assert "is full" in warnings[0]
+        assert bytes_in(folder) == disk.stats.used_bytes <= 8 << 20
         tide.discard(snapshot)

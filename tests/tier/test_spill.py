@@ -19,7 +19,8 @@ from kvtide.pool import Pool
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Spill, retries
-from tier.faulty_tiers import Clock, FaultyTier, SimulatedWorkers
+from kvtide.tier import spill as spill_module
+from tier.faulty_tiers import Clock, FaultyTier, SimulatedJob, SimulatedWorkers
 
 TOKEN_BYTES = 64
 BLOCK_BYTES = 8 * TOKEN_BYTES
@@ -272,15 +273,17 @@ def test_second_tier_takes_what_the_first_refuses(make_world: MakeWorld) -> None
     assert {} == world.tiers[0].kept
 
 
-def test_hung_tier_costs_the_deadline_once(make_world: MakeWorld) -> None:
-    """A wait in vain ends without room; the late answer is noted, and leaks nothing."""
+def test_hung_tier_costs_one_call_its_deadline(make_world: MakeWorld) -> None:
+    """Later calls don't wait for it; the late answers are noted, and leak nothing."""
     world = make_world(hangs=1.0)
     snapshots = [world.save(value) for value in range(4)]
-    with pytest.raises(ArenaFull):
-        world.save(4)
-    assert 0 < world.clock.now <= 30
+    for _ in range(3):
+        with pytest.raises(ArenaFull):
+            world.save(4)
+        assert world.clock.now == 5.0
     (counts,) = world.spill.stats.tiers.values()
-    assert 1 <= counts.refused_writes["late"]
+    assert {"full": 0, "away": 0, "late": 1} == counts.refused_writes
+    assert world.spill.find("any") is None
     world.workers.hang_share = 0.0
     world.workers.wake()
     while world.workers.step():
@@ -288,6 +291,77 @@ def test_hung_tier_costs_the_deadline_once(make_world: MakeWorld) -> None:
     snapshots.append(world.save(4))
     for value, snapshot in enumerate(snapshots):
         world.load(snapshot, value)
+        world.tide.discard(snapshot)
+    assert world.clock.now == 5.0
+
+
+def test_reads_from_a_hung_tier_cost_one_deadline(make_world: MakeWorld) -> None:
+    """The first caller waits, the others miss at once; the tier is asked again when it answers."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(8)]
+    for _ in range(2):
+        world.tide.discard(snapshots.pop())
+    world.workers.hang_share = 1.0
+    for value in (0, 1):
+        with pytest.raises(SnapshotMiss, match="no tier gave a snapshot of 16 tokens back"):
+            world.load(snapshots[value], value)
+    (counts,) = world.spill.stats.tiers.values()
+    assert world.clock.now == 5.0
+    assert 2 == counts.misses["late"] + counts.misses["away"]
+    world.workers.hang_share = 0.0
+    world.workers.wake()
+    for value in (2, 3, 4, 5):
+        world.load(snapshots[value], value)
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+
+
+def test_other_tier_is_used_while_one_hangs(make_world: MakeWorld) -> None:
+    """What the hung one doesn't take goes to the next."""
+    world = make_world(limits=(1 << 16, 1 << 16))
+    first = world.save(0)
+    world.spill._tiers[0].note_late(hung := SimulatedJob(lambda: None))
+    snapshots = [first, *(world.save(value) for value in range(1, 12))]
+    assert {} == world.tiers[0].kept
+    for value, snapshot in enumerate(snapshots):
+        world.load(snapshot, value)
+        world.tide.discard(snapshot)
+    hung.run()
+
+
+def test_nothing_is_left_of_a_write_that_seemed_to_fail(make_world: MakeWorld) -> None:
+    """A tier that wrote without an answer is told to remove it, like the tier that took it."""
+    world = make_world(limits=(1 << 16, 1 << 16))
+    first, second = world.tiers
+    first.is_silent = True
+    snapshots = [world.save(value) for value in range(6)]
+    while world.workers.step():
+        pass
+    world.spill.settle()
+    assert 2 == len(first.kept.keys() & second.kept.keys())  # then the first one rests
+    first.is_silent = False
+    world.clock.now += 100
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+    world.workers.close()
+    assert ({}, {}) == (first.kept, second.kept)
+
+
+def test_end_says_what_hangs(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move that goes on when all is closed is named."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(4)]
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        spill_module.logger, "warning", lambda text, *values: warnings.append(text % values)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(world.workers, "close", lambda: None)
+        world.spill.close()
+    assert [
+        "kvtide ends without a move of 1024 bytes, which hangs in the tier 'FaultyTier'"
+    ] == warnings
+    for snapshot in snapshots:
         world.tide.discard(snapshot)
 
 
@@ -306,12 +380,13 @@ def test_broken_tier_is_warned_of_once(
         with pytest.raises(ArenaFull):
             world.save(value)
     assert [
-        "kvtide goes on without a tier until it answers: TierRetry: simulated: away"
+        "kvtide goes on without the tier 'FaultyTier' where that fails, until it answers: "
+        "TierRetry: simulated: away"
     ] == warnings
     world.tiers[0].is_away = False
     world.clock.now += 100
     snapshots.append(world.save(8))
-    assert ["kvtide uses a tier again that had errors"] == warnings[1:]
+    assert ["kvtide uses the tier 'FaultyTier' again, which had errors"] == warnings[1:]
     for snapshot in snapshots:
         world.tide.discard(snapshot)
 

@@ -112,7 +112,7 @@ def test_the_next_to_come_back_are_read_ahead(place: Place, keeper: Keeper) -> N
         assert same(expected, place.rows_of(req))
         place.allocator.free(place.request_pool.req_to_token[2, :19].long())
     stats = spill_of(keeper).stats
-    assert COUNT - 2 <= stats.reads == stats.reads_in_time
+    assert COUNT - 2 <= stats.tiers["disk"].hits == stats.reads_in_time
 
 
 def test_a_hint_never_fails(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -35,28 +36,33 @@ class Threads:
     ever. A SimpleQueue holds no lock while Python code runs.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, patience_s: float | None = None) -> None:
+        """Whoever ends the threads waits for their work: at most `patience_s`, unless None."""
         self._count = count
         self._name = name
+        self._patience_s = patience_s
         self._start()
 
     def _start(self) -> None:
-        work: SimpleQueue[_Work | None] = SimpleQueue()
-        threads = [
-            threading.Thread(
-                target=_do_work, args=(work,), name=f"{self._name}_{number}", daemon=True
-            )
-            for number in range(self._count)
-        ]
-        for thread in threads:
-            thread.start()
-        self._work = work
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.grow_to(self._count)
         self._process = os.getpid()
         # The threads also end when this object is forgotten, and when the process ends. atexit
         # calls its newest function first: the threads end before the objects that are older.
-        self._end = weakref.finalize(self, _end_threads, work, threads)
+        self._end = weakref.finalize(
+            self, _end_threads, self._work, self._threads, self._patience_s
+        )
         self._end.atexit = False
         atexit.register(self._end)
+
+    def grow_to(self, count: int) -> None:
+        """Starts more threads until there are `count`."""
+        while len(self._threads) < count:
+            name = f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=_do_work, args=(self._work,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     @property
     def is_open(self) -> bool:
@@ -118,7 +124,10 @@ class Threads:
         return [results[number] for number in range(len(items))]
 
     def close(self) -> None:
-        """Waits for the queued work and ends the threads. Repeatable."""
+        """Waits for the queued work, and ends the threads. Repeatable.
+
+        With `patience_s` it doesn't wait for ever: what hangs then goes on until the process ends.
+        """
         self._end()
         atexit.unregister(self._end)
 
@@ -130,13 +139,18 @@ def _do_work(work: SimpleQueue[_Work | None]) -> None:
         del item  # frees the memory that the work holds before the next wait
 
 
-def _end_threads(work: SimpleQueue[_Work | None], threads: Sequence[threading.Thread]) -> None:
+def _end_threads(
+    work: SimpleQueue[_Work | None],
+    threads: Sequence[threading.Thread],
+    patience_s: float | None,
+) -> None:
     for _ in threads:
         work.put(None)
+    until = None if patience_s is None else time.monotonic() + patience_s
     for thread in threads:
         # A device may be forgotten in its own thread, which can't wait for itself.
         if thread is not threading.current_thread():
-            thread.join()
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
 
 def run_items(items: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
@@ -271,6 +285,11 @@ class QueuedJob(Generic[T]):
         self._done = False
         self._owner: dict[str, int] = {}
         self._waiting: list[threading.Lock] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether a thread has begun with it, or it was cancelled."""
+        return bool(self._owner)
 
     def done(self) -> bool:
         """See Job."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import numpy as np
@@ -43,16 +43,27 @@ class Books:
     while somebody reads them, and the damaged ones that were moved aside. `used_bytes` is never
     above the limit. Looking a name up, reading it and letting the oldest file leave take the same
     time whatever the number of files.
+
+    With `keeps_used`, a file that was written or read since then doesn't leave for others: it is
+    counted as if it were being read until it loses its name.
     """
 
-    def __init__(self, folder: Folder, limit_bytes: int) -> None:
-        """Finds what the folder has, and removes what exceeds the limit. Raises OSError."""
+    def __init__(
+        self, folder: Folder, limit_bytes: int, keeps_used: bool = False, used: Iterable[str] = ()
+    ) -> None:
+        """Finds what the folder has, and removes what exceeds the limit. Raises OSError.
+
+        `used` are names of files that were used before.
+        """
         self._folder = folder
         self._limit_bytes = limit_bytes
         # A plain dictionary would search for its first item behind all those that have left.
         self._files = OrderedDict(_by_age(list(folder.entries())))
         self._aside = OrderedDict(_by_age(list(folder.entries_aside())))
         self._readings: dict[str, Reading] = {}
+        self._keeps_used = keeps_used
+        self.used: set[str] = set()
+        """The files that don't leave for others."""
         self._stuck: set[str] = set()
         """Damaged files that can't be moved aside. They aren't read, and leave like others."""
         self.used_bytes = sum(self._files.values()) + sum(self._aside.values())
@@ -61,6 +72,8 @@ class Books:
         self.evicted = 0
         self._make_room(0)
         self.peak_bytes = self.used_bytes
+        for name in used:
+            self._note_use(name)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -96,6 +109,7 @@ class Books:
         self._files[name] = reserved.size_bytes
         self._busy_bytes -= reserved.size_bytes
         reserved.size_bytes = 0
+        self._note_use(name)
 
     def drop(self, name: str) -> None:
         """The file has lost its name. While it is being read its bytes count."""
@@ -104,6 +118,7 @@ class Books:
         reading = self._readings.pop(name, None)
         if reading is not None:
             reading.is_gone = True
+            self._forget_use(name, reading)
         elif size_bytes is not None:
             self.used_bytes -= size_bytes
 
@@ -112,12 +127,8 @@ class Books:
         if name not in self:
             return None
         self._files.move_to_end(name)
-        reading = self._readings.get(name)
-        if reading is None:
-            reading = self._readings[name] = Reading(self._files[name])
-            self._busy_bytes += reading.size_bytes
-        reading.count += 1
-        return reading
+        self._note_use(name)
+        return self._reading(name)
 
     def end(self, name: str, reading: Reading) -> None:
         """A call that began to read has ended."""
@@ -145,22 +156,57 @@ class Books:
             self.drop(name)
         except OSError:
             self._stuck.add(name)
+            self._forget_use(name, self._readings[name])
         else:
             self._aside[target] = self._files.pop(name)
-            del self._readings[name]
+            self._forget_use(name, self._readings.pop(name))
+
+    def free(self, size_bytes: int) -> bool:
+        """Lets files of that many bytes leave, since the disk is full before the limit is reached.
+
+        Whether any left. Raises OSError.
+        """
+        aim, before = max(0, self.used_bytes - size_bytes), self.used_bytes
+        while self.used_bytes > aim and self._remove_one():
+            pass
+        return self.used_bytes < before
+
+    def _reading(self, name: str) -> Reading:
+        reading = self._readings.get(name)
+        if reading is None:
+            reading = self._readings[name] = Reading(self._files[name])
+            self._busy_bytes += reading.size_bytes
+        reading.count += 1
+        return reading
+
+    def _note_use(self, name: str) -> None:
+        if self._keeps_used and name in self and name not in self.used:
+            self._reading(name)
+            self.used.add(name)
+
+    def _forget_use(self, name: str, reading: Reading) -> None:
+        if name in self.used:
+            self.used.remove(name)
+            self.end(name, reading)
 
     def _make_room(self, size_bytes: int) -> None:
-        """Removes the damaged files, then the least recently used, until there is room."""
         while self.used_bytes + size_bytes > self._limit_bytes:
-            if self._aside:
-                name = next(iter(self._aside))
-                self._folder.remove_aside(name)
-                self.used_bytes -= self._aside.pop(name)
-            else:
-                name = next(name for name in self._files if name not in self._readings)
-                self._folder.remove(name)
-                self.drop(name)
-                self.evicted += 1
+            assert self._remove_one(), "what can't leave is within the limit"
+
+    def _remove_one(self) -> bool:
+        """Removes a damaged file, or the least recently used; False if none can leave."""
+        name = next(iter(self._aside), None)
+        if name is not None:
+            self._folder.remove_aside(name)
+            self.used_bytes -= self._aside.pop(name)
+            return True
+        name = next((name for name in self._files if name not in self._readings), None)
+        if name is None:
+            return False
+        self._folder.remove(name)
+        self.drop(name)
+        self.evicted += 1
+        return True
 
 
 def _by_age(entries: list[FileEntry]) -> Iterator[tuple[str, int]]:

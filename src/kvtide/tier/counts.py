@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, final
 
-from kvtide.errors import SnapshotMiss, TierFull
+from kvtide.errors import SnapshotDamaged, SnapshotMiss, TierFull
 
 Reason = Literal["gone", "full", "away", "late"]
 
@@ -35,6 +35,31 @@ class TierCounts:
     )
     """Snapshots that it didn't take: it has no room, can't answer, or took too long."""
 
+    def took(self, size_bytes: int, seconds: float) -> None:
+        """Counts a snapshot that went down."""
+        self.writes += 1
+        self.down_bytes += size_bytes
+        self.down_seconds += seconds
+
+    def refused(self, error: Exception) -> None:
+        """Counts a snapshot that it didn't take."""
+        reason = _reason_of(error)
+        self.refused_writes[reason if reason in self.refused_writes else "away"] += 1
+
+    def gave(self, size_bytes: int, seconds: float) -> None:
+        """Counts a snapshot that came up."""
+        self.hits += 1
+        self.up_bytes += size_bytes
+        self.up_seconds += seconds
+
+    def missed(self, error: Exception) -> None:
+        """Counts a snapshot that it didn't give back."""
+        if isinstance(error, SnapshotDamaged):
+            self.damaged += 1
+            return
+        reason = _reason_of(error)
+        self.misses[reason if reason in self.misses else "away"] += 1
+
 
 @final
 @dataclass(slots=True)
@@ -56,8 +81,7 @@ class SpillStats:
         return sum(counts.writes for counts in self.tiers.values())
 
 
-def reason_of(error: BaseException) -> Reason:
-    """Why a tier didn't take a snapshot, or didn't give it back."""
+def _reason_of(error: Exception) -> Reason:
     if isinstance(error, SnapshotMiss):
         return "gone"
     if isinstance(error, TierFull):

@@ -10,6 +10,8 @@ that vanishes is a miss.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import threading
 import weakref
@@ -36,8 +38,12 @@ from kvtide.tier.books import Books, Reading, Reserved
 from kvtide.tier.file_check import read_chunks, read_seal
 from kvtide.tier.file_form import ALIGNMENT, LARGEST_HEADER, FileForm, file_form_of, padded
 from kvtide.tier.file_io import aligned_memory
-from kvtide.tier.folder import Folder
+from kvtide.tier.folder import Draft, Folder
 from kvtide.tier.names import name_of
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_WAIT_S = 5.0
 
 
 @final
@@ -57,14 +63,17 @@ class DiskStats:
 class DiskTier(Tier):
     """Snapshots in files of `folder`, together never more than `limit_bytes`.
 
-    What was used least recently leaves for others. Files that are being written count, and so do
+    What was used least recently leaves for others: the tier is a cache. With `keeps_used` only
+    files of earlier processes leave so; what this tier was given, or has read, stays until it is
+    removed, and a put that finds no room raises TierFull. The same holds when the disk is full
+    before the limit is reached. Files that are being written count, and so do
     damaged files, which were moved aside and leave first. Blocks count as whole pages of 4,096
     bytes; what the file system needs for itself doesn't count.
     """
 
     name = "disk"
 
-    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, *, limit_bytes: int, keeps_used: bool = False) -> None:
         """Locks the folder, makes it if it isn't there, and finds what it has.
 
         Raises UsageError if another process uses it or it can't be used, LayoutError for an invalid
@@ -73,15 +82,17 @@ class DiskTier(Tier):
         self._limit_bytes = checked_integer(
             limit_bytes, "disk tier: limit_bytes", least=0, error=LayoutError
         )
+        self._keeps_used = keeps_used
         self._change = threading.Lock()  # held for changes of the books, and never for long
         self._process = os.getpid()
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         """Calls under way. One that was interrupted at any place is forgotten with its frame."""
         self._is_lost = self._is_doubtful = self._is_closed = False
+        self._has_warned = False
         self._damaged = self._evicted_before = self._peak_before = 0
         self._folder = Folder(folder)
         try:
-            self._books = Books(self._folder, self._limit_bytes)
+            self._books = Books(self._folder, self._limit_bytes, keeps_used)
         except BaseException as error:
             self._folder.close()
             if isinstance(error, OSError):
@@ -116,7 +127,7 @@ class DiskTier(Tier):
             )
         name = name_of(key)
         with self._working(), self._reserved(form.size_bytes) as reserved:
-            draft = self._folder.write(name, _parts_of(form, chunks))
+            draft = self._written(name, _parts_of(form, chunks), form.size_bytes)
             try:
                 with self._change:
                     self._folder.publish(draft)
@@ -148,14 +159,49 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Gives the folder's lock back, when the last call that is under way has ended. Repeatable.
 
-        Doesn't wait for such a call. Later ones raise TierRetry.
+        Doesn't wait for such a call, even if it hangs. Later ones raise TierRetry.
         """
         if os.getpid() != self._process:
             return
-        with self._change:
-            self._is_closed = True
-            if not self._calls:
-                self._folder.close()
+        self._is_closed = True
+        if self._change.acquire(timeout=_CLOSE_WAIT_S):  # otherwise a call hangs that holds it
+            try:
+                if not self._calls:
+                    self._folder.close()
+            finally:
+                self._change.release()
+
+    def _written(self, name: str, parts: Sequence[memoryview], size_bytes: int) -> Draft:
+        """Writes a draft. If the disk is full, others leave first, as when the limit is reached."""
+        try:
+            return self._folder.write(name, parts)
+        except OSError as error:
+            self._require_full(error)
+            with self._change:
+                has_freed = self._books.free(size_bytes)
+        try:
+            if has_freed:
+                return self._folder.write(name, parts)
+        except OSError as error:
+            self._require_full(error)
+        raise TierFull(
+            f"disk tier: the disk of {self._folder.path} has no {size_bytes} bytes left, with "
+            f"{self._books.used_bytes} of {self._limit_bytes} used here; make room on the disk, or "
+            "recompute this request"
+        )
+
+    def _require_full(self, error: OSError) -> None:
+        """Raises the error unless it says that the disk is full. Warns of that, once."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "disk tier: the disk of %s is full, with %d of %d bytes used here",
+                self._folder.path,
+                self._books.used_bytes,
+                self._limit_bytes,
+            )
 
     # ---- a call --------------------------------------------------------------------------
 
@@ -199,7 +245,8 @@ class DiskTier(Tier):
             self._folder.reopen()
         self._evicted_before += self._books.evicted
         self._peak_before = max(self._peak_before, self._books.peak_bytes)
-        self._books = Books(self._folder, self._limit_bytes)
+        used = self._books.used
+        self._books = Books(self._folder, self._limit_bytes, self._keeps_used, used)
         self._is_lost = self._is_doubtful = False
 
     @contextmanager

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum, auto
-from functools import partial
 from itertools import chain
 from typing import final
 
-from kvtide.arena import Lease
-from kvtide.device import Job
 from kvtide.snapshot import Snapshot
+from kvtide.tier.moves import Move
 from kvtide.tier.retries import RetriedTier
-from kvtide.tier.workers import Workers
 
 
 class State(Enum):
@@ -44,34 +40,6 @@ _BELOW_ALONE = (State.BELOW, State.LOST)
 
 
 @final
-class Move:
-    """A move of a snapshot to a tier, or from a tier into `room`.
-
-    Its worker notes in `tier` whom it asks, in `refusals` who didn't take the snapshot and why, and
-    in `seconds` how long the last one took.
-    """
-
-    def __init__(self, tier: RetriedTier | None = None, room: Lease | None = None) -> None:
-        self.tier = tier
-        self.room = room
-        self.refusals: list[tuple[RetriedTier, Exception]] = []
-        self.seconds = 0.0
-        self.is_late = False
-        """Whether a caller waited for it up to the deadline, in vain. It may still end."""
-        self._job: Job[None] | None = None
-
-    @property
-    def job(self) -> Job[None]:
-        """The work of its worker."""
-        assert self._job is not None, "a move that was started"
-        return self._job
-
-    def start(self, workers: Workers, work: Callable[[Move], None]) -> None:
-        """Gives the work to a worker."""
-        self._job = workers.start(partial(work, self))
-
-
-@final
 class SpillEntry:
     """The entry of a snapshot in the books. SpillEntries changes its `state`."""
 
@@ -85,6 +53,8 @@ class SpillEntry:
         """How many blocks it takes, or would take."""
         self.tier: RetriedTier | None = None
         """The tier that has it, if there is one."""
+        self.traces: list[RetriedTier] = []
+        """The tiers that may have something under its key, such as the file of a failed write."""
         self.move: Move | None = None
         """Its move, until that has ended: also when the snapshot was removed meanwhile."""
         self.error: Exception | None = None

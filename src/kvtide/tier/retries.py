@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
-from kvtide.errors import TierRetry, first_line
+from kvtide.device import Job
+from kvtide.errors import KvtideError, TierRetry, first_line
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier.base import Tier
@@ -21,14 +22,28 @@ WAITS_S = (0.05, 0.2, 1.0)
 """Seconds to wait before each further try."""
 REST_S = 30.0
 """Seconds for which a tier rests, which means that it isn't asked, after the last try."""
+_MOST_LEFTOVERS = 4096
+
+
+class _Side:
+    """How well a tier takes snapshots, or gives them back: a disk may do one and not the other."""
+
+    def __init__(self) -> None:
+        self.rests_until = float("-inf")
+        self.is_well = True
+        self.failed_key: str | None = None
+        """The key of the last call, if that failed."""
 
 
 @final
 class RetriedTier(Tier):
     """A tier whose calls raise TierRetry only after several tries.
 
-    Then the tier rests: a call raises TierRetry at once, so a broken disk costs one warning and no
-    time. Several threads may call it.
+    When calls for two keys in a row have failed, one side of the tier rests, its reads or its
+    writes: such a call raises TierRetry at once. So a broken disk costs one warning and no time, a
+    disk that can only be read is read, and a bad place on a disk costs one snapshot. A tier that
+    hangs isn't asked at all, until it has answered. Errors that aren't kvtide's are errors of the
+    tier's. What it can't remove is removed later. Several threads may call it.
     """
 
     def __init__(
@@ -40,58 +55,116 @@ class RetriedTier(Tier):
         self._tier = tier
         self._clock = clock
         self._sleep = sleep
-        self._rests_until = float("-inf")
-        self._is_well = True
+        self._reads, self._writes = _Side(), _Side()
+        self._late: list[Job[Any]] = []
+        self._leftovers: dict[str, None] = {}
+        """Keys that could not be removed; the oldest first."""
 
     @property
     def name(self) -> str:
         """See Tier."""
         return self._tier.name
 
+    @property
+    def is_hung(self) -> bool:
+        """Whether a call still hasn't ended for which somebody waited in vain."""
+        return any(not job.done() for job in self._late)
+
+    @property
+    def takes(self) -> bool:
+        """Whether it would be asked to take a snapshot now."""
+        return self._is_awake(self._writes)
+
+    def note_late(self, job: Job[Any]) -> None:
+        """Says that somebody waited in vain for this job, which asks the tier."""
+        self._late = [*(other for other in self._late if not other.done()), job]
+
     def contains(self, key: str) -> bool:
-        """See Tier."""
-        return self._tier.contains(key)
+        """See Tier. A tier that isn't asked contains nothing."""
+        return self._is_awake(self._reads) and self._tier.contains(key)
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""
-        self._ask(partial(self._tier.put, key, seal, chunks))
+        self._leftovers.pop(key, None)
+        self._ask(self._writes, key, partial(self._tier.put, key, seal, chunks))
+        self._remove_leftover()
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
         """See Tier."""
-        return self._ask(partial(self._tier.get, key, make_room))
+        return self._ask(self._reads, key, partial(self._tier.get, key, make_room))
 
     def remove(self, key: str) -> None:
-        """See Tier."""
-        self._ask(partial(self._tier.remove, key))
+        """See Tier. After an error it is tried again later."""
+        if len(self._leftovers) < _MOST_LEFTOVERS:
+            self._leftovers[key] = None
+        self._ask(self._writes, key, partial(self._tier.remove, key))
+        self._leftovers.pop(key, None)
+        self._remove_leftover()
 
     def seal_of(self, key: str) -> Seal:
         """See Tier."""
-        return self._ask(partial(self._tier.seal_of, key))
+        return self._ask(self._reads, key, partial(self._tier.seal_of, key))
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _is_awake(self, side: _Side) -> bool:
+        return self._clock() >= side.rests_until and not self.is_hung
+
+    def _ask(self, side: _Side, key: str, call: Callable[[], T]) -> T:
         """Does a call of the tier. Raises its errors, but TierRetry only after all tries."""
-        if self._clock() < self._rests_until:
-            raise TierRetry("this tier had errors and isn't asked for a while")
+        if not self._is_awake(side):
+            raise TierRetry(
+                f"the tier {self.name!r} had errors or hangs, and isn't asked for a while"
+            )
         for wait_s in (*WAITS_S, None):
             try:
-                result = call()
+                result = _call(self.name, call)
             except TierRetry as error:
-                if wait_s is None or not self._is_well:  # a tier that has rested gets a single try
-                    self._rest(error)
+                if wait_s is None or not side.is_well:  # what has rested gets a single try
+                    self._note_failure(side, key, error)
                     raise
                 self._sleep(wait_s)
             else:
-                self._note_well()
+                self._note_success(side)
                 return result
         raise AssertionError("the last try returns or raises")
 
-    def _rest(self, error: TierRetry) -> None:
-        self._rests_until = self._clock() + REST_S
-        if self._is_well:
-            self._is_well = False
-            logger.warning("kvtide goes on without a tier until it answers: %s", first_line(error))
+    def _note_failure(self, side: _Side, key: str, error: TierRetry) -> None:
+        is_first = side.failed_key in (None, key)
+        side.failed_key = key
+        if is_first and side.is_well:
+            return
+        side.rests_until = self._clock() + REST_S
+        was_well, side.is_well = self._is_well, False
+        if was_well:
+            logger.warning(
+                "kvtide goes on without the tier %r where that fails, until it answers: %s",
+                self.name,
+                first_line(error),
+            )
 
-    def _note_well(self) -> None:
-        if not self._is_well:
-            self._is_well = True
-            logger.warning("kvtide uses a tier again that had errors")
+    def _note_success(self, side: _Side) -> None:
+        side.failed_key = None
+        was_well, side.is_well = self._is_well, True
+        if not was_well and self._is_well:
+            logger.warning("kvtide uses the tier %r again, which had errors", self.name)
+
+    @property
+    def _is_well(self) -> bool:
+        return self._reads.is_well and self._writes.is_well
+
+    def _remove_leftover(self) -> None:
+        """Removes one of the keys that could not be removed: after each call that went well."""
+        for key in tuple(self._leftovers)[:1]:
+            try:
+                _call(self.name, partial(self._tier.remove, key))
+            except KvtideError:
+                return
+            self._leftovers.pop(key, None)
+
+
+def _call(name: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except KvtideError:
+        raise
+    except Exception as error:
+        raise TierRetry(f"the tier {name!r} failed: {first_line(error)}") from error

@@ -6,30 +6,27 @@ caller who needs room needn't wait. Only this module waits for tiers and counts 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
+from itertools import chain
 from secrets import token_hex
-from typing import final
+from typing import Any, final
 
 from kvtide.arena import HostArena, Lease
-from kvtide.errors import (
-    KvtideError,
-    SnapshotDamaged,
-    SnapshotMiss,
-    TierFull,
-    first_line,
-    to_keep,
-    to_raise,
-)
+from kvtide.device import Job
+from kvtide.errors import SnapshotDamaged, SnapshotMiss, TierFull, first_line, to_keep, to_raise
 from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier.base import Tier
-from kvtide.tier.counts import SpillStats, TierCounts, reason_of
-from kvtide.tier.entry import Move, SpillEntries, SpillEntry, State
+from kvtide.tier.counts import SpillStats, TierCounts
+from kvtide.tier.entry import SpillEntries, SpillEntry, State
+from kvtide.tier.moves import Move
 from kvtide.tier.retries import REST_S, RetriedTier
 from kvtide.tier.workers import ThreadWorkers, Workers
+
+logger = logging.getLogger(__name__)
 
 _WRITES_AT_ONCE = 2
 _THREADS = _WRITES_AT_ONCE + 1  # a read doesn't wait for writes
@@ -54,9 +51,10 @@ class Spill:
         """`tiers` are asked in order. `name_of` gives the name that a snapshot has in them, by the
         key of its seal, so that another process can find it; None for a name that nobody finds.
 
-        Above the share `high_mark` of the arena's blocks snapshots are written in advance. A caller
-        waits for a move at most `deadline_s`; then it counts as failed, and its memory is free when
-        it ends.
+        Above the share `high_mark` of the arena's blocks snapshots are written in advance. A call
+        waits at most `deadline_s`, except `leave`, which waits so long for each snapshot. A move
+        that takes longer counts as failed. Its memory is free when it ends, and until then its tier
+        isn't asked or waited for any more.
         """
         self._arena = arena
         self._clock = clock
@@ -67,7 +65,7 @@ class Spill:
         self._count = 0
         self._high_blocks = int(high_mark * arena.block_count)
         self._deadline_s = deadline_s
-        self._workers = workers or ThreadWorkers(_THREADS)
+        self._workers = workers or ThreadWorkers(_THREADS, deadline_s)
         self._entries = SpillEntries()
         self._moving: list[SpillEntry] = []
         self._is_left = False
@@ -82,17 +80,18 @@ class Spill:
 
     def find(self, name: str) -> Snapshot | None:
         """Finds a snapshot that another process left in a tier, and takes it into the books."""
+        until = self._until()
         for tier in self._tiers:
-            with suppress(KvtideError):
-                if tier.contains(name):
-                    seal = tier.seal_of(name)
-                    lease = Lease(self._arena)
-                    lease.release()
-                    snapshot = Snapshot(seal, lease, is_below=True)
-                    entry = SpillEntry(snapshot, name, State.BELOW)
-                    entry.tier = tier
-                    self._entries.add(entry)
-                    return snapshot
+            seal = self._seal_in(tier, name, until)
+            if seal is not None:
+                lease = Lease(self._arena)
+                lease.release()
+                snapshot = Snapshot(seal, lease, is_below=True)
+                entry = SpillEntry(snapshot, name, State.BELOW)
+                entry.tier = tier
+                entry.traces.append(tier)
+                self._entries.add(entry)
+                return snapshot
         return None
 
     def leave(self) -> int:
@@ -111,11 +110,7 @@ class Spill:
 
         Waits for tiers if need be. The lease that the caller takes says whether it was enough.
         """
-        self.settle()
-        if block_count > self._arena.block_count:
-            return
-        while self._arena.free_count < block_count and self._free_one():
-            pass
+        self._make_room(block_count, self._until())
 
     def read_ahead(self, snapshot: Snapshot) -> None:
         """Says that a snapshot is wanted soon: begins to read it if there is room at once."""
@@ -146,10 +141,12 @@ class Spill:
             self.stats.reads_late += entry.state is State.READING
             entry.is_ahead = False
         if entry.state is State.BELOW:
-            self.make_room(entry.block_count)
+            until = self._until()
+            self._make_room(entry.block_count, until)
             self._read(entry)
-        if entry.state is State.READING:
-            self._wait_for(entry)
+            self._wait_for(entry, until)
+        elif entry.state is State.READING:
+            self._wait_for(entry, self._until())
         if entry.error is not None:
             raise to_raise(entry.error)
 
@@ -171,12 +168,23 @@ class Spill:
                 self._note_end(entry, entry.move)
 
     def close(self) -> None:
-        """Waits for all moves. Closes neither the arena nor the tiers. Repeatable."""
-        for entry in tuple(self._moving):
-            if entry.move is not None:
-                self._workers.settle(entry.move.job, self._deadline_s)
-        self.settle()
+        """Waits for all moves, at most `deadline_s`. Repeatable.
+
+        Closes neither the arena nor the tiers. What hangs then ends with the process.
+        """
         self._workers.close()
+        self.settle()
+        for entry in self._moving:
+            if entry.move is not None and entry.move.tier is not None:
+                logger.warning(
+                    "kvtide ends without a move of %d bytes, which hangs in the tier %r",
+                    entry.size_bytes,
+                    entry.move.tier.name,
+                )
+
+    def _until(self) -> float:
+        """How long a call that begins now may wait, by the clock."""
+        return self._clock() + self._deadline_s
 
     # ---- down --------------------------------------------------------------------------
 
@@ -186,11 +194,18 @@ class Spill:
         for entry in self._entries.near.values():
             if surplus <= 0 or len(self._moving) >= _WRITES_AT_ONCE:
                 return
-            if entry.is_due(self._clock()):
+            if entry.is_due(self._clock()) and self._may_write():
                 self._write(entry)
             surplus -= entry.block_count if entry.is_unwritten else 0
 
-    def _free_one(self) -> bool:
+    def _make_room(self, block_count: int, until: float) -> None:
+        self.settle()
+        if block_count > self._arena.block_count:
+            return
+        while self._arena.free_count < block_count and self._free_one(until):
+            pass
+
+    def _free_one(self, until: float) -> bool:
         """Gives the least recently used snapshot's memory away, or takes a step towards that.
 
         May wait for a tier. False if no snapshot can leave.
@@ -198,14 +213,14 @@ class Spill:
         now = self._clock()
         # A snapshot that was removed while it moved has memory until the move ends.
         removed = (entry for entry in self._moving if entry.state is State.REMOVED)
-        for entry in (*removed, *self._entries.near.values()):
+        for entry in chain(removed, self._entries.near.values()):
             if entry.may_leave:
                 self._give_away(entry)
                 return True
-            if entry.is_due(now):
+            if entry.is_due(now) and self._may_write():
                 self._write(entry)
             if entry.move is not None and not entry.move.is_late:
-                self._wait_for(entry)
+                self._wait_for(entry, until)
                 return True
         return False
 
@@ -221,66 +236,48 @@ class Spill:
         self.settle()
         now = self._clock()
         due = next((entry for entry in self._entries.near.values() if entry.is_due(now)), None)
-        if due is not None:
+        if due is not None and self._may_write():
             self._write(due)
         for entry in self._moving:
             if entry.move is not None and not entry.move.is_late:
-                self._wait_for(entry)
+                self._wait_for(entry, self._until())
                 return True
         return False
 
+    def _may_write(self) -> bool:
+        return any(tier.takes for tier in self._tiers)
+
     def _write(self, entry: SpillEntry) -> None:
         snapshot = entry.snapshot
-        put = partial(self._put, entry.key, snapshot.seal, snapshot.chunks)
-        move = Move(next(iter(self._tiers), None))
-        move.start(self._workers, put)
-        snapshot.lease.use(move.job)
+        move = Move(entry.key, snapshot.seal, self._tiers, self._clock)
+        move.start(self._workers, partial(move.down, snapshot.chunks), snapshot.lease)
         self._begin(entry, move, State.WRITING)
-
-    def _put(self, key: str, seal: Seal, chunks: Sequence[memoryview], move: Move) -> None:
-        """In a worker: gives a snapshot to the first tier that takes it."""
-        error: Exception = TierFull("there is no tier below the arena")
-        for tier in self._tiers:
-            started, move.tier = self._clock(), tier
-            try:
-                tier.put(key, seal, chunks)
-                move.seconds = self._clock() - started
-                return
-            except KvtideError as refusal:
-                move.refusals.append((tier, refusal))
-                error = refusal
-        raise error
 
     # ---- up ----------------------------------------------------------------------------
 
     def _read(self, entry: SpillEntry) -> None:
-        room = Lease(self._arena)
+        assert entry.tier is not None, "what isn't in the arena is in a tier"
+        seal, room = entry.snapshot.seal, Lease(self._arena)
         try:
             room.extend(entry.block_count)
-            views = chunk_views(room, entry.snapshot.seal)
-            entry.move = Move(entry.tier, room)
-            entry.move.start(
-                self._workers, partial(self._get, entry.key, entry.snapshot.seal, views)
-            )
-            room.use(entry.move.job)
-            self._entries.change(entry, State.READING)
-            self._moving.append(entry)
+            move = Move(entry.key, seal, [entry.tier], self._clock, room)
+            move.start(self._workers, partial(move.up, chunk_views(room, seal)), room)
+            self._begin(entry, move, State.READING)
         except BaseException:
             room.release()
             raise
 
-    def _get(self, key: str, wanted: Seal, views: list[memoryview], move: Move) -> None:
-        """In a worker: fills `views` with a snapshot's bytes."""
-        assert move.tier is not None, "what isn't in the arena is in a tier"
-        started = self._clock()
-
-        def make_room(seal: Seal) -> list[memoryview]:
-            if seal != wanted:
-                raise SnapshotMiss("the tier has another snapshot under this key")
-            return views
-
-        move.tier.get(key, make_room)
-        move.seconds = self._clock() - started
+    def _seal_in(self, tier: RetriedTier, name: str, until: float) -> Seal | None:
+        """The seal of a snapshot that the tier has under a name; None if it doesn't give it."""
+        job = self._workers.start(lambda: tier.seal_of(name) if tier.contains(name) else None)
+        try:
+            if self._has_ended(job, tier, until):
+                seal: Seal | None = job.wait()
+                return seal
+            tier.counts.missed(self._too_late())
+        except Exception as error:
+            tier.counts.missed(error)
+        return None
 
     # ---- both --------------------------------------------------------------------------
 
@@ -289,12 +286,23 @@ class Spill:
         self._entries.change(entry, state)
         self._moving.append(entry)
 
-    def _wait_for(self, entry: SpillEntry) -> None:
+    def _has_ended(self, job: Job[Any], tier: RetriedTier | None, until: float) -> bool:
+        """Waits for a job that asks a tier; whether it has ended. If not, the tier hangs."""
+        is_hung = tier is not None and tier.is_hung
+        timeout_s = 0.0 if is_hung else until - self._clock()
+        # A clock that was set meanwhile changes the wait, and doesn't make it endless.
+        if self._workers.settle(job, min(max(timeout_s, 0.0), self._deadline_s)):
+            return True
+        if tier is not None:
+            tier.note_late(job)
+        return False
+
+    def _wait_for(self, entry: SpillEntry, until: float) -> None:
         """Waits for an entry's move and notes its end, or that it is late."""
         assert entry.move is not None, "an entry that moves"
         started, move = self._clock(), entry.move
         try:
-            if self._workers.settle(move.job, self._deadline_s):
+            if self._has_ended(move.job, move.tier, until):
                 self._note_end(entry, move)
             else:
                 self._note_late(entry, move)
@@ -305,8 +313,10 @@ class Spill:
         """Notes the end of a move. Its memory is free for other moves."""
         self._moving.remove(entry)
         entry.move = None
-        for tier, error in move.refusals:
-            tier.counts.refused_writes[reason_of(error)] += 1
+        for tier, refusal in move.refusals:
+            tier.counts.refused(refusal)
+            if not isinstance(refusal, TierFull):
+                entry.traces.append(tier)
         try:
             move.job.wait()
         except Exception as error:
@@ -318,16 +328,12 @@ class Spill:
 
     def _note_success(self, entry: SpillEntry, move: Move) -> None:
         assert move.tier is not None, "a worker asked a tier"
-        counts = move.tier.counts
         if move.room is None:
-            counts.writes += 1
-            counts.down_bytes += entry.size_bytes
-            counts.down_seconds += move.seconds
+            move.tier.counts.took(entry.size_bytes, move.seconds)
             entry.tier = move.tier
-        elif not move.is_late:  # otherwise it counts as a miss
-            counts.hits += 1
-            counts.up_bytes += entry.size_bytes
-            counts.up_seconds += move.seconds
+            entry.traces.append(move.tier)
+        elif not move.is_late:  # otherwise it was counted as a miss
+            move.tier.counts.gave(entry.size_bytes, move.seconds)
         if entry.state is State.READING:
             assert move.room is not None, "a read has room"
             entry.snapshot.lease, entry.snapshot.is_below = move.room, False
@@ -336,11 +342,10 @@ class Spill:
 
     def _note_late(self, entry: SpillEntry, move: Move) -> None:
         move.is_late = True
-        error = TimeoutError(f"no answer in {self._deadline_s} s")
         if move.room is not None:
-            self._note_miss(entry, move, move.room, error)
+            self._note_miss(entry, move, move.room, self._too_late())
         elif move.tier is not None:
-            move.tier.counts.refused_writes[reason_of(error)] += 1
+            move.tier.counts.refused(self._too_late())
 
     def _note_failure(self, entry: SpillEntry, move: Move, error: Exception) -> None:
         if move.room is None:
@@ -352,22 +357,25 @@ class Spill:
 
     def _note_miss(self, entry: SpillEntry, move: Move, room: Lease, error: Exception) -> None:
         assert move.tier is not None, "what is read is in a tier"
-        if isinstance(error, SnapshotDamaged):
-            move.tier.counts.damaged += 1
-        else:
-            move.tier.counts.misses[reason_of(error)] += 1
+        move.tier.counts.missed(error)
+        room.release()
+        if entry.state is not State.READING:
+            return
+        if not isinstance(error, SnapshotDamaged):
             error = SnapshotMiss(
                 f"no tier gave a snapshot of {entry.snapshot.token_count} tokens back "
                 f"({first_line(error)}); recompute this request"
             )
-        room.release()
-        if entry.state is State.READING:
-            entry.error = to_keep(error)
-            self._entries.change(entry, State.LOST)
+        entry.error = to_keep(error)
+        self._entries.change(entry, State.LOST)
+
+    def _too_late(self) -> TimeoutError:
+        return TimeoutError(f"no answer in {self._deadline_s} s")
 
     def _remove_below(self, entry: SpillEntry) -> None:
-        if entry.tier is not None and not self._is_left:
-            self._workers.start(partial(entry.tier.remove, entry.key))
+        if not self._is_left:
+            for tier in dict.fromkeys(entry.traces):
+                self._workers.start(partial(tier.remove, entry.key))
 
 
 def _by_name(tiers: Iterable[RetriedTier]) -> dict[str, TierCounts]:

@@ -59,7 +59,7 @@ class Store:
             if disk_dir is not None:
                 if disk_bytes is None:
                     disk_bytes = _free_bytes_of(disk_dir) // 4
-                self.disk = DiskTier(disk_dir, limit_bytes=disk_bytes)
+                self.disk = DiskTier(disk_dir, limit_bytes=disk_bytes, keeps_used=True)
             if mooncake is not None:
                 self.mooncake = MooncakeTier(mooncake)
         except BaseException:

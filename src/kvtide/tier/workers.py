@@ -21,16 +21,22 @@ class Workers(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for all work. Repeatable."""
+        """Waits for all work, but not for ever. Repeatable."""
         ...
 
 
 @final
 class ThreadWorkers:
-    """Workers that are `count` threads, so at most `count` moves are under way at once."""
+    """Workers that are `count` threads, so at most `count` moves are under way at once.
 
-    def __init__(self, count: int) -> None:
-        self._threads = Threads(count, "kvtide-tier")
+    A thread that hangs in a tier's call is replaced, so that other tiers' moves go on. `close`, and
+    the end of the process, wait for threads at most `patience_s` together.
+    """
+
+    def __init__(self, count: int, patience_s: float) -> None:
+        self._count = count
+        self._threads = Threads(count, "kvtide-tier", patience_s=patience_s)
+        self._hung: list[QueuedJob[Any]] = []
 
     def start(self, work: Callable[[], Any]) -> QueuedJob[Any]:
         """See Workers."""
@@ -39,7 +45,11 @@ class ThreadWorkers:
     def settle(self, job: Job[Any], timeout_s: float) -> bool:
         """See Workers."""
         assert isinstance(job, QueuedJob), "a job of `start`"
-        return job.settle(timeout_s)
+        if job.settle(timeout_s):
+            return True
+        self._hung = [other for other in {*self._hung, job} if other.begun and not other.done()]
+        self._threads.grow_to(self._count + len(self._hung))
+        return job.done()
 
     def close(self) -> None:
         """See Workers."""

@@ -1,0 +1,84 @@
+"""Move: brings a snapshot to the first tier that takes it, or from a tier back to the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from kvtide.arena import Lease
+from kvtide.device import Job
+from kvtide.errors import KvtideError, SnapshotMiss, TierFull
+from kvtide.seal import Seal
+from kvtide.tier.retries import RetriedTier
+from kvtide.tier.workers import Workers
+
+
+@final
+class Move:
+    """A move of a snapshot, down to one of `tiers`, or up from the only one into `room`.
+
+    A worker does `down` or `up`, and notes what Spill's thread reads when the job has ended. Only
+    `tier` is also read before.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        seal: Seal,
+        tiers: Sequence[RetriedTier],
+        clock: Callable[[], float],
+        room: Lease | None = None,
+    ) -> None:
+        self.room = room
+        """The memory into which it is read; None for a move down."""
+        self.tier: RetriedTier | None = next(iter(tiers), None)
+        """Whom it asks: at the end who took the snapshot, or gave it back."""
+        self.refusals: list[tuple[RetriedTier, KvtideError]] = []
+        """Who didn't take it, and why."""
+        self.seconds = 0.0
+        """How long it took, with all tries."""
+        self.is_late = False
+        """Whether a caller waited for it up to the deadline, in vain. It may still end."""
+        self._key = key
+        self._seal = seal
+        self._tiers = tiers
+        self._clock = clock
+        self._job: Job[Any] | None = None
+
+    @property
+    def job(self) -> Job[Any]:
+        """The work of its worker."""
+        assert self._job is not None, "a move that was started"
+        return self._job
+
+    def start(self, workers: Workers, work: Callable[[], None], memory: Lease) -> None:
+        """Gives `work` to a worker. The lease keeps its blocks until that has ended."""
+        self._job = workers.start(work)
+        memory.use(self._job)
+
+    def down(self, chunks: Sequence[memoryview]) -> None:
+        """In a worker: gives the snapshot to the first tier that takes it."""
+        error: KvtideError = TierFull("there is no tier below the arena")
+        for tier in self._tiers:
+            started, self.tier = self._clock(), tier
+            try:
+                tier.put(self._key, self._seal, chunks)
+                self.seconds = self._clock() - started
+                return
+            except KvtideError as refusal:
+                self.refusals.append((tier, refusal))
+                error = refusal
+        raise error
+
+    def up(self, views: list[memoryview]) -> None:
+        """In a worker: fills `views` with the snapshot's bytes."""
+        assert self.tier is not None, "what isn't in the arena is in a tier"
+        started = self._clock()
+
+        def make_room(seal: Seal) -> list[memoryview]:
+            if seal != self._seal:
+                raise SnapshotMiss("the tier has another snapshot under this key")
+            return views
+
+        self.tier.get(self._key, make_room)
+        self.seconds = self._clock() - started
