@@ -189,6 +189,15 @@ class Books:
             self.used.remove(name)
             self.end(name, reading)
 
+    def clear(self) -> None:
+        """Removes all files but for those that are being read. Raises OSError."""
+        for target in tuple(self._aside):
+            self._folder.remove_aside(target)
+            self.used_bytes -= self._aside.pop(target)
+        for name in [name for name in self._files if name not in self._readings]:
+            self._folder.remove(name)
+            self.drop(name)
+
     def _make_room(self, size_bytes: int) -> None:
         while self.used_bytes + size_bytes > self._limit_bytes:
             assert self._remove_one(), "what can't leave is within the limit"

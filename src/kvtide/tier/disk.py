@@ -156,6 +156,11 @@ class DiskTier(Tier):
             self._folder.remove(name)
             self._books.drop(name)
 
+    def clear(self) -> None:
+        """Removes all files that nobody reads now. Raises TierRetry."""
+        with self._working(), self._change:
+            self._books.clear()
+
     def close(self) -> None:
         """Gives the folder's lock back, when the last call that is under way has ended. Repeatable.
 

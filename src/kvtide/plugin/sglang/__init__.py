@@ -9,6 +9,7 @@ unseen_results     a step whose result SGLang hasn't looked at: its requests' st
 
 pools              what a pool of SGLang's consists of, by family; rules: row rules of SGLang alone
 ordinary           servers without disaggregation
+hicache            a storage of pages for SGLang's hierarchical cache
 cases              small pools of every family, for round trips
 
 settings           what an operator sets; status_line: what the log says of kvtide at the start
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 def register() -> None:
     """SGLang calls this once in each process, before it serves anything."""
+    from kvtide.plugin.sglang.hicache.hooks import register_storage_hooks
     from kvtide.plugin.sglang.hooks import register_hooks
 
+    register_storage_hooks()
     register_hooks()

@@ -7,7 +7,9 @@ from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.source import gone
 from kvtide.plugin.versions import refuse_if_gone, tables_in
 
-PACKAGES = tuple(f"kvtide.plugin.sglang{below}" for below in ("", ".pools", ".ordinary"))
+PACKAGES = tuple(
+    f"kvtide.plugin.sglang{below}" for below in ("", ".pools", ".ordinary", ".hicache")
+)
 """Packages whose modules list in `READS` what they read of SGLang."""
 
 
