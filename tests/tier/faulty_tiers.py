@@ -88,7 +88,7 @@ class SimulatedWorkers:
         for job in self.jobs:
             job.is_hung = False
 
-    def close(self) -> None:
+    def close(self, patience_s: float = 0.0) -> None:
         self.wake()
         while self.step():
             pass

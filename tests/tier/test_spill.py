@@ -349,18 +349,19 @@ def test_nothing_is_left_of_a_write_that_seemed_to_fail(make_world: MakeWorld) -
 
 def test_end_says_what_hangs(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A move that goes on when all is closed is named."""
-    world = make_world()
+    world = make_world(hangs=1.0)
     snapshots = [world.save(value) for value in range(4)]
     warnings: list[str] = []
     monkeypatch.setattr(
         spill_module.logger, "warning", lambda text, *values: warnings.append(text % values)
     )
     with monkeypatch.context() as patch:
-        patch.setattr(world.workers, "close", lambda: None)
+        patch.setattr(world.workers, "close", lambda patience_s: None)
         world.spill.close()
     assert [
         "kvtide ends without a move of 1024 bytes, which hangs in the tier 'FaultyTier'"
     ] == warnings
+    world.workers.hang_share = 0.0
     for snapshot in snapshots:
         world.tide.discard(snapshot)
 
@@ -499,3 +500,22 @@ def test_disk_below_a_small_arena(device: CPUDevice, tmp_path: Path) -> None:
         assert 0 == arena.used_bytes
         assert 28 <= spill.stats.spills
     assert not list((tmp_path / "tier").glob("??/*.safetensors")), asdict(spill.stats)
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_what_is_discarded_while_it_moves_leaves_nothing(
+    device: CPUDevice, tmp_path: Path, turn: int
+) -> None:
+    """The end waits for the moves, and then for the removal of what they wrote."""
+    geometry = GQA.bind(dtype="uint8", token=4, layer=2, head=2, head_dim=8, v_head_dim=8)
+    pool = Pool.create(geometry, device, page_count=SLOT_COUNT // 4)
+    arena = HostArena(device, limit_bytes=8 * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    with closing(DiskTier(tmp_path / "tier", limit_bytes=1 << 20)) as disk:
+        spill = Spill(arena, [disk], high_mark=0.0)
+        tide = Tide(pool, arena, spill=spill)
+        for snapshot in [tide.offload(range(16)) for _ in range(4 + turn)]:
+            tide.discard(snapshot)
+        spill.close()
+        spill.close()
+    assert 0 == arena.used_bytes
+    assert not list((tmp_path / "tier").glob("??/*"))

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
 from functools import partial
 
 from kvtide.tier.workers import ThreadWorkers
@@ -13,7 +12,8 @@ from kvtide.tier.workers import ThreadWorkers
 def test_thread_that_hangs_is_replaced() -> None:
     """Work goes on while as many calls hang as there are threads; then no thread is added."""
     gate = threading.Event()
-    with closing(ThreadWorkers(2, patience_s=60)) as workers:
+    workers = ThreadWorkers(2, patience_s=60)
+    try:
         hung = [workers.start(gate.wait) for _ in range(2)]
         waiting = [workers.start(partial(int, number)) for number in range(3)]
         while not all(job.begun for job in hung):
@@ -22,8 +22,10 @@ def test_thread_that_hangs_is_replaced() -> None:
             workers.settle(job, 0.0)
         assert [0, 1, 2] == [job.wait() for job in waiting]
         assert 4 == len(workers._threads._threads)
+    finally:
         gate.set()
-        assert all(workers.settle(job, 60) for job in hung)
+        workers.close(60)
+    assert all(job.done() for job in hung)
 
 
 def test_end_of_a_process_does_not_wait_for_what_hangs() -> None:
@@ -31,13 +33,13 @@ def test_end_of_a_process_does_not_wait_for_what_hangs() -> None:
     script = (
         "import sys, threading\n"
         "from kvtide.tier.workers import ThreadWorkers\n"
-        "workers = ThreadWorkers(2, patience_s=0.2)\n"
+        "workers = ThreadWorkers(2, patience_s=0.2 if sys.argv[1] != 'close' else 600)\n"
         "workers.start(threading.Event().wait)\n"
         "done = workers.start(lambda: print('done', flush=True))\n"
         "done.wait()\n"
         "if sys.argv[1] == 'close':\n"
-        "    workers.close()\n"
-        "    workers.close()\n"
+        "    workers.close(0.2)\n"
+        "    workers.close(0.2)\n"
         "print('end', flush=True)\n"
     )
     for how in ("close", "forget"):

@@ -37,10 +37,10 @@ class Threads:
     """
 
     def __init__(self, count: int, name: str, *, patience_s: float | None = None) -> None:
-        """Whoever ends the threads waits for their work: at most `patience_s`, unless None."""
+        """Starts them. Whoever ends them waits for their work, at most `patience_s` unless None."""
         self._count = count
         self._name = name
-        self._patience_s = patience_s
+        self._patience_s = [patience_s]  # `_end_threads` reads what `close` writes
         self._start()
 
     def _start(self) -> None:
@@ -123,11 +123,14 @@ class Threads:
             raise failure
         return [results[number] for number in range(len(items))]
 
-    def close(self) -> None:
+    def close(self, patience_s: float | None = None) -> None:
         """Waits for the queued work, and ends the threads. Repeatable.
 
-        With `patience_s` it doesn't wait for ever: what hangs then goes on until the process ends.
+        With `patience_s`, here or at the start, it doesn't wait for ever: what hangs then goes on
+        until the process ends.
         """
+        if patience_s is not None:
+            self._patience_s[0] = patience_s
         self._end()
         atexit.unregister(self._end)
 
@@ -142,11 +145,12 @@ def _do_work(work: SimpleQueue[_Work | None]) -> None:
 def _end_threads(
     work: SimpleQueue[_Work | None],
     threads: Sequence[threading.Thread],
-    patience_s: float | None,
+    patience_s: Sequence[float | None],
 ) -> None:
     for _ in threads:
         work.put(None)
-    until = None if patience_s is None else time.monotonic() + patience_s
+    most_s = patience_s[0]
+    until = None if most_s is None else time.monotonic() + most_s
     for thread in threads:
         # A device may be forgotten in its own thread, which can't wait for itself.
         if thread is not threading.current_thread():

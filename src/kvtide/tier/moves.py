@@ -17,8 +17,8 @@ from kvtide.tier.workers import Workers
 class Move:
     """A move of a snapshot, down to one of `tiers`, or up from the only one into `room`.
 
-    A worker does `down` or `up`, and notes what Spill's thread reads when the job has ended. Only
-    `tier` is also read before.
+    A worker does `down` or `up`, unless the tier hangs by then, and notes what Spill's thread reads
+    when the job has ended. Only `tier` is also read before.
     """
 
     def __init__(

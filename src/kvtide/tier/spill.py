@@ -172,8 +172,13 @@ class Spill:
 
         Closes neither the arena nor the tiers. What hangs then ends with the process.
         """
-        self._workers.close()
+        until = self._until()
+        for entry in self._moving:
+            if entry.move is not None:
+                self._workers.settle(entry.move.job, max(0.0, until - self._clock()))
         self.settle()
+        self._workers.close(max(0.0, until - self._clock()))
+        self._is_left = True  # nobody is there any more who could remove what is below
         for entry in self._moving:
             if entry.move is not None and entry.move.tier is not None:
                 logger.warning(

@@ -20,8 +20,8 @@ class Workers(Protocol):
         """Blocks until a job of `start` has ended, at most `timeout_s`; whether it has ended."""
         ...
 
-    def close(self) -> None:
-        """Waits for all work, but not for ever. Repeatable."""
+    def close(self, patience_s: float) -> None:
+        """Waits for all work, at most `patience_s`. Repeatable."""
         ...
 
 
@@ -29,8 +29,8 @@ class Workers(Protocol):
 class ThreadWorkers:
     """Workers that are `count` threads, so at most `count` moves are under way at once.
 
-    A thread that hangs in a tier's call is replaced, so that other tiers' moves go on. `close`, and
-    the end of the process, wait for threads at most `patience_s` together.
+    A thread that hangs in a tier's call is replaced, so that other tiers' moves go on. The end of
+    the process waits for threads at most `patience_s` together.
     """
 
     def __init__(self, count: int, patience_s: float) -> None:
@@ -51,6 +51,6 @@ class ThreadWorkers:
         self._threads.grow_to(self._count + len(self._hung))
         return job.done()
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         """See Workers."""
-        self._threads.close()
+        self._threads.close(patience_s)
