@@ -18,9 +18,8 @@ MODELS = ROOT / "docs" / "models.md"
 
 
 def example(path: Path) -> str:
-    """Returns the only Python code in a document."""
-    (code,) = re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
-    return str(code)
+    """Returns the Python code in a document, one part after another."""
+    return "".join(re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL))
 
 
 def test_example_runs_and_moves_the_bytes() -> None:
@@ -38,6 +37,7 @@ def test_example_runs_and_moves_the_bytes() -> None:
     library = ROOT / "docs" / "library.md"
     exec(compile(example(library), str(library), "exec"), names)
     assert names["snapshot"].token_count == 300
+    assert names["namespace"].key_of("a request") == names["key"]
     names["tide"].discard(names["snapshot"])
     names["cpu"].close()
 

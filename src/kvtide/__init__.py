@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvtide.snapshot import Snapshot
     from kvtide.ticket import Ticket
     from kvtide.tide import Tide
-    from kvtide.tier import DiskTier, MooncakeTier, Tier
+    from kvtide.tier import DiskTier, MooncakeTier, Namespace, Tier
 
 __version__ = "0.1.0"
 
@@ -44,6 +44,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "MooncakeTier",
+    "Namespace",
     "PageAllocator",
     "Plane",
     "Pool",
@@ -86,7 +87,7 @@ _HOMES = {
     "kvtide.snapshot": ("Snapshot",),
     "kvtide.ticket": ("Ticket",),
     "kvtide.tide": ("Tide",),
-    "kvtide.tier": ("DiskTier", "MooncakeTier", "Tier"),
+    "kvtide.tier": ("DiskTier", "MooncakeTier", "Namespace", "Tier"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -18,7 +18,7 @@ sys.exit(start())
 """
 
 
-def _run(model: str, folder: Path) -> tuple[int, str]:
+def _run(model: str, folder: Path, *options: str) -> tuple[int, str]:
     """Runs the command on a prompt where nothing is kept or can be fetched."""
     environment = {
         **os.environ,
@@ -28,7 +28,7 @@ def _run(model: str, folder: Path) -> tuple[int, str]:
         "PIP_NO_INDEX": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "run", "-p", "Hi", "--model", model],
+        [sys.executable, "-c", WITHOUT_TORCH, "run", "-p", "Hi", "--model", model, *options],
         capture_output=True,
         text=True,
         env=environment,
@@ -73,3 +73,24 @@ def test_a_run_says_at_once_that_it_loads_torch(tmp_path: Path) -> None:
     code, said = _run("tiny-random", tmp_path)
     assert "loading torch" == said.splitlines()[0]
     assert (2, True) == (code, "torch is not installed" in said.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('raise ModuleNotFoundError("there is no mooncake")', "pip install 'kvtide[mooncake]'"),
+        ('raise ImportError("libibverbs.so.1: no such file")', "apt install libibverbs1 libnl-3"),
+        ("MooncakeDistributedStore = None", "no master at 127.0.0.1:1: "),
+    ],
+)
+def test_a_mooncake_store_that_cannot_be_joined_is_told_before_torch_is_loaded(
+    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package, a library that it needs, or the master may be missing."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "store.py").write_text(content)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    code, output = _run("tiny-random", tmp_path, "--mooncake", "127.0.0.1:1")
+    assert (2, True) == (code, output.startswith("kvtide: mooncake tier: "))
+    assert said in output
+    assert 1 == len(output.splitlines())

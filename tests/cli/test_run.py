@@ -16,6 +16,7 @@ from kvtide.cli.main import main
 from kvtide.cli.session import RunSettings
 from kvtide.errors import KvtideError, UsageError
 from kvtide.serve.seeds import derived_seed
+from kvtide.tier import MooncakeSettings
 from support.fake_serving import FOUND, FakeEngine, FakeServing, press_ctrl_c
 from support.results import read_part, read_report, read_rows
 
@@ -575,3 +576,25 @@ def test_disk_below_host_memory_has_a_folder_and_a_limit(prompts: str, tmp_path:
     assert (tmp_path / "kv", 1 << 30) == (options.disk_dir, options.disk_memory_bytes)
     assert main(["run", prompts, *disk[2:]], serving=serving) == 2
     assert main(["run", prompts, *disk[:3], "24"], serving=serving) == 2
+
+
+def test_mooncake_store_is_checked_and_reaches_the_engine(
+    prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tenant's secret, which nobody else can read in the environment; or bad input."""
+    monkeypatch.setenv("KVTIDE_SALT", "sesame\udcff")
+    serving = FakeServing()
+    assert main(["run", prompts, "--mooncake", "10.0.0.1:50051"], serving=serving) == 0
+    options = serving.engines[0].options
+    assert MooncakeSettings("10.0.0.1:50051") == options.mooncake
+    assert [options.mooncake] == serving.joined
+    assert b"sesame\xff" == options.salt
+    assert main(["run", prompts, "--mooncake", "10.0.0.1"], serving=serving) == 2
+
+
+def test_mooncake_store_may_stand_in_the_file_of_options(prompts: str, tmp_path: Path) -> None:
+    """Under the name that the option has."""
+    path, serving = tmp_path / "night.toml", FakeServing()
+    path.write_text('[run]\nmooncake = "10.0.0.1:50051"\n')
+    assert main(["run", prompts, "--config", str(path)], serving=serving) == 0
+    assert MooncakeSettings("10.0.0.1:50051") == serving.engines[0].options.mooncake

@@ -8,6 +8,7 @@ import pytest
 from kvtide.cli.verify import KeptLine, compare_runs, reference_options, reference_requests
 from kvtide.serve.options import EngineOptions
 from kvtide.serve.request import Request
+from kvtide.tier import MooncakeSettings
 from support.fake_serving import make_request
 
 
@@ -84,8 +85,8 @@ def test_reference_requests_need_no_more_room_than_the_answers() -> None:
 
 
 def test_nothing_is_retracted_in_the_reference_run() -> None:
-    """Requests wait, and no KV comes from a disk; what changes an answer is as in the first run."""
-    memory = EngineOptions(1, 2, Path("kv"), 3)
+    """Requests wait, and no KV comes from a tier; what changes an answer is as in the first run."""
+    memory = EngineOptions(1, 2, Path("kv"), 3, MooncakeSettings("a:1"))
     first = replace(memory, exact=False, chunk_tokens=7)
     expected = EngineOptions(
         host_memory_bytes=0, exact=False, chunk_tokens=7, on_pressure="wait", keep_logits=True

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtide.serve.identity import hash_of
+from kvtide.serve import identity
 from kvtide.serve.models import OpenModel, open_model
 from serve.folders import change_config, change_tensors, make_folder
 
@@ -21,8 +21,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def hash_of(source: OpenModel) -> str:
+    """The hash of a model as it is now."""
+    return identity.hash_of(source.model, source.tokenizer, source.eos_ids)
+
+
 def _opened(folder: Path, dtype: str = "float32") -> OpenModel:
     return open_model(str(folder), dtype=dtype)
+
+
+def test_an_open_model_knows_its_hash(folder: Path) -> None:
+    """It reads the weights once, since they may be many."""
+    model = _opened(folder)
+    assert hash_of(model) == model.identity
+    assert model.identity is model.identity
 
 
 def test_a_model_has_the_same_hash_wherever_it_lies(folder: Path, tmp_path: Path) -> None:

@@ -27,3 +27,8 @@ def test_only_three_options_may_be_none() -> None:
     EngineOptions(kv_memory_bytes=None, host_memory_bytes=None, threads=None)
     with pytest.raises(UsageError, match="engine: page_size must be an integer from 1, not None"):
         EngineOptions(page_size=None)  # type: ignore[arg-type]
+
+
+def test_a_tenants_secret_is_not_shown() -> None:
+    """A log that has the options must not have the secret."""
+    assert "sesame" not in repr(EngineOptions(salt=b"sesame"))

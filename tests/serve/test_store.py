@@ -1,11 +1,13 @@
-"""With a disk below host memory, KV that has no room in host memory isn't computed again."""
+"""With a tier below host memory, KV that has no room in host memory isn't computed again."""
 
 from __future__ import annotations
 
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +16,26 @@ from kvtide.serve import progress
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.sampling import Sampler
+from kvtide.tier import MooncakeSettings
 from serve.harness import answers, check_rows_once, poison_released, run_all, tiny, token_bytes
+from tier.fake_mooncake import FakeStore
 
 BLOCK_BYTES = 1 << 16
+SETTINGS = MooncakeSettings("a:1")
 
 
 @pytest.fixture(autouse=True)
 def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets all engines of one model share a self-check."""
     check_rows_once(monkeypatch)
+
+
+@pytest.fixture
+def mooncake(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
+    """The store that an engine with `mooncake` joins."""
+    store = FakeStore()
+    monkeypatch.setattr("kvtide.tier.mooncake.connect", lambda settings: store.open_client)
+    return store
 
 
 def make_requests() -> list[Request]:
@@ -38,15 +51,15 @@ def make_requests() -> list[Request]:
     ]
 
 
-def build(folder: Path | None, *, keep_logits: bool = True) -> Engine:
+def build(folder: Path | None, **options: Any) -> Engine:
     """Builds an engine whose pool has room for three requests, and the arena for two."""
-    options = EngineOptions(
+    memory = EngineOptions(
         kv_memory_bytes=280 * token_bytes(tiny()),
         host_memory_bytes=2 * BLOCK_BYTES,
         disk_dir=folder,
-        keep_logits=keep_logits,
+        keep_logits=True,
     )
-    return Engine.build(tiny(), options)
+    return Engine.build(tiny(), replace(memory, **options))
 
 
 def go(engine: Engine, *, retract_every: int) -> list[Request]:
@@ -84,6 +97,28 @@ def test_kv_without_room_in_host_memory_comes_back_from_disk(
     assert stats.disk_read_bytes > 0
     assert 0 < stats.peak_disk_bytes <= stats.disk_limit_bytes
     assert not list((tmp_path / "kv").glob("??/*.safetensors"))
+
+
+@pytest.mark.parametrize("disk_bytes", [None, 0])
+def test_kv_without_room_in_host_memory_comes_back_from_mooncake(
+    tmp_path: Path, mooncake: FakeStore, disk_bytes: int | None
+) -> None:
+    """The same below host memory, and below a disk that refuses."""
+    expected = make_requests()
+    roomy = Engine.build(tiny(), EngineOptions(keep_logits=True), expected)
+    run_all(roomy, expected)
+    roomy.close()
+    folder = None if disk_bytes is None else tmp_path / "kv"
+    engine = build(folder, disk_memory_bytes=disk_bytes, mooncake=SETTINGS)
+    written: set[str] = set()
+    mooncake.before_end = written.add
+    requests = go(engine, retract_every=2)
+    stats = engine.stats
+    engine.close()
+    assert answers(expected) == answers(requests)
+    assert written
+    assert (0, 0) == (stats.recomputed_tokens, engine.scheduler.stats.arena_full)
+    assert {} == mooncake.objects
 
 
 def test_without_a_disk_such_kv_is_computed_again() -> None:
@@ -244,6 +279,52 @@ def test_what_kept_no_digests_is_not_gone_on_with_by_an_engine_that_keeps_them(
     second = build(tmp_path / "kv")
     assert undisturbed == finish(second, [])
     second.close()
+
+
+@pytest.mark.parametrize("is_sudden", [False, True])
+def test_an_engine_elsewhere_goes_on_from_mooncake(
+    mooncake: FakeStore, undisturbed: list[tuple[object, ...]], is_sudden: bool
+) -> None:
+    """It needs nothing of the first engine's machine, and that may have ended suddenly."""
+    first = build(None, mooncake=SETTINGS)
+    ended = begin(first, 30)
+    if is_sudden:
+        left = dict(mooncake.objects)
+        first.close()
+        mooncake.objects |= left
+    else:
+        assert first.suspend() > 0
+        first.close()
+    second = build(None, mooncake=SETTINGS)
+    assert undisturbed == finish(second, ended)
+    assert second.stats.resumes > 0
+    second.close()
+    assert {} == mooncake.objects
+
+
+@pytest.mark.parametrize("change", ["salt", "exact", "chunk_tokens", "model", "layout", "nothing"])
+def test_kv_of_another_namespace_is_neither_read_nor_removed(
+    mooncake: FakeStore, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Requests that are equal to those of a tenant don't find them, and take nothing away."""
+    owner = {"mooncake": SETTINGS, "salt": b"one tenant's secret"}
+    first = build(None, **owner)
+    begin(first, 20)
+    saved = first.suspend()
+    first.close()
+    left = set(mooncake.objects)
+    assert saved == len(left) > 0
+    with monkeypatch.context() as patch:
+        if change == "model":
+            patch.setitem(vars(tiny()), "identity", "another model")
+        if change == "layout":
+            patch.setattr("kvtide.layout.Geometry.fingerprint", b"another layout")
+        others = {"salt": b"another's", "exact": False, "chunk_tokens": 64}
+        second = build(None, **owner | {name: others[name] for name in others if name == change})
+        begin(second, 0)
+        assert (saved if change == "nothing" else 0) == second.stats.retracted
+        second.close()
+    assert change == "nothing" or left == set(mooncake.objects)
 
 
 HOSTILE = [

@@ -19,6 +19,7 @@ from kvtide.serve.find import FoundModel
 from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.selfcheck import RowCheck
+from kvtide.tier import MooncakeSettings
 
 POOL_TOKENS = 64
 ROWS = RowCounts((2, 3, 4))
@@ -121,6 +122,7 @@ class FakeServing:
         self.opened: list[tuple[str, str]] = []
         self.checked: list[tuple[str, str | None]] = []
         self.checks: list[RowCheck | None] = []
+        self.joined: list[MooncakeSettings] = []
         self._on_engine = on_engine
         self._build_error = build_error
 
@@ -129,6 +131,10 @@ class FakeServing:
         self.checked.append((name, schedule))
         if schedule is None and name != "cpu":
             raise UsageError(f"there is no device {name!r}")
+
+    def check_mooncake(self, settings: MooncakeSettings) -> None:
+        """See Serving."""
+        self.joined.append(settings)
 
     def find_model(self, name: str, *, progress: Progress) -> FoundModel:
         """See Serving."""

@@ -30,6 +30,7 @@ class FakeStore:
         """How many writes are refused before the master has made room."""
         self.clients: list[FakeClient] = []
         self.before_read: Callable[[int], None] = lambda place: None
+        self.before_end: Callable[[str], object] = lambda name: None
         self.lock = threading.Lock()
 
     def open_client(self) -> FakeClient:
@@ -105,6 +106,7 @@ class FakeClient:
         return [sum(sizes) - self.store.lost_bytes]
 
     def batch_put_session_end(self, keys: list[str]) -> list[int]:
+        self.store.before_end(keys[0])
         with self.store.lock:
             self.store.objects[keys[0]] = self.store.begun.pop(keys[0])
             return [0]

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvtide.errors import UsageError
-from kvtide.tier import Namespace
+from kvtide.arena import HostArena
+from kvtide.device import CPUDevice
+from kvtide.errors import SnapshotMiss, UsageError
+from kvtide.layout import GQA
+from kvtide.pool import Pool
+from kvtide.tide import Tide
+from kvtide.tier import DiskTier, MooncakeTier, Namespace
+from kvtide.tier.namespace import salt_of
+from tier.fake_mooncake import FakeStore
 
 SPACE = Namespace(model="m", weights="w", layout="00ff", salt=b"secret")
 FIELDS = [about.name for about in fields(Namespace)]
@@ -42,6 +54,24 @@ def test_text_that_moves_from_field_to_field_is_another_namespace() -> None:
     assert replace(SPACE, adapter="x").key_of("") != replace(SPACE, adapter="").key_of("x")
 
 
+TEXTS = st.text(st.sampled_from('",:/[]\\\0\n a'), max_size=4)
+PARTS = st.tuples(*[TEXTS] * len(FIELDS))
+
+
+@given(PARTS, PARTS)
+def test_keys_are_equal_only_where_all_parts_are(
+    ours: tuple[str, ...], theirs: tuple[str, ...]
+) -> None:
+    """Texts of separators alone don't lead from one namespace into another."""
+
+    def key_of(parts: tuple[str, ...]) -> str:
+        *values, name = parts
+        texts = dict(zip(FIELDS[:-1], values, strict=True))
+        return Namespace(**texts, salt=b"secret").key_of(name)  # type: ignore[arg-type]
+
+    assert (ours == theirs) == (key_of(ours) == key_of(theirs))
+
+
 def test_what_is_not_valid_unicode_has_a_key_too() -> None:
     """File names may have such text."""
     assert replace(SPACE, model="\udcff").key_of("\udcfe") != SPACE.key_of("\udcfe")
@@ -58,3 +88,70 @@ def test_field_of_another_type_is_refused() -> None:
         replace(SPACE, rank=0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="salt must be bytes"):
         replace(SPACE, salt="text")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_error_shows_a_salt(name: str) -> None:
+    """Errors end in logs."""
+    with pytest.raises(UsageError) as error:
+        replace(SPACE, **{name: 7})  # type: ignore[arg-type]
+    assert "secret" not in f"{error.value!r} {error.value}"
+
+
+def test_an_operator_sets_the_salt_in_the_environment() -> None:
+    """Any bytes, as a shell gives them; without the variable there is no secret."""
+    assert b"a\xff" == salt_of({"KVTIDE_SALT": "a\udcff"})
+    assert b"" == salt_of({})
+
+
+# ---- tenants ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tide() -> Iterator[Tide]:
+    """A pool of 64 tokens of 128 bytes."""
+    with closing(CPUDevice(lanes=1)) as device:
+        geometry = GQA.bind(dtype="bfloat16", token=4, layer=2, head=2, head_dim=8, v_head_dim=8)
+        pool = Pool.create(geometry, device, page_count=16)
+        yield Tide(pool, HostArena(device, limit_bytes=1 << 20, block_bytes=64 * 128))
+
+
+@pytest.fixture(params=["disk", "mooncake"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """A tier that two tenants share, and a function that gives all that it has stored."""
+    if request.param == "disk":
+        with closing(DiskTier(tmp_path, limit_bytes=1 << 20)) as disk:
+            files = (path for path in tmp_path.rglob("*") if path.is_file())
+            yield disk, lambda: b"".join(str(path).encode() + path.read_bytes() for path in files)
+    else:
+        store = FakeStore()
+        with closing(MooncakeTier("", open_client=store.open_client)) as mooncake:
+            objects = store.objects
+            yield mooncake, lambda: b"".join(name.encode() + objects[name] for name in objects)
+
+
+def test_tenants_neither_read_nor_remove_nor_probe_each_others_kv(
+    shared: tuple[Any, Any], tide: Tide
+) -> None:
+    """Two tenants with the same model and the same prompt, and each with a secret."""
+    tier, stored = shared
+    ours, theirs = (replace(SPACE, salt=salt).key_of("prompt") for salt in (b"sesame", b"barley"))
+    snapshots = []
+    for value in (1, 2):
+        for buffer in tide.pool.buffers:
+            buffer.fill_(value)
+        snapshots.append(tide.offload(range(64)))
+    tier.save(ours, snapshots[0])
+    assert not tier.contains(theirs)
+    with pytest.raises(SnapshotMiss):
+        tier.load(theirs, tide.arena)
+    tier.remove(theirs)
+    assert tier.contains(ours)
+    tier.save(theirs, snapshots[1])
+    content = stored()
+    assert not any(text in content for text in (b"sesame", b"barley", b"prompt"))
+    tier.remove(theirs)
+    loaded = tier.load(ours, tide.arena)
+    assert {1} == set(b"".join(loaded.chunks))
+    for snapshot in (loaded, *snapshots):
+        tide.discard(snapshot)

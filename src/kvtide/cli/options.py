@@ -151,6 +151,14 @@ class MemoryOptions:
     disk_memory: Annotated[
         str | None, _memory("The most it takes there.", show_default="a quarter of what is free")
     ] = None
+    mooncake: Annotated[
+        str | None,
+        _memory(
+            "A Mooncake store for the rest: HOST:PORT of its master, or its .json file.",
+            metavar="STORE",
+            show_default="none",
+        ),
+    ] = None
     on_pressure: Annotated[OnPressure, _memory("Fate of retracted KV.")] = OnPressure.offload
     max_running: Annotated[int, _memory("Requests that run at once.", min=1, max=100_000)] = 64
     page_size: Annotated[int, _memory("Tokens a page.", min=1, max=4096)] = 16

@@ -24,6 +24,8 @@ from kvtide.cli.serving import check_schedule
 from kvtide.cli.session import RunSettings, execute
 from kvtide.errors import UsageError
 from kvtide.sizes import parse_memory, parse_size
+from kvtide.tier import MooncakeSettings
+from kvtide.tier.namespace import salt_of
 
 if TYPE_CHECKING:
     from kvtide.serve.options import EngineOptions
@@ -88,6 +90,8 @@ def _engine_options(
         host_memory_bytes=_parse_host_memory(memory.host_memory),
         disk_dir=memory.disk_dir,
         disk_memory_bytes=_disk_bytes(memory),
+        mooncake=_parse_mooncake(memory.mooncake),
+        salt=salt_of(os.environ),
         on_pressure=memory.on_pressure.value,
         page_size=memory.page_size,
         chunk_tokens=memory.chunk_tokens,
@@ -105,6 +109,10 @@ def _disk_bytes(memory: MemoryOptions) -> int | None:
     if memory.disk_dir is None:
         raise UsageError("--disk-memory is the limit of a folder; name it with --disk-dir")
     return parse_memory(memory.disk_memory, name="--disk-memory")
+
+
+def _parse_mooncake(text: str | None) -> MooncakeSettings | None:
+    return None if text is None else MooncakeSettings.parse(text, name="--mooncake")
 
 
 def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> SamplingParams:

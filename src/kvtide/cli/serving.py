@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvtide.serve.models import OpenModel
     from kvtide.serve.request import Request, SamplingParams
     from kvtide.serve.selfcheck import RowCheck
+    from kvtide.tier import MooncakeSettings
 
 
 class Serving(Protocol):
@@ -33,6 +34,9 @@ class Serving(Protocol):
 
     def check_device(self, name: str, *, schedule: str | None = None) -> None:
         """Raises UsageError if there is no such device. With a `schedule`, simulates it first."""
+
+    def check_mooncake(self, settings: MooncakeSettings) -> None:
+        """Raises UsageError if the store's package or its master is missing. Loads no torch."""
 
     def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
         """Loads weights and tokenizer. Raises UsageError if the model can't be loaded."""
@@ -90,6 +94,12 @@ class LibraryServing:
             simulate(name, schedule)
         open_device(name).close()
 
+    def check_mooncake(self, settings: MooncakeSettings) -> None:
+        """See Serving."""
+        from kvtide.tier.mooncake_connect import check_mooncake
+
+        check_mooncake(settings)
+
     def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
         """See Serving."""
         from kvtide.serve.models import open_model
@@ -98,9 +108,7 @@ class LibraryServing:
 
     def hash_model(self, model: OpenModel) -> str:
         """See Serving."""
-        from kvtide.serve.identity import hash_of
-
-        return hash_of(model)
+        return model.identity
 
     def make_requests(
         self,

@@ -111,8 +111,10 @@ def _execute(settings: RunSettings, serving: Serving, interrupt: Interrupt) -> i
 
 
 def _open_model(settings: RunSettings, serving: Serving, display: Display) -> OpenModel:
-    """Looks for the model first: to load torch takes seconds, and a name is soon mistyped."""
+    """Looks for the model and the store first: a name is soon mistyped, and torch takes seconds."""
     found = serving.find_model(settings.model, progress=display.load)
+    if settings.engine.mooncake is not None:
+        serving.check_mooncake(settings.engine.mooncake)
     display.load("loading torch", 0, None)
     serving.check_device(settings.engine.device, schedule=settings.schedule)
     display.load(f"loading {settings.model}", 0, None)
@@ -290,7 +292,7 @@ def _end_early(
     failed = f" ({counts.failed:,} failed)" if counts.failed else ""
     outcome = answered.outcome
     under_way = counted(outcome.suspended, "request")
-    kept = f"; the KV of {under_way} is in {settings.engine.disk_dir}" if outcome.suspended else ""
+    kept = f"; the KV of {under_way} is in {_places(settings)}" if outcome.suspended else ""
     display.say(
         f"answered: {counts.answered:,} of {counted(counts.prompts, 'prompt')}{failed}"
         f"{', ' if place else ''}{place}{kept}",
@@ -310,6 +312,15 @@ def _end_early(
         raise outcome.error
     assert outcome.ended_by is not None
     raise Ended(outcome.ended_by)
+
+
+def _places(settings: RunSettings) -> str:
+    """Where KV is after the run: on the disk, in the store, or in both."""
+    engine = settings.engine
+    places = [] if engine.disk_dir is None else [str(engine.disk_dir)]
+    if engine.mooncake is not None:
+        places.append(f"the store of {engine.mooncake.master}")
+    return " and ".join(places)
 
 
 def _describe_kept(kept: Kept, prompt_count: int) -> str:

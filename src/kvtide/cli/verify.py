@@ -38,7 +38,7 @@ def reference_options(options: EngineOptions) -> EngineOptions:
     """How the engine of the other run is built: a request waits until it has room to its end.
 
     So nothing is retracted, however little memory is free, and the pool is as large as what runs at
-    once needs. Nothing goes to host memory, and nothing comes from a disk. Everything that changes
+    once needs. Nothing goes to host memory, and nothing comes from a tier. Everything that changes
     an answer stays as it is.
     """
     return replace(
@@ -47,6 +47,7 @@ def reference_options(options: EngineOptions) -> EngineOptions:
         host_memory_bytes=0,
         disk_dir=None,
         disk_memory_bytes=None,
+        mooncake=None,
         on_pressure="wait",
     )
 

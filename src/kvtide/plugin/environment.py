@@ -26,6 +26,7 @@ from typing import Any, TypeVar, final
 from kvtide.errors import UsageError, shortened
 from kvtide.sizes import parse_memory
 from kvtide.tier.mooncake_settings import MooncakeSettings
+from kvtide.tier.namespace import SALT
 
 HOST_MEMORY = "KVTIDE_HOST_MEMORY"
 DISK_DIR = "KVTIDE_DISK_DIR"
@@ -35,8 +36,8 @@ TIER_SECONDS = "KVTIDE_TIER_SECONDS"
 CONFIG = "KVTIDE_CONFIG"
 BELOW = (DISK_DIR, DISK_MEMORY, MOONCAKE, TIER_SECONDS)
 """What is below host memory."""
-OF_KVTIDE = (HOST_MEMORY, *BELOW, CONFIG, "KVTIDE_CACHE")
-"""The variables that no engine's plugin adds. `kvtide run` keeps models in the last one."""
+OF_KVTIDE = (HOST_MEMORY, *BELOW, CONFIG, "KVTIDE_CACHE", SALT)
+"""The variables that no engine's plugin adds. `kvtide run` keeps models in KVTIDE_CACHE."""
 
 WAIT_S = 5.0
 """Meanwhile a disk of a gigabyte a second moves a long request, and who asks after the server's

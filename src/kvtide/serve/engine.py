@@ -17,9 +17,8 @@ import torch
 from kvtide.arena import HostArena
 from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import CPUDevice, Device, open_device
-from kvtide.errors import SnapshotMiss, UsageError
+from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
-from kvtide.serve import progress
 from kvtide.serve.batch import pack
 from kvtide.serve.live import Answering, Live
 from kvtide.serve.logprobs import token_texts
@@ -29,6 +28,7 @@ from kvtide.serve.owncheck import check_own_answers
 from kvtide.serve.paged import PagedModel
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.request import Request
+from kvtide.serve.request_store import RequestStore
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.sizing import (
@@ -42,7 +42,6 @@ from kvtide.serve.sizing import (
 from kvtide.serve.stats import EngineStats
 from kvtide.serve.supported import geometry_of
 from kvtide.tide import Tide
-from kvtide.tier import Store
 from kvtide.transfer import chunk_bytes_for
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
@@ -58,7 +57,7 @@ class Engine:
         source: OpenModel,
         tide: Tide,
         pages: PageAllocator,
-        store: Store,
+        requests: RequestStore,
         options: EngineOptions,
         exact_check: RowCheck | None,
     ) -> None:
@@ -74,7 +73,8 @@ class Engine:
         self.tide = tide
         self._options = options
         self.pages = pages
-        self.store = store
+        self.store = requests.store
+        self._requests = requests
         self.scheduler = Scheduler(
             tide,
             self.pages,
@@ -84,7 +84,7 @@ class Engine:
                 on_pressure=options.on_pressure,
                 replay=options.exact,
             ),
-            self._snapshot_key,
+            lambda request: requests.text_of(self._live[request.id]),
         )
         self._live: dict[str, Live] = {}
         self._refused: list[Request] = []
@@ -136,10 +136,9 @@ class Engine:
             limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
         block_bytes = chunk_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
-        disk = options.disk_dir, options.disk_memory_bytes
-        store = Store(arena, *disk, name_of=progress.name_of)
-        tide = Tide(pool, store.arena, pages, store.spill)
-        return cls(model, source, tide, pages, store, options, check)
+        kept = RequestStore(arena, options, source, geometry)
+        tide = Tide(pool, arena, pages, kept.store.spill)
+        return cls(model, source, tide, pages, kept, options, check)
 
     @property
     def has_work(self) -> bool:
@@ -167,7 +166,10 @@ class Engine:
         live = Live(request, self._answering)
         self._live[request.id] = live
         self._prompt_tokens += len(request.prompt_ids)
-        if not self._goes_on(live):
+        needs_digests = self._options.keep_logits
+        if self._requests.take_over(live, vocab_size=self._vocab_size, needs_digests=needs_digests):
+            self.scheduler.go_on(request)
+        else:
             self.scheduler.add(request)
 
     def step(self) -> list[Request]:
@@ -200,9 +202,9 @@ class Engine:
             self._end(live.request)
 
     def suspend(self) -> int:
-        """Leaves the requests that have begun on the disk, for a later engine that `add`s them.
+        """Leaves the requests that have begun in tiers, for a later engine that `add`s them.
 
-        Ends all requests. Returns how many were left; none without a disk.
+        Ends all requests. Returns how many were left; none without a tier.
         """
         left_count = 0
         if self.store.spill is not None:
@@ -221,12 +223,6 @@ class Engine:
         self.store.close()
         self._model.release()
         self.tide.pool.device.close()
-
-    def _snapshot_key(self, request: Request) -> str:
-        """The key of a snapshot of the request now. Only on a disk it outlives this process."""
-        if self.store.spill is None:
-            return request.id
-        return progress.to_text(request, self._live[request.id].sampler)
 
     @property
     def stats(self) -> EngineStats:
@@ -257,31 +253,6 @@ class Engine:
             peak_host_bytes=arena.peak_bytes,
             **self.store.counts(),
         )
-
-    def _goes_on(self, live: Live) -> bool:
-        """Whether the request goes on from a snapshot that an earlier engine left on the disk."""
-        request, spill = live.request, self.store.spill
-        name = progress.name_for(request)
-        snapshot = None if spill is None or name is None else spill.find(name)
-        if snapshot is None:
-            return False
-        try:
-            progress.take_over(
-                snapshot.seal.key,
-                snapshot.token_count,
-                request,
-                live.sampler,
-                vocab_size=self._vocab_size,
-                needs_digests=self._options.keep_logits,
-            )
-        except SnapshotMiss:
-            self.tide.discard(snapshot)
-            return False
-        live.recall()
-        request.snapshot, request.snapshot_key = snapshot, snapshot.seal.key
-        request.stored = snapshot.token_count
-        self.scheduler.go_on(request)
-        return True
 
     def _check_tokens(self, request: Request) -> None:
         if not request.prompt_ids:

@@ -7,6 +7,7 @@ with a model is run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -23,6 +24,7 @@ from kvtide.serve.adapter_files import eos_ids_of
 from kvtide.serve.checkpoint import load_folder, load_gguf
 from kvtide.serve.fetch import Progress
 from kvtide.serve.find import FoundModel, find_model
+from kvtide.serve.identity import hash_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """The dtypes that weights and KV can have, by name."""
@@ -45,6 +47,11 @@ class OpenModel:
         """How many positions the model has, or None if its configuration doesn't say."""
         text_config = self.model.config.get_text_config(decoder=True)
         return getattr(text_config, "max_position_embeddings", None)
+
+    @cached_property
+    def identity(self) -> str:
+        """The model's hash (see `hash_of`), computed once: nobody changes the model meanwhile."""
+        return hash_of(self.model, self.tokenizer, self.eos_ids)
 
 
 def open_model(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
 from kvtide.errors import UsageError
 from kvtide.integers import checked_integer, shown
+from kvtide.tier.mooncake_settings import MooncakeSettings
 
 _LEAST = {
     "kv_memory_bytes": 0,
@@ -30,9 +31,10 @@ class EngineOptions:
     If `kv_memory_bytes` is None, the pool has room for what can run at once of the requests given
     to `build`, but takes at most half of the free memory. If `host_memory_bytes` is None, it is a
     quarter of the free memory. KV that has no room in host memory goes to files in `disk_dir`, if
-    there is one, of at most `disk_memory_bytes` (None: a quarter of what is free there). If
-    `threads` is None, torch's thread count stays. `keep_logits` keeps a hash of the logits of each
-    token.
+    there is one, of at most `disk_memory_bytes` (None: a quarter of what is free there), and what
+    has no room there to the Mooncake store of `mooncake`. Only an engine of the same `salt`, a
+    tenant's secret, finds it there. If `threads` is None, torch's thread count stays. `keep_logits`
+    keeps a hash of the logits of each token.
 
     `on_pressure` says what happens when the pool is full: the newest request's KV moves to host
     memory (`offload`) or is computed again later (`recompute`). With `wait` nothing is ever
@@ -43,6 +45,8 @@ class EngineOptions:
     host_memory_bytes: int | None = None
     disk_dir: Path | None = None
     disk_memory_bytes: int | None = None
+    mooncake: MooncakeSettings | None = None
+    salt: bytes = field(default=b"", repr=False)
     on_pressure: str = "offload"
     page_size: int = 16
     chunk_tokens: int = 256

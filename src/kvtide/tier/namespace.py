@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields
 from typing import final
 
 from kvtide.errors import UsageError
 
+SALT = "KVTIDE_SALT"
+"""The variable that has a tenant's secret: other users can't read the environment of a process."""
+
 _DIGEST_BYTES = 16
 _PERSON = b"kvtide key"
+
+
+def salt_of(environment: Mapping[str, str]) -> bytes:
+    """The tenant's secret that an operator has set, as it is; empty if none is set."""
+    return os.fsencode(environment.get(SALT, ""))
 
 
 @final
