@@ -60,11 +60,13 @@ def test_a_run_that_was_ended_goes_on_from_the_store(
     files = ["--out", str(out), "--report", str(report)]
     assert main(["run", prompts, *RUN, "--out", str(tmp_path / "expected")]) == 0
     with monkeypatch.context() as patch:
-        step = iter(range(1, 40))
-        patch.setattr(
-            "kvtide.cli.answers.file.AnswerFile.sync_if_due",
-            lambda answers: next(step, None) or signal.raise_signal(signal.SIGTERM),
-        )
+        steps = iter(range(40))
+
+        def end_at_the_last(answers: object) -> None:
+            if next(steps, None) is None:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr("kvtide.cli.answers.file.AnswerFile.sync_if_due", end_at_the_last)
         assert main(["run", prompts, *RUN, *files]) == 143
     said = capsys.readouterr().err
     assert "requests is in the store of 127.0.0.1:50051" in said
