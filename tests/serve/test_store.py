@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtide.errors import SnapshotMiss, UsageError
 from kvtide.serve import progress
@@ -157,9 +158,12 @@ def test_file_that_vanishes_costs_one_request_its_kv(tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
-    """The error names the folder."""
+    """The error names the folder, and the model can be used by itself afterwards."""
+    tokens = torch.tensor([[5, 6, 7]])
+    expected = tiny().model(tokens).logits
     with pytest.raises(UsageError, match="cannot use the folder"):
         build(tmp_path / "no" / "parent")
+    assert torch.equal(expected, tiny().model(tokens).logits)
 
 
 # ---- another process goes on ------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import final
 from weakref import WeakKeyDictionary
 
@@ -105,8 +106,8 @@ class Engine:
         The model is moved to the device. `check` is the result of `check_exact` for this model,
         device and number of threads in this process; without it exact mode measures again. Raises
         UsageError for a model that isn't served or that answers differently over the pool, an
-        unknown device, a pool of less than one page, and, in exact mode, a machine on which no row
-        count is safe.
+        unknown device, a pool of less than one page, a tier that can't be used, and, in exact mode,
+        a machine on which no row count is safe. After an error the model is as it was.
         """
         if getattr(source.tokenizer, "backend_tokenizer", None) is None:
             raise UsageError(
@@ -114,8 +115,24 @@ class Engine:
             )
         if options.threads is not None:
             torch.set_num_threads(options.threads)
+        with ExitStack() as undo:
+            engine = cls._built(source, options, requests, check, undo)
+            undo.pop_all()
+            return engine
+
+    @classmethod
+    def _built(
+        cls,
+        source: OpenModel,
+        options: EngineOptions,
+        requests: Sequence[Request],
+        check: RowCheck | None,
+        undo: ExitStack,
+    ) -> Engine:
+        """Makes the parts; `undo` gives them back in case one of them can't be made."""
         geometry = geometry_of(source.model.config, source.model.dtype, options.page_size)
         device = open_device(options.device)
+        undo.callback(device.close)
         for request in requests:
             request.context_limit = source.context_limit
         free_bytes = free_bytes_for(device, source.model)
@@ -130,6 +147,7 @@ class Engine:
         elif check is None:
             check = check_exact(source, device)
         model = PagedModel(source.model, pool, exact=None if check is None else check.rules)
+        undo.callback(model.release)
         pages = PageAllocator(page_count)
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
@@ -137,6 +155,7 @@ class Engine:
         block_bytes = chunk_bytes_for(pool, limit_bytes)
         arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
         kept = RequestStore(arena, options, source, geometry)
+        undo.callback(kept.store.close)
         tide = Tide(pool, arena, pages, kept.store.spill)
         return cls(model, source, tide, pages, kept, options, check)
 
