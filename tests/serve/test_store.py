@@ -101,11 +101,11 @@ def test_kv_without_room_in_host_memory_comes_back_from_disk(
     assert not list((tmp_path / "kv").glob("??/*.safetensors"))
 
 
-@pytest.mark.parametrize("disk_bytes", [None, 0])
+@pytest.mark.parametrize("disk_bytes", [None, 0, 3 * BLOCK_BYTES])
 def test_kv_without_room_in_host_memory_comes_back_from_mooncake(
     tmp_path: Path, mooncake: FakeStore, disk_bytes: int | None
 ) -> None:
-    """The same below host memory, and below a disk that refuses."""
+    """The same below host memory, and below a disk that is too small."""
     expected = make_requests()
     roomy = Engine.build(tiny(), EngineOptions(keep_logits=True), expected)
     run_all(roomy, expected)
