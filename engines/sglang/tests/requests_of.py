@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import torch
 
 from kvtide.conformance.tensors import same_bytes
-from kvtide.plugin.keeper import Keeper
+from kvtide.plugin.keeper import Backup, Keeper
 from kvtide.plugin.sglang.attachment import Attachment
 from kvtide.plugin.sglang.cases.keys_values import mha
 from kvtide.plugin.sglang.open_keeper import open_keeper
 from kvtide.plugin.sglang.pools.subject import Subject
 from kvtide.plugin.sglang.settings import Settings
 
+STEPS = 10_000
+"""So many steps of a millisecond are enough for any disk."""
 SETTINGS = Settings(host_memory_bytes=1 << 20)
 ALONE = {
     "tp_size": 1,
@@ -159,3 +162,13 @@ def keeper_of(attachment: Attachment) -> Keeper:
     """Returns the attachment's keeper, which must exist."""
     assert attachment.keeper is not None
     return attachment.keeper
+
+
+def read_ahead(keeper: Keeper, waiting: Sequence[Backup]) -> None:
+    """Takes a server's steps until the first of the waiting requests is in the arena."""
+    for _ in range(STEPS):
+        keeper.read_ahead(waiting)
+        if waiting[0].size_bytes:
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"{waiting[0]} wasn't read ahead")

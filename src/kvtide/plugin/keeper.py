@@ -33,10 +33,12 @@ from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.refusals import DeviceFailed, RankFailed, StateAhead, reason_of
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.tier import Store
+from kvtide.tier import Spill, Store
 
 logger = logging.getLogger(__name__)
 
+_TELL_S = 1.0
+"""Seconds after which the counts of tiers, which move in the background, are told again."""
 _READ_AHEAD_COUNT = 2
 """While a disk reads the first of them, nothing should wait to ask for the second."""
 
@@ -117,6 +119,7 @@ class Keeper:
         self._requests = requests
         self._ranks = ranks or Ranks()
         self._changed: Callable[[Keeper], None] = lambda keeper: None
+        self._told_at = float("-inf")
 
     @property
     def token_bytes(self) -> int:
@@ -132,6 +135,11 @@ class Keeper:
     def arena(self) -> HostArena:
         """The host memory: its limit and its use."""
         return self.tide.arena
+
+    @property
+    def spill(self) -> Spill | None:
+        """What moves backups to tiers and back; None if nothing is below the arena."""
+        return None if self.store is None else self.store.spill
 
     def save(self, request: Any) -> Backup:
         """Copies the rows of a request to the arena. Its slots may be given away afterwards.
@@ -188,11 +196,16 @@ class Keeper:
         Call this in each step, also if nobody waits: files of requests that are gone are removed
         then. Doesn't block and doesn't raise. It is a hint, so the ranks needn't agree.
         """
-        spill = None if self.store is None else self.store.spill
-        if spill is not None:
-            self._try(spill.settle)
-            for backup in islice(waiting, _READ_AHEAD_COUNT):
-                self._try(partial(spill.read_ahead, backup.snapshot))
+        spill = self.spill
+        if spill is None:
+            return
+        self._try(spill.settle)
+        for backup in islice(waiting, _READ_AHEAD_COUNT):
+            self._try(partial(spill.read_ahead, backup.snapshot))
+        now = time.monotonic()
+        if now >= self._told_at + _TELL_S:
+            self._told_at = now
+            self._tell()
 
     def decline(self) -> None:
         """Counts a request that isn't saved, because requests of its kind can't come back."""
