@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvtide.plugin.below import open_store
 from kvtide.plugin.description import Description, Part
 from kvtide.plugin.environment import Below, below_of
 from kvtide.plugin.keeper import Keeper, Requests
+from kvtide.plugin.status import coverage
 from kvtide.tide import Tide
 from kvtide.tier import MooncakeSettings
 from tier.fake_mooncake import FakeStore
@@ -147,6 +149,7 @@ def test_the_disk_comes_first_and_each_rank_has_a_part_of_its_limit(
     assert list((tmp_path / "kv" / "retracted-0").rglob("*.safetensors"))
     for backup in backups:
         ranks[0].discard(backup)
+    assert re.search(", below it disk up to .* tokens, then a Mooncake store$", coverage(ranks[0]))
     for keeper in ranks:
         store = keeper.store
         assert store is not None

@@ -92,6 +92,12 @@ def runs() -> Iterator[tuple[str, tuple[int, str, str]]]:
         with patch.dict(os.environ, {"KVTIDE_HOST_MEMROY": "24GiB"}):
             yield "a misspelt variable", run("--json")
             yield "a misspelt variable, in words", run()
+        with patch.dict(os.environ, {"KVTIDE_DISK_DIR": "/tmp/kv", "KVTIDE_DISK_MEMORY": "3MiB"}):
+            yield "a disk", run("--json")
+            yield "a disk, in words", run()
+        nowhere = {"KVTIDE_DISK_DIR": "/dev/null/kv", "KVTIDE_MOONCAKE": "127.0.0.1:1"}
+        with patch.dict(os.environ, nowhere):
+            yield "nothing that can be used", run("--json")
         with patch.dict(os.environ, {"KVTIDE_HOST_MEMORY": "24"}):
             yield "no unit", run("--json")
         with patch.dict(os.environ, {"SGLANG_PLUGINS": "this, that"}):

@@ -67,7 +67,7 @@ def test_a_full_server_answers_everybody_while_the_disk_has_room(
     assert has_disk == all(saved)
     assert len(saved) >= 3
     assert [True] * sum(saved) == [event["exact"] for event in run.events_of("resume")]
-    assert has_disk == bool(run.log_lines("disk below it up to"))
+    assert has_disk == bool(run.log_lines("below it disk up to"))
     assert same_whenever_idle(run)
     assert [] == files_in(tmp_path / "kv")
 

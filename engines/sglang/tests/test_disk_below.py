@@ -154,7 +154,10 @@ def test_each_keeper_has_a_folder(place: Place, tmp_path: Path) -> None:
     second = keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
     names = sorted(path.name for path in (tmp_path / "kv").iterdir())
     assert ["retracted-0", "retracted-1"] == names
-    assert "disk below it up to 1.0 MiB" in coverage(first)
+    tokens = (1 << 20) // first.token_bytes
+    assert coverage(first).endswith(
+        f", below it disk up to 1.0 MiB on this rank, for {tokens} tokens"
+    )
     first.close()
     second.close()
 

@@ -171,6 +171,39 @@ def test_unknown_variables_are_named(runs: Runs) -> None:
     assert (1, True) == (code, line in out.splitlines())
 
 
+def test_what_is_below_host_memory_is_named(runs: Runs) -> None:
+    """The report says how much fits, and how long a step waits."""
+    code, found = report(runs, "a disk")
+    settings = found["settings"]
+    assert (0, "/tmp/kv", 3 << 20, None) == (
+        code,
+        *(settings[name] for name in ("disk_dir", "disk_memory_bytes", "mooncake")),
+    )
+    assert [("the disk below host memory", True)] == [
+        (finding["name"], finding["ok"]) for finding in found["below"]
+    ]
+    code, out, _ = runs["a disk, in words"]
+    assert 0 == code
+    assert "the disk below host memory: ok" in out.splitlines()
+    assert re.search(
+        "^KVTIDE_DISK_MEMORY: +3.0 MiB for all ranks on this host, with .* free", out, re.M
+    )
+    assert re.search("^KVTIDE_MOONCAKE: +not set", out, re.M)
+    assert re.search("^KVTIDE_TIER_SECONDS: +a step waits 5 s at most", out, re.M)
+    _, found = report(runs, "whole")
+    assert [] == found["below"]
+
+
+def test_a_tier_that_cannot_be_used_is_not_ok(runs: Runs) -> None:
+    """Each is named, with the reason and what follows."""
+    code, found = report(runs, "nothing that can be used")
+    disk, store = found["below"]
+    assert (1, 2) == (code, found["failed"])
+    assert "/dev/null isn't a folder" == disk["reason"]
+    assert "mooncake tier: " in store["reason"]
+    assert "what has no room in host memory doesn't go there" == store["consequence"]
+
+
 def test_a_size_without_its_unit_is_one_line(runs: Runs) -> None:
     """24 bytes were surely not meant."""
     code, out, err = runs["no unit"]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, final
 
+from kvtide.doctor.below import facts_of, findings_of, to_json
 from kvtide.doctor.finding import Finding, count_failed
 from kvtide.doctor.report import Page
 from kvtide.errors import first_line
@@ -50,6 +51,7 @@ class SGLangReport:
             self.limit_bytes = default_host_bytes(0) if limit_bytes is None else limit_bytes
             """The limit of the arenas of all ranks of a server on this host."""
             self.versions = _versions()
+            self.below: list[Finding] = findings_of(self.settings.below)
         self.gone: list[str] = []
         """Names that kvtide reads of SGLang and that this SGLang doesn't have."""
         self.active: list[Finding] = []
@@ -76,14 +78,16 @@ class SGLangReport:
         trips = [_trip_finding(trip) for trip in self.trips if trip.by_kvtide is not None]
         classes = [_class_finding(found) for found in self.classes]
         lost = [self.lost] if self.lost else []
-        before = [self._variables_finding(), self._reads_finding(), *self.active, *lost]
+        set_here = [self._variables_finding(), *self.below]
+        before = [*set_here, self._reads_finding(), *self.active, *lost]
         return [*before, *trips, *classes]
 
     def examine(self, page: Page) -> None:
         """See Report."""
         with redirect_stdout(sys.stderr):
             page.facts(self._facts())
-            page.finding(self._variables_finding())
+            for finding in (self._variables_finding(), *self.below):
+                page.finding(finding)
             self._look_for_reads(page)
             self._check_active(page)
             self._try_trips(page)
@@ -203,6 +207,7 @@ class SGLangReport:
             (MODE, modes[settings.mode]),
             (COLOCATED, colocated[settings.is_colocated]),
             (HOST_MEMORY, memory),
+            *facts_of(settings.below),
         ]
 
     def to_json(self) -> dict[str, object]:
@@ -214,11 +219,13 @@ class SGLangReport:
                 "mode": settings.mode,
                 "colocated": settings.is_colocated,
                 "host_memory_bytes": settings.host_memory_bytes,
+                **to_json(settings.below),
             },
             "arena_limit_bytes": self.limit_bytes,
             "gone": self.gone,
             "active": self.is_active,
             "unknown_variables": [*settings.unknown],
+            "below": [finding.to_json() for finding in self.below],
             "hooks": [finding.to_json() for finding in self.active],
             "round_trips": [_trip_to_json(trip, self.classes) for trip in self.trips],
             "classes": [_class_to_json(found) for found in self.classes],

@@ -7,20 +7,27 @@ from kvtide.sizes import format_size
 
 
 def coverage(keeper: Keeper) -> str:
-    """The pool, its planes, the bytes of a token, and the room of the arena in tokens."""
+    """The pool, its planes, the bytes of a token, and the room of arena and disk in tokens."""
     names = [plane.name for plane in keeper.tide.pool.geometry.planes]
     return (
         f"covers {keeper.description.name} ({', '.join(names)}), {keeper.token_bytes} bytes a "
-        f"token, arena up to {format_size(keeper.arena.limit_bytes)} on this rank, for "
-        f"{keeper.arena.limit_bytes // max(1, keeper.token_bytes)} tokens{_disk(keeper)}"
+        f"token, arena up to {_room(keeper, keeper.arena.limit_bytes)}{_below(keeper)}"
     )
 
 
-def _disk(keeper: Keeper) -> str:
-    if keeper.store is None or keeper.store.disk is None:
-        return ""
-    limit_bytes = keeper.store.disk.stats.limit_bytes
-    return f", disk below it up to {format_size(limit_bytes)}"
+def _room(keeper: Keeper, limit_bytes: int) -> str:
+    tokens = limit_bytes // max(1, keeper.token_bytes)
+    return f"{format_size(limit_bytes)} on this rank, for {tokens} tokens"
+
+
+def _below(keeper: Keeper) -> str:
+    """What is below the arena, in the order in which it is asked."""
+    store, tiers = keeper.store, []
+    if store is not None and store.disk is not None:
+        tiers.append(f"disk up to {_room(keeper, store.disk.stats.limit_bytes)}")
+    if store is not None and store.mooncake is not None:
+        tiers.append("a Mooncake store")
+    return f", below it {', then '.join(tiers)}" if tiers else ""
 
 
 def without_room(keeper: Keeper) -> str:
