@@ -12,6 +12,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -104,8 +105,14 @@ async def metrics(engine: Any, _: None) -> str:
     return str(generate_latest(registry).decode())
 
 
+async def call(engine: Any, wanted: dict[str, Any]) -> Any:
+    """Calls a coroutine of a module of the tests: {"function": "module:name", …its arguments}."""
+    return await resolve_name(wanted.pop("function"))(engine, **wanted)
+
+
 STEPS = {
-    step.__name__: step for step in (generate, alone, sample, prolong, leave, rest, ask, metrics)
+    step.__name__: step
+    for step in (generate, alone, sample, prolong, leave, rest, ask, metrics, call)
 }
 
 

@@ -54,6 +54,10 @@ def _never_raises(otherwise: Callable[..., T]) -> Callable[[Callable[..., T]], C
     return decorate
 
 
+def _nothing(*_: Any, **__: Any) -> Any:
+    return None
+
+
 def _none_of(items: Sequence[Any], *_: Any, **__: Any) -> list[bool]:
     return [False] * len(items)
 
@@ -311,7 +315,7 @@ class Storage:
 
     # ---- the rest ------------------------------------------------------------------------
 
-    @_never_raises(lambda *_, **__: None)
+    @_never_raises(_nothing)
     def get_stats(self) -> Any:
         """What moved since the last call, for SGLang's metrics."""
         return self._counts.to_sglang()

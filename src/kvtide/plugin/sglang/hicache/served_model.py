@@ -18,6 +18,8 @@ from kvtide.plugin.sglang.package import SGLANG
 
 logger = logging.getLogger(__name__)
 
+_BEFORE_LOADING_S = 2.0
+"""For so long a process of SGLang reads no weights. A process's beginning is known to a second."""
 _CONFIGURATION = (
     *("load_format", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype"),
     *("json_model_override_args", "model_impl", "model_loader_extra_config"),
@@ -67,7 +69,8 @@ class ServedModel:
             weights = start
         if not weights:
             try:
-                weights = digest_of(_checkpoints(reads), psutil.Process().create_time())
+                begun = psutil.Process().create_time() + _BEFORE_LOADING_S
+                weights = digest_of(_checkpoints(reads), begun)
             except WeightsUnknown as error:
                 weights = start
                 logger.warning(

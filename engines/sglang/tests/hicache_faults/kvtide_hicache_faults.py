@@ -1,0 +1,37 @@
+"""A plugin of SGLang that makes kvtide's disk tiers fail, as the file KVTIDE_FAULT says.
+
+`hang`: no read and no write ends before the file says something else. `full`: the disk is full.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def register() -> None:
+    """SGLang calls this to load the plugin."""
+    from kvtide.tier.folder import Folder
+
+    for method in ("open", "write"):
+        setattr(Folder, method, _failing(getattr(Folder, method), method))
+
+
+def _failing(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        while _fault() == "hang":
+            time.sleep(0.01)
+        if _fault() == "full" and method == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments)
+
+    return call
+
+
+def _fault() -> str:
+    path = Path(os.environ["KVTIDE_FAULT"])
+    return path.read_text() if path.exists() else ""
