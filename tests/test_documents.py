@@ -6,6 +6,7 @@ import ast
 import html
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from kvtide.cli.display import Event
 from kvtide.cli.help import EXIT_CODES
 from kvtide.cli.main import app, main
 from kvtide.cli.verify import KeptLine, compare_runs
+from kvtide.tier.counts import TierCounts
 from support.fake_serving import FakeServing
 from support.results import read_report, read_rows
 
@@ -200,6 +202,15 @@ def test_fields_of_the_report_are_documented(
     """docs/run.md has those that there are, in their order."""
     report, _ = written
     assert [*report] == first_column(RUN.read_text("utf-8"), "| Field")
+
+
+def test_fields_of_a_tier_in_the_report_are_documented() -> None:
+    """docs/run.md has those that there are, and each reason."""
+    text = RUN.read_text("utf-8")
+    assert [about.name for about in fields(TierCounts)] == first_column(text, "| Tier")
+    table = text.partition("| Tier |")[2].partition("\n\n")[0]
+    for reasons in (TierCounts().misses, TierCounts().refused_writes):
+        assert [] == [reason for reason in reasons if f"(`{reason}`)" not in table]
 
 
 def test_fields_of_the_answers_are_documented(

@@ -6,7 +6,20 @@ from dataclasses import replace
 from kvtide.cli.outcome import Outcome, PromptCounts
 from kvtide.cli.report import make_report, summarize
 from kvtide.errors import KvtideError
+from kvtide.tier.counts import TierCounts
 from support.fake_serving import FOUND, make_request, make_stats
+
+DISK = {
+    "writes": 4,
+    "down_bytes": 300,
+    "down_seconds": 0.0,
+    "hits": 0,
+    "up_bytes": 0,
+    "up_seconds": 0.123457,
+    "misses": {"gone": 0, "away": 0, "late": 0},
+    "damaged": 0,
+    "refused_writes": {"full": 0, "away": 0, "late": 0},
+}
 
 
 def test_report_has_exactly_these_keys() -> None:
@@ -22,10 +35,13 @@ def test_report_has_exactly_these_keys() -> None:
         pool_tokens=64,
         peak_pool_tokens=48,
         peak_host_bytes=8192,
-        disk_written_bytes=300,
-        disk_read_bytes=200,
-        disk_seconds=0.5,
+        host_limit_bytes=9999,
+        disk_limit_bytes=500,
         peak_disk_bytes=400,
+        reads_in_time=5,
+        reads_late=1,
+        tier_wait_seconds=0.5,
+        tiers={"disk": TierCounts(writes=4, down_bytes=300, up_seconds=0.1234567)},
         offload_seconds=0.25,
         restore_seconds=0.125,
     )
@@ -45,11 +61,15 @@ def test_report_has_exactly_these_keys() -> None:
         "recomputed_tokens": 5,
         "pool_tokens": 64,
         "peak_pool_tokens": 48,
+        "host_limit_bytes": 9999,
         "peak_host_bytes": 8192,
-        "disk_written_bytes": 300,
-        "disk_read_bytes": 200,
-        "disk_seconds": 0.5,
+        "disk_limit_bytes": 500,
         "peak_disk_bytes": 400,
+        "spills": 4,
+        "reads_in_time": 5,
+        "reads_late": 1,
+        "tier_wait_seconds": 0.5,
+        "tiers": {"disk": DISK},
         "seconds": 1.5,
         "tokens_per_second": 4.0,
         "offload_seconds": 0.25,
@@ -103,13 +123,27 @@ def test_report_says_what_ended_the_run() -> None:
     assert "KvtideError: the disk" == report["ended_by"]
 
 
-def test_table_has_a_row_for_the_disk_if_one_was_used() -> None:
-    """Without a disk there is no row about it."""
-    for peak, expected in (
-        (0, None),
-        (4096, "2.0 KiB written, 1.0 KiB read, at most 4.0 KiB in use"),
-    ):
-        stats = make_stats(disk_written_bytes=2048, disk_read_bytes=1024, peak_disk_bytes=peak)
-        outcome = Outcome([], stats, 1.0, FOUND)
+def test_table_has_a_row_for_each_tier() -> None:
+    """It says what went down and up, and what didn't and why; without tiers there is no row."""
+    disk = TierCounts(down_bytes=2048, down_seconds=1.25, up_bytes=1024, up_seconds=0.5)
+    store = TierCounts(damaged=1)
+    store.misses["gone"] = 1002
+    store.refused_writes |= {"full": 2, "late": 1}
+    stats = make_stats(
+        tiers={"disk": disk, "mooncake": store},
+        peak_disk_bytes=4096,
+        reads_in_time=7,
+        reads_late=3,
+        tier_wait_seconds=0.75,
+    )
+    expected = {
+        "disk": "2.0 KiB down in 1.2 s, 1.0 KiB up in 0.5 s, at most 4.0 KiB in use",
+        "mooncake": "0 B down in 0.0 s, 0 B up in 0.0 s; not given back: 1,002 gone, 1 damaged; "
+        "refused: 2 full, 1 late",
+        "read ahead": "7 in time, 3 late; 0.8 s waited for tiers",
+    }
+    for found in (stats, make_stats()):
+        outcome = Outcome([], found, 1.0, FOUND)
         report = make_report(PromptCounts(1, 0, 1, 0), outcome, exact=True, verified=None)
-        assert expected == dict(summarize([], report)).get("disk")
+        rows = dict(summarize([], report))
+        assert (expected if found.tiers else {}) == {n: rows[n] for n in expected if n in rows}

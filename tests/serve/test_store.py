@@ -95,8 +95,10 @@ def test_kv_without_room_in_host_memory_comes_back_from_disk(
     engine.close()
     assert answers(expected) == answers(requests)
     assert (0, 0) == (stats.recomputed_tokens, engine.scheduler.stats.arena_full)
-    assert stats.disk_written_bytes > 0
-    assert stats.disk_read_bytes > 0
+    disk = stats.tiers["disk"]
+    assert 0 < disk.down_bytes
+    assert 0 < disk.up_bytes
+    assert (disk.writes, 0) == (stats.spills, disk.damaged)
     assert 0 < stats.peak_disk_bytes <= stats.disk_limit_bytes
     assert not list((tmp_path / "kv").glob("??/*.safetensors"))
 
@@ -119,6 +121,7 @@ def test_kv_without_room_in_host_memory_comes_back_from_mooncake(
     engine.close()
     assert answers(expected) == answers(requests)
     assert written
+    assert len(written) <= stats.tiers["mooncake"].writes
     assert (0, 0) == (stats.recomputed_tokens, engine.scheduler.stats.arena_full)
     assert {} == mooncake.objects
 

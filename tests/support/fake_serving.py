@@ -6,7 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, cast
 
 from kvtide.cli.prompts import Prompt
@@ -190,8 +190,7 @@ def press_ctrl_c() -> None:
 
 def make_stats(**values: Any) -> EngineStats:
     """Makes stats with these values; all others are zero."""
-    zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
-    return EngineStats(**(zeros | values))
+    return replace(EngineStats.nothing(), **values)
 
 
 def make_request(request_id: str = "a", **values: Any) -> Request:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtide.cli.answers.base import Kept
@@ -49,15 +49,14 @@ class Outcome:
     ended_by: signal.Signals | None = None
     error: Exception | None = None
     suspended: int = 0
-    """How many requests have their KV on the disk, for a later run that goes on with them."""
+    """How many requests have their KV in tiers, for a later run that goes on with them."""
 
     @classmethod
     def nothing(cls) -> Outcome:
         """The outcome if there was nothing to do."""
         from kvtide.serve.engine import EngineStats
 
-        zeros = dict.fromkeys((field.name for field in fields(EngineStats)), 0)
-        return cls([], EngineStats(**zeros), 0.0, None)
+        return cls([], EngineStats.nothing(), 0.0, None)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats
     from kvtide.serve.request import Request
     from kvtide.serve.selfcheck import RowCheck
+    from kvtide.tier.counts import TierCounts
 
 
 def write_report(path: Path, report: dict[str, object]) -> None:
@@ -47,11 +49,15 @@ def make_report(
         "recomputed_tokens": stats.recomputed_tokens,
         "pool_tokens": stats.pool_tokens,
         "peak_pool_tokens": stats.peak_pool_tokens,
+        "host_limit_bytes": stats.host_limit_bytes,
         "peak_host_bytes": stats.peak_host_bytes,
-        "disk_written_bytes": stats.disk_written_bytes,
-        "disk_read_bytes": stats.disk_read_bytes,
-        "disk_seconds": round(stats.disk_seconds, 6),
+        "disk_limit_bytes": stats.disk_limit_bytes,
         "peak_disk_bytes": stats.peak_disk_bytes,
+        "spills": stats.spills,
+        "reads_in_time": stats.reads_in_time,
+        "reads_late": stats.reads_late,
+        "tier_wait_seconds": round(stats.tier_wait_seconds, 6),
+        "tiers": {name: _rounded(counts) for name, counts in stats.tiers.items()},
         "seconds": round(seconds, 6),
         "tokens_per_second": round(stats.new_tokens / seconds, 3) if seconds > 0 else 0.0,
         "offload_seconds": round(stats.offload_seconds, 6),
@@ -114,15 +120,9 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
         ),
         ("host memory", f"at most {format_size(report['peak_host_bytes'])} in use"),
     ]
-    if report["peak_disk_bytes"]:
-        rows.append(
-            (
-                "disk",
-                f"{format_size(report['disk_written_bytes'])} written, "
-                f"{format_size(report['disk_read_bytes'])} read, "
-                f"at most {format_size(report['peak_disk_bytes'])} in use",
-            )
-        )
+    rows += [(name, _explain_tier(name, report)) for name in report["tiers"]]
+    if report["tiers"]:
+        rows.append(("read ahead", _explain_reads(report)))
     if report["recomputed_tokens"]:
         rows.append(("recomputed", f"the KV of {counted(report['recomputed_tokens'], 'token')}"))
     inexact = sum(not request.exact for request in requests)
@@ -133,6 +133,37 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
 def _explain_requests(report: Mapping[str, Any]) -> str:
     kept = f", {report['kept']:,} kept from earlier runs" if report["kept"] else ""
     return f"{report['requests']:,}, {report['failed']:,} of them failed{kept}"
+
+
+def _explain_tier(name: str, report: Mapping[str, Any]) -> str:
+    """What a tier took and gave back; then what it didn't, and why."""
+    counts = report["tiers"][name]
+    said = (
+        f"{format_size(counts['down_bytes'])} down in {counts['down_seconds']:.1f} s, "
+        f"{format_size(counts['up_bytes'])} up in {counts['up_seconds']:.1f} s"
+    )
+    if name == "disk":
+        said += f", at most {format_size(report['peak_disk_bytes'])} in use"
+    lost = {**counts["misses"], "damaged": counts["damaged"]}
+    for what, reasons in (("not given back", lost), ("refused", counts["refused_writes"])):
+        named = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
+        said += f"; {what}: {', '.join(named)}" if named else ""
+    return said
+
+
+def _explain_reads(report: Mapping[str, Any]) -> str:
+    return (
+        f"{report['reads_in_time']:,} in time, {report['reads_late']:,} late; "
+        f"{report['tier_wait_seconds']:.1f} s waited for tiers"
+    )
+
+
+def _rounded(counts: TierCounts) -> dict[str, Any]:
+    values = asdict(counts)
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in values.items()
+    }
 
 
 def _explain_exact(exact: bool | None, inexact_count: int) -> str:

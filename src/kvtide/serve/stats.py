@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, final
+
+from kvtide.tier.counts import TierCounts
 
 
 @final
@@ -33,11 +36,26 @@ class EngineStats:
     host_limit_bytes: int
     host_bytes: int
     peak_host_bytes: int
-    disk_limit_bytes: int = 0
-    disk_bytes: int = 0
+    disk_limit_bytes: int
+    disk_bytes: int
     """Bytes that snapshots take on the disk now."""
-    peak_disk_bytes: int = 0
-    disk_written_bytes: int = 0
-    disk_read_bytes: int = 0
-    disk_seconds: float = 0.0
-    """How long the engine waited for the disk."""
+    peak_disk_bytes: int
+    reads_in_time: int
+    """Snapshots that were read ahead of their need, and were there in time."""
+    reads_late: int
+    """Snapshots that were read ahead, and were not there in time."""
+    tier_wait_seconds: float
+    """How long the engine waited for tiers."""
+    tiers: Mapping[str, TierCounts] = field(default_factory=dict)
+    """What each tier took and gave back, by the tiers' names, in the order that they are asked."""
+
+    @classmethod
+    def nothing(cls) -> EngineStats:
+        """The stats of an engine that has done nothing."""
+        zeros: dict[str, Any] = {about.name: 0 for about in fields(cls)}
+        return cls(**zeros | {"tiers": {}})
+
+    @property
+    def spills(self) -> int:
+        """How often a tier took a snapshot."""
+        return sum(counts.writes for counts in self.tiers.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import TypedDict, final
 
@@ -16,15 +17,16 @@ from kvtide.tier.mooncake_settings import MooncakeSettings
 from kvtide.tier.spill import Spill
 
 
-class DiskCounts(TypedDict):
+class StoreCounts(TypedDict):
     """What a store's disk has, and what has moved."""
 
     disk_limit_bytes: int
     disk_bytes: int
     peak_disk_bytes: int
-    disk_written_bytes: int
-    disk_read_bytes: int
-    disk_seconds: float
+    reads_in_time: int
+    reads_late: int
+    tier_wait_seconds: float
+    tiers: dict[str, TierCounts]
 
 
 @final
@@ -69,18 +71,18 @@ class Store:
         if tiers:
             self.spill = Spill(arena, tiers, name_of=name_of, deadline_s=deadline_s)
 
-    def counts(self) -> DiskCounts:
-        """What the disk has, and what has moved."""
+    def counts(self) -> StoreCounts:
+        """What the disk has, and what has moved, at this moment."""
         held = DiskStats() if self.disk is None else self.disk.stats
         moved = SpillStats() if self.spill is None else self.spill.stats
-        disk = moved.tiers.get(DiskTier.name, TierCounts())
-        return DiskCounts(
+        return StoreCounts(
             disk_limit_bytes=held.limit_bytes,
             disk_bytes=held.used_bytes,
             peak_disk_bytes=held.peak_bytes,
-            disk_written_bytes=disk.down_bytes,
-            disk_read_bytes=disk.up_bytes,
-            disk_seconds=moved.waited_seconds,
+            reads_in_time=moved.reads_in_time,
+            reads_late=moved.reads_late,
+            tier_wait_seconds=moved.waited_seconds,
+            tiers=deepcopy(moved.tiers),
         )
 
     def close(self) -> None:
