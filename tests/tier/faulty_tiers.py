@@ -104,6 +104,8 @@ class FaultyTier(Tier):
         self.is_away = self.refuses_writes = False
         self.is_silent = False
         """Whether it writes and doesn't say so."""
+        self.keeps_used = False
+        """Whether a full one refuses what is new; otherwise the oldest leaves."""
         self.bad_keys: set[str] = set()
         """Keys that can't be read now."""
         self.kept: dict[str, tuple[Seal, list[bytes]]] = {}
@@ -126,6 +128,8 @@ class FaultyTier(Tier):
         if size_bytes > self.limit_bytes or fault == "full":
             raise TierFull("simulated: full")
         self.kept.pop(key, None)
+        if self.keeps_used and self.used_bytes + size_bytes > self.limit_bytes:
+            raise TierFull("simulated: full of what is used")
         while self.used_bytes + size_bytes > self.limit_bytes:
             del self.kept[next(iter(self.kept))]
         if fault != "lost at once":

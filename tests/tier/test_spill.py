@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -259,6 +259,25 @@ def test_without_room_below_the_arena_is_full(make_world: MakeWorld) -> None:
     with pytest.raises(ArenaFull):
         world.save(4)
     for value, snapshot in enumerate(snapshots):
+        world.load(snapshot, value)
+        world.tide.discard(snapshot)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_finds_all_full_is_refused_and_all_others_come_back(
+    make_world: MakeWorld, seed: int
+) -> None:
+    """In whatever order they come back, the arena has room for what they read."""
+    world = make_world(seed, limits=(20 * BLOCK_BYTES + seed * 100,))
+    world.tiers[0].keeps_used = True
+    saved = []
+    for value in range(30):
+        count = world.chance.randrange(1, 33)  # of a block to half of the arena
+        with suppress(ArenaFull):
+            saved.append((world.save(value, count), value))
+    assert 5 < len(saved) < 30
+    world.chance.shuffle(saved)
+    for snapshot, value in saved:
         world.load(snapshot, value)
         world.tide.discard(snapshot)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum, auto
 from itertools import chain
 from typing import final
 
+from kvtide.arena import HostArena
 from kvtide.snapshot import Snapshot
 from kvtide.tier.moves import Move
 from kvtide.tier.retries import RetriedTier
@@ -97,14 +99,17 @@ class SpillEntries:
         self._far: dict[int, SpillEntry] = {}
         self.unwritten_blocks = 0
         """Blocks of what is in no tier yet."""
+        self.written_blocks = 0
+        """Blocks of what is in a tier, too."""
+        self._below: Counter[int] = Counter()
+        """How many of those below would take so many blocks."""
 
     def __len__(self) -> int:
         return len(self.near) + len(self._far)
 
     def add(self, entry: SpillEntry) -> None:
         """Takes a new entry into the books, as used last."""
-        if entry.is_unwritten:
-            self.unwritten_blocks += entry.block_count
+        self._count(entry, 1)
         self._shelf(entry)[id(entry.snapshot)] = entry
 
     def used(self, snapshot: Snapshot) -> SpillEntry | None:
@@ -119,9 +124,9 @@ class SpillEntries:
     def change(self, entry: SpillEntry, state: State) -> None:
         """Gives an entry another state. What gets memory of the arena counts as used last."""
         place, shelf = id(entry.snapshot), self._shelf(entry)
-        was_unwritten = entry.is_unwritten
+        self._count(entry, -1)
         entry.state = state
-        self.unwritten_blocks += (entry.is_unwritten - was_unwritten) * entry.block_count
+        self._count(entry, 1)
         if state is State.REMOVED:
             del shelf[place]
         elif self._shelf(entry) is not shelf:
@@ -139,6 +144,32 @@ class SpillEntries:
         if entry is not None:
             self.change(entry, State.REMOVED)
         return entry
+
+    @property
+    def largest_below(self) -> int:
+        """The most blocks that one of those below takes when it comes back; 0 if none is there."""
+        return max(self._below, default=0)
+
+    def have_way_back(self, arena: HostArena, block_count: int) -> bool:
+        """Whether all that is below could come back one by one if `block_count` blocks were taken.
+
+        What a full tier refuses would keep it from that for ever. In an arena that is too small for
+        both there is no such promise.
+        """
+        left = arena.block_count - block_count - self.largest_below
+        kept = arena.block_count - arena.free_count - self.written_blocks
+        return left < 0 or kept <= left
+
+    def _count(self, entry: SpillEntry, change: int) -> None:
+        blocks = entry.block_count
+        if entry.is_unwritten:
+            self.unwritten_blocks += change * blocks
+        elif entry.state is State.WRITTEN:
+            self.written_blocks += change * blocks
+        elif entry.state is State.BELOW:
+            self._below[blocks] += change
+            if not self._below[blocks]:
+                del self._below[blocks]
 
     def _shelf(self, entry: SpillEntry) -> dict[int, SpillEntry]:
         return self._far if entry.state in _BELOW_ALONE else self.near

@@ -168,3 +168,11 @@ def _call(name: str, call: Callable[[], T]) -> T:
         raise
     except Exception as error:
         raise TierRetry(f"the tier {name!r} failed: {first_line(error)}") from error
+
+
+def counts_by_name(tiers: Sequence[RetriedTier]) -> dict[str, TierCounts]:
+    """The counts of tiers by their names. A second one of a name gets a number."""
+    found: dict[str, TierCounts] = {}
+    for number, tier in enumerate(tiers):
+        found[tier.name if tier.name not in found else f"{tier.name}_{number}"] = tier.counts
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from secrets import token_hex
@@ -16,14 +16,22 @@ from typing import Any, final
 
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Job
-from kvtide.errors import SnapshotDamaged, SnapshotMiss, TierFull, first_line, to_keep, to_raise
+from kvtide.errors import (
+    ArenaFull,
+    SnapshotDamaged,
+    SnapshotMiss,
+    TierFull,
+    first_line,
+    to_keep,
+    to_raise,
+)
 from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier.base import Tier
-from kvtide.tier.counts import SpillStats, TierCounts
+from kvtide.tier.counts import SpillStats
 from kvtide.tier.entry import SpillEntries, SpillEntry, State
 from kvtide.tier.moves import Move
-from kvtide.tier.retries import REST_S, RetriedTier
+from kvtide.tier.retries import REST_S, RetriedTier, counts_by_name
 from kvtide.tier.workers import ThreadWorkers, Workers
 
 logger = logging.getLogger(__name__)
@@ -59,7 +67,7 @@ class Spill:
         self._arena = arena
         self._clock = clock
         self._tiers = [RetriedTier(tier, clock=clock, sleep=sleep) for tier in tiers]
-        self.stats = SpillStats(_by_name(self._tiers))
+        self.stats = SpillStats(counts_by_name(self._tiers))
         self._name_of = name_of
         self._prefix = token_hex(16)
         self._count = 0
@@ -101,7 +109,7 @@ class Spill:
         arena.
         """
         self._is_left = True
-        while self._write_one():
+        while self._write_one(self._until()):
             pass
         return self._entries.kept_count()
 
@@ -109,8 +117,17 @@ class Spill:
         """Frees blocks of the arena until `block_count` are free, or no more can be freed.
 
         Waits for tiers if need be. The lease that the caller takes says whether it was enough.
+        Raises ArenaFull if they are free, and what is below could not come back without them.
         """
-        self._make_room(block_count, self._until())
+        until = self._until()
+        self._make_room(block_count, until)
+        while not self._entries.have_way_back(self._arena, block_count):
+            if not self._write_one(until):
+                kept = f"{self._entries.largest_below} of {self._arena.block_count} blocks"
+                raise ArenaFull(
+                    f"host arena: {kept} are kept for what is below, and no tier takes more; let "
+                    "this request be recomputed"
+                )
 
     def read_ahead(self, snapshot: Snapshot) -> None:
         """Says that a snapshot is wanted soon: begins to read it if there is room at once."""
@@ -236,7 +253,7 @@ class Spill:
         entry.snapshot.lease.release()
         self._entries.change(entry, State.BELOW)
 
-    def _write_one(self) -> bool:
+    def _write_one(self, until: float) -> bool:
         """Waits for a move, or for a write that it begins; False if there is none."""
         self.settle()
         now = self._clock()
@@ -245,7 +262,7 @@ class Spill:
             self._write(due)
         for entry in self._moving:
             if entry.move is not None and not entry.move.is_late:
-                self._wait_for(entry, self._until())
+                self._wait_for(entry, until)
                 return True
         return False
 
@@ -381,11 +398,3 @@ class Spill:
         if not self._is_left:
             for tier in dict.fromkeys(entry.traces):
                 self._workers.start(partial(tier.remove, entry.key))
-
-
-def _by_name(tiers: Iterable[RetriedTier]) -> dict[str, TierCounts]:
-    """The counts of tiers by their names. A second one of a name gets a number."""
-    found: dict[str, TierCounts] = {}
-    for number, tier in enumerate(tiers):
-        found[tier.name if tier.name not in found else f"{tier.name}_{number}"] = tier.counts
-    return found
