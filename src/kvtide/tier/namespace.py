@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import final
 
 from kvtide.errors import UsageError
@@ -61,14 +62,24 @@ class Namespace:
 
         `name` says which tokens it has: for example the hash of a chain of blocks.
         """
-        parts = list(astuple(self)[:-1])
-        return f"{self._digest(parts)}/{self._digest([*parts, name])}"
+        ours, digest = _begun(self)
+        digest = digest.copy()
+        digest.update(f", {json.dumps(name)}]".encode())
+        return f"{ours}/{digest.hexdigest()}"
 
-    def _digest(self, parts: list[str]) -> str:
-        """A hash that the salt is the secret key of. JSON says where each part ends."""
-        secret = hashlib.blake2b(self.salt, digest_size=64).digest()
-        text = json.dumps(parts)  # ASCII, also for what isn't valid Unicode
-        digest = hashlib.blake2b(
-            text.encode(), key=secret, digest_size=_DIGEST_BYTES, person=_PERSON
-        )
-        return digest.hexdigest()
+
+@lru_cache(maxsize=256)
+def _begun(namespace: Namespace) -> tuple[str, hashlib.blake2b]:
+    """A namespace's half of its keys, and the hash of the other half up to the name.
+
+    A namespace has many keys, so this is done once. The salt is the secret key of both hashes. The
+    text is a JSON list, which says where each part ends, in ASCII, also for what isn't Unicode.
+    """
+    parts = [getattr(namespace, about.name) for about in fields(namespace)[:-1]]
+    secret = hashlib.blake2b(namespace.salt, digest_size=64).digest()
+    beginning = json.dumps(parts).encode()[:-1]
+    ours, named = (
+        hashlib.blake2b(text, key=secret, digest_size=_DIGEST_BYTES, person=_PERSON)
+        for text in (beginning + b"]", beginning)
+    )
+    return ours.hexdigest(), named
