@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any, final
 
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.hicache.pages import HostPages
 from kvtide.plugin.sglang.hicache.served_model import ServedModel
-from kvtide.tier.namespace import Namespace
+from kvtide.tier.namespace import Namespace, salt_of
 
 READS: Table = {
     "HiCacheStorageConfig": (
@@ -61,4 +62,5 @@ class Identity:
             engine=self.server.engine,
             stage=f"{self._reads['pp_rank']}/{self._reads['pp_size']}",
             rank=self._everybody if self.is_replicated(pages) else self.shard,
+            salt=salt_of(os.environ),
         )

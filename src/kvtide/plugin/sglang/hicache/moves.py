@@ -31,8 +31,9 @@ from kvtide.tier.file_form import ALIGNMENT, padded
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT = 4
-"""Reads at the same time, and as many writes. Small files gain most of what there is to gain."""
+READS_AT_ONCE = 8
+WRITES_AT_ONCE = 16
+"""Each write waits until its file lasts. A file system makes all files last together that wait."""
 _KEYS_A_JOB = 64
 _GLANCE_S = 0.05
 """How long a call waits before it looks whether it should end early."""
@@ -102,8 +103,8 @@ class PageMoves:
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         # Two queues, so that reads don't wait behind writes.
-        self._readers = Threads(IN_FLIGHT, "kvtide-hicache-read")
-        self._writers = Threads(IN_FLIGHT, "kvtide-hicache-write")
+        self._readers = Threads(READS_AT_ONCE, "kvtide-hicache-read", patience_s=deadline_s)
+        self._writers = Threads(WRITES_AT_ONCE, "kvtide-hicache-write", patience_s=deadline_s)
         self._memory = _Memory()
         self._late: list[QueuedJob[str]] = []
         self._hurry = threading.Event()
@@ -140,10 +141,9 @@ class PageMoves:
             self._hurry.clear()
 
     def close(self) -> None:
-        """Ends the threads, unless one of them waits for a tier that doesn't answer. Repeatable."""
-        if not self._is_stuck():
-            self._readers.close()
-            self._writers.close()
+        """Ends the threads, and leaves those that wait for a tier that hangs. Repeatable."""
+        self._readers.close()
+        self._writers.close()
 
     # ---- a call --------------------------------------------------------------------------
 
