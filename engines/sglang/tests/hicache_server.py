@@ -89,6 +89,8 @@ def run_hicache(
         model=model,
         plugins=PLUGINS,
         KVTIDE_FAULT=str(folder / "fault"),
+        # Otherwise a convolution's answer depends on where a prefill ended.
+        SGLANG_MAMBA_CONV_DTYPE="float32",
     )
 
 
