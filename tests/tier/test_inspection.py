@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -194,3 +197,30 @@ def test_chunks_are_checked_in_groups_of_any_size(
                 os.pwrite(file, bytes([value]), place)
         with pytest.raises(SnapshotDamaged, match="1 chunks were asked for, it has 2"):
             read_chunks(file, form, seal, rooms[:1])
+
+
+def test_a_failed_read_ends_after_the_check_of_what_was_read_before(
+    tier: DiskTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the memory is in use, so nobody else may get it."""
+    failed, checked = threading.Event(), list[int]()
+
+    def read(*arguments: object) -> None:
+        if arguments[-1] == [rooms[1]]:
+            failed.set()
+            raise OSError(errno.EIO, "gone")
+
+    def check(*_: object) -> None:
+        failed.wait(10)
+        time.sleep(0.05)
+        checked.append(1)
+
+    monkeypatch.setattr("kvtide.tier.file_check._GROUP_BYTES", 1)
+    monkeypatch.setattr("kvtide.tier.file_check._read_group", read)
+    monkeypatch.setattr("kvtide.tier.file_check._check_spans", check)
+    rooms = [memoryview(bytearray(len(chunk))) for chunk in CHUNKS]
+    with path_of(tmp_path / "kv", "a").open("r+b", buffering=0) as stream:
+        _, seal, form = read_seal(stream.fileno(), "a")
+        with pytest.raises(OSError, match="gone"):
+            read_chunks(stream.fileno(), form, seal, rooms)
+    assert [1] == checked

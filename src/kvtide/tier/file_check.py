@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 
 import xxhash
 
+from kvtide.device.threads import QueuedJob, Threads
 from kvtide.errors import SnapshotDamaged
-from kvtide.seal import Seal
+from kvtide.seal import Seal, Span
 from kvtide.tier.file_form import (
     ALIGNMENT,
     FileForm,
@@ -50,15 +52,37 @@ def read_chunks(file: int, form: FileForm, seal: Seal, chunks: Sequence[memoryvi
 
     `chunks` are writable, one for each chunk of its used bytes. Raises SnapshotDamaged, OSError.
     """
-    place = 0
-    for first, stop in _groups(chunks):
-        _read_group(file, form.offsets[first], chunks[first:stop])
-        # What was just read is checked while the processor's cache has it.
-        while place < len(seal.spans) and seal.spans[place].chunk < stop:
-            seal.spans[place].check(chunks[seal.spans[place].chunk])
-            place += 1
-    if place < len(seal.spans) or len(chunks) != len(seal.used_bytes):
+    if len(chunks) != len(seal.used_bytes):
         raise damaged(f"{len(chunks)} chunks were asked for, it has {len(seal.used_bytes)}")
+    place = 0
+    checking: QueuedJob[None] | None = None
+    try:
+        for first, stop in _groups(chunks):
+            _read_group(file, form.offsets[first], chunks[first:stop])
+            if checking is not None:
+                checking.wait()
+            begin = place
+            while place < len(seal.spans) and seal.spans[place].chunk < stop:
+                place += 1
+            check = partial(_check_spans, seal.spans[begin:place], chunks)
+            if stop == len(chunks):
+                check()
+            else:  # meanwhile this thread reads on
+                checking = _checker().start(check)
+    finally:
+        if checking is not None:
+            checking.settle()
+
+
+@cache
+def _checker() -> Threads:
+    """One thread for all files: it checks many times as fast as a disk reads."""
+    return Threads(1, "kvtide-check")
+
+
+def _check_spans(spans: Sequence[Span], chunks: Sequence[memoryview]) -> None:
+    for span in spans:
+        span.check(chunks[span.chunk])
 
 
 def _groups(chunks: Sequence[memoryview]) -> Iterator[tuple[int, int]]:
