@@ -1,4 +1,4 @@
-"""Real servers whose models have more than keys and values: their pages come back from a storage."""
+"""Real servers whose models have more than keys and values find their pages in a storage."""
 
 from __future__ import annotations
 
