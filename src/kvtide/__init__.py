@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtide.arena import HostArena
+    from kvtide.arena import HostArena, arena_for
     from kvtide.device import open_device
     from kvtide.errors import (
         ArenaFull,
@@ -61,12 +61,13 @@ __all__ = [
     "TierFull",
     "TierRetry",
     "UsageError",
+    "arena_for",
     "open_device",
 ]
 
 # torch takes seconds to import, and the command line has errors to report before that.
 _HOMES = {
-    "kvtide.arena": ("HostArena",),
+    "kvtide.arena": ("HostArena", "arena_for"),
     "kvtide.device": ("open_device",),
     "kvtide.errors": (
         "ArenaFull",

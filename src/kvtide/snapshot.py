@@ -9,8 +9,9 @@ from typing import Any, final
 
 import numpy as np
 
-from kvtide.arena import HostArena, Lease
+from kvtide.arena import Charge, HostArena, Lease
 from kvtide.errors import SnapshotDamaged, SnapshotMiss
+from kvtide.form import SPAN_BYTES
 from kvtide.layout import Ids, Rows
 from kvtide.seal import Seal, ranges_of
 from kvtide.ticket import Ticket
@@ -20,6 +21,22 @@ MakeRoom = Callable[[Seal], Sequence[memoryview]]
 
 It may raise, for example ArenaFull.
 """
+
+
+# What the interpreter needs for a snapshot beside its bytes, measured and rounded up.
+_SNAPSHOT_BYTES = 2 << 10
+_SEALED_BYTES = 320
+_RANGE_BYTES = 192
+
+
+def charge_for(arena: HostArena, seal: Seal, block_count: int) -> Charge:
+    """Counts what a snapshot of `block_count` blocks needs beside them. Raises ArenaFull.
+
+    That is its seal, which may lack its spans yet, and its books. Its key is the caller's.
+    """
+    span_count = block_count * (seal.chunk_bytes // SPAN_BYTES + 1)
+    range_count = sum(map(len, (*seal.tokens, *seal.lasts)))
+    return arena.charge(_SNAPSHOT_BYTES + span_count * _SEALED_BYTES + range_count * _RANGE_BYTES)
 
 
 @final
@@ -36,6 +53,8 @@ class Snapshot:
     readers: list[Ticket[Any]] = field(default_factory=list)
     is_below: bool = False
     """Whether it is in a tier alone: its memory was given away, and a restore brings it back."""
+    charge: Charge | None = None
+    """Its memory beside the blocks, which counts while this object lives."""
 
     @property
     def token_count(self) -> int:
@@ -54,7 +73,7 @@ class Snapshot:
         These bytes and `seal.to_json()` are the whole snapshot: see `load`. Raises SnapshotMiss
         once the snapshot is discarded.
         """
-        self.require_held()
+        self.require_here()
         return [view.toreadonly() for view in chunk_views(self.lease, self.seal)]
 
     def verify(self) -> None:
@@ -81,20 +100,34 @@ class Snapshot:
         if a chunk is larger than the arena's blocks, ArenaFull if there is no room. After an error
         nothing is kept.
         """
-        lease = Lease(arena)
+        lease, charges = Lease(arena), list[Charge]()
         try:
-            return cls(get(partial(_make_room, lease, arena.block_bytes)), lease)
+            seal = get(partial(_make_room, lease, arena, charges.append))
+            return cls(seal, lease, charge=next(iter(charges), None))
         except BaseException:
             lease.release()
             raise
+
+    @classmethod
+    def below(cls, arena: HostArena, seal: Seal) -> Snapshot:
+        """A snapshot that is in a tier alone. Raises ArenaFull if its seal has no room."""
+        charge = charge_for(arena, seal, len(seal.used_bytes))
+        lease = Lease(arena)
+        lease.release()
+        return cls(seal, lease, is_below=True, charge=charge)
 
     @property
     def is_held(self) -> bool:
         """Whether it can be restored: it wasn't discarded."""
         return self.is_below or not self.lease.released
 
-    def require_held(self) -> None:
-        """Raises SnapshotMiss if it was discarded."""
+    def require_here(self) -> None:
+        """Raises SnapshotMiss if it isn't in host memory: it was discarded, or is in a tier."""
+        if self.is_below:
+            raise SnapshotMiss(
+                f"snapshot of {self.token_count} tokens is in a tier below host memory; restore it "
+                "by the Tide that spills to that tier, or take it out of the tier (Tier.load)"
+            )
         if self.lease.released:
             raise SnapshotMiss(f"snapshot of {self.token_count} tokens was discarded already")
 
@@ -176,13 +209,16 @@ def _copied(seal: Seal, chunks: Sequence[memoryview | bytes], make_room: MakeRoo
     return seal
 
 
-def _make_room(lease: Lease, block_bytes: int, seal: Seal) -> list[memoryview]:
+def _make_room(
+    lease: Lease, arena: HostArena, note: Callable[[Charge], None], seal: Seal
+) -> list[memoryview]:
     largest = max(seal.used_bytes, default=0)
-    if largest > block_bytes:
+    if largest > arena.block_bytes:
         raise SnapshotMiss(
-            f"snapshot has chunks of {largest} bytes, the arena's blocks hold {block_bytes}; give "
-            "the arena larger blocks, or recompute this request"
+            f"snapshot has chunks of {largest} bytes, the arena's blocks hold {arena.block_bytes}; "
+            "give the arena larger blocks, or recompute this request"
         )
+    note(charge_for(arena, seal, len(seal.used_bytes)))
     lease.extend(len(seal.used_bytes))
     return chunk_views(lease, seal)
 

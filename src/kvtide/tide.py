@@ -12,27 +12,29 @@ retract                                 resume
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, final
 
-from kvtide.arena import HostArena, Lease
+from kvtide.arena import Charge, HostArena, Lease
 from kvtide.atomic import take_out
 from kvtide.device import Job, drain
 from kvtide.errors import KvtideError, LayoutError, SlotError, SnapshotMiss, first_line
 from kvtide.form import chunk_sizes
 from kvtide.integers import checked_integer, integer_of, shown
-from kvtide.layout import Ids, RequestRows, Rows
+from kvtide.layout import Ids, RequestRows
 from kvtide.pool import PageAllocator, Pool
 from kvtide.seal import Seal, Span, ranges_of
-from kvtide.snapshot import Snapshot
+from kvtide.snapshot import Snapshot, charge_for
 from kvtide.ticket import Ticket
 from kvtide.tier import Spill
 from kvtide.transfer import Mover
 
 T = TypeVar("T")
+
+_Spans = Sequence[Sequence[Span]]
 
 
 @final
@@ -100,10 +102,7 @@ class Tide:
         """Like `offload`, but doesn't wait. Don't write the slots before the ticket is done."""
         lease = Lease(self.arena)
         try:
-            slots = self.pool.checked(slots)
-            rows = self.pool.rows_of(slots, request)
-            job = self._gather(rows, lease, at_once=False)
-            succeed = partial(self._sealed, lease, key, slots.size, rows)
+            job, succeed = self._begin(slots, key, request, lease, at_once=False)
             ticket = Ticket(job, succeed=succeed, fail=lease.release, forget=self._forget)
             return self._track(ticket)
         except BaseException as error:
@@ -111,17 +110,26 @@ class Tide:
             raise
 
     def _offloaded(self, slots: Any, key: str, request: RequestRows, lease: Lease) -> Snapshot:
+        job, succeed = self._begin(slots, key, request, lease, at_once=True)
+        return succeed(job.wait())
+
+    def _begin(
+        self, slots: Any, key: str, request: RequestRows, lease: Lease, *, at_once: bool
+    ) -> tuple[Job[_Spans], Callable[[_Spans], Snapshot]]:
+        """Starts the copy into an empty lease, which the caller releases after an error.
+
+        The second result makes the snapshot of the job's result, the spans of each task.
+        """
         slots = self.pool.checked(slots)
         rows = self.pool.rows_of(slots, request)
-        job = self._gather(rows, lease, at_once=True)
-        return self._sealed(lease, key, slots.size, rows, job.wait())
-
-    def _gather(
-        self, rows: Sequence[Rows], lease: Lease, *, at_once: bool
-    ) -> Job[list[list[Span]]]:
-        """Starts the copy into an empty lease, which the caller releases after an error."""
+        tokens, lasts = (
+            tuple(map(ranges_of, numbers))
+            for numbers in ([group.tokens for group in rows], [group.lasts for group in rows])
+        )
         ids, chunk_bytes = [group.ids for group in rows], self.arena.block_bytes
+        seal = Seal(self._geometry, key, slots.size, tokens, lasts, chunk_bytes, spans=())
         block_count = self._mover.chunk_count(ids, chunk_bytes)
+        charge = charge_for(self.arena, seal, block_count)
         if self._spill is not None:
             self._spill.make_room(block_count)
         lease.extend(block_count)
@@ -129,29 +137,14 @@ class Tide:
             ids, lease.blocks, chunk_bytes=chunk_bytes, at_once=at_once, owner=lease
         )
         lease.use(job)
-        return job
+        return job, partial(self._sealed, seal, lease, charge)
 
-    def _sealed(
-        self,
-        lease: Lease,
-        key: str,
-        token_count: int,
-        rows: Sequence[Rows],
-        spans: Sequence[Sequence[Span]],
-    ) -> Snapshot:
-        """The snapshot of rows whose copy has ended; `spans` has the spans of each task."""
-        seal = Seal(
-            self._geometry,
-            key,
-            token_count,
-            tuple(ranges_of(group.tokens) for group in rows),
-            tuple(ranges_of(group.lasts) for group in rows),
-            self.arena.block_bytes,
-            tuple(chain.from_iterable(spans)),
-        )
+    def _sealed(self, seal: Seal, lease: Lease, charge: Charge, spans: _Spans) -> Snapshot:
+        """The snapshot of rows whose copy has ended."""
+        seal = replace(seal, spans=tuple(chain.from_iterable(spans)))
         self.stats.offloads += 1
         self.stats.offloaded_bytes += sum(seal.used_bytes)
-        snapshot = Snapshot(seal, lease)
+        snapshot = Snapshot(seal, lease, charge=charge)
         if self._spill is not None:
             self._spill.add(snapshot)
         return snapshot
@@ -233,7 +226,7 @@ class Tide:
         snapshot.seal.check_target(self._geometry, key, slots.size)
         if self._spill is not None:
             self._spill.require(snapshot)
-        snapshot.require_held()
+        snapshot.require_here()
         rows = self.pool.rows_of(slots, request)
         return [
             snapshot.rows_in(number, group, keep_extra_rows=keep_extra_rows)

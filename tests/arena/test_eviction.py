@@ -128,6 +128,7 @@ def test_memory_that_a_tier_still_reads_is_nobody_elses(is_discarded: bool) -> N
     world.workers.close()
     more = world.save(4)
     assert 3 == len(world.here(saved))
+    assert 4 * BLOCK_BYTES == world.arena.used_bytes
     world.close(*saved, more)
 
 

@@ -98,7 +98,7 @@ def test_calls_with_a_backup_of_sglang_reach_sglang(place: Place, attachment: At
 def test_a_full_arena_is_no_error(place: Place, attachment: Attachment) -> None:
     """The hook returns False, and SGLang aborts the request."""
     arena = keeper_of(attachment).arena
-    lease: Lease = arena.lease(arena.limit_bytes // arena.block_bytes)
+    lease: Lease = arena.lease(arena.block_count)
     req = place.admit("a", 20)
     original = Original(True)
     arguments = (req, None, place.request_pool, place.allocator, "cpu_tensor")

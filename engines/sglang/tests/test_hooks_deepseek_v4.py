@@ -98,7 +98,7 @@ def full(v4: V4Place) -> Iterator[None]:
     attachment = attached()
     assert attachment is not None
     arena = keeper_of(attachment).arena
-    lease: Lease = arena.lease(arena.limit_bytes // arena.block_bytes)
+    lease: Lease = arena.lease(arena.block_count)
     yield
     lease.release()
 

@@ -58,7 +58,7 @@ def test_metrics_follow_the_keeper() -> None:
     )
     keeper.restore(req, backup)
     assert (3840, 3840) == (value("saved_bytes_total"), value("restored_bytes_total"))
-    lease = keeper.arena.lease(keeper.arena.limit_bytes // keeper.arena.block_bytes)
+    lease = keeper.arena.lease(keeper.arena.block_count)
     for _ in range(2):
         with pytest.raises(ArenaFull):
             keeper.save(req)

@@ -1,5 +1,6 @@
 """Bounded host memory for bytes that were copied from a device."""
 
-from kvtide.arena.host import HostArena, Lease
+from kvtide.arena.host import Charge, HostArena, Lease
+from kvtide.arena.shares import arena_for
 
-__all__ = ["HostArena", "Lease"]
+__all__ = ["Charge", "HostArena", "Lease", "arena_for"]

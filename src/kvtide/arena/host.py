@@ -23,14 +23,33 @@ class HostArena:
 
     Blocks of one size can't fragment: a lease fits exactly when enough blocks are free. The
     limit counts whole blocks, leased or kept for later. Not thread-safe: one thread schedules.
+
+    `arena_for` makes an arena whose limit also holds what stands beside the blocks.
     """
 
-    def __init__(self, device: Device, *, limit_bytes: int, block_bytes: int) -> None:
-        """Raises LayoutError for a size that isn't an integer; `parse_size` reads `24MiB`."""
+    def __init__(
+        self,
+        device: Device,
+        *,
+        limit_bytes: int,
+        block_bytes: int,
+        beside_bytes: int = 0,
+        seal_bytes: int | None = None,
+    ) -> None:
+        """`beside_bytes` of the limit aren't for blocks, and charges may take `seal_bytes`.
+
+        By default nothing is kept for them, and they aren't limited. Raises LayoutError for a size
+        that isn't an integer; `parse_size` reads `24MiB`.
+        """
         self._device = device
         self.limit_bytes = _size(limit_bytes, "limit_bytes", 0)
         self.block_bytes = _size(block_bytes, "block_bytes", 1)
-        self._block_limit = self.limit_bytes // self.block_bytes
+        beside_bytes = _size(beside_bytes, "beside_bytes", 0)
+        self._most_bytes = max(0, self.limit_bytes - beside_bytes)
+        self._block_limit = self._most_bytes // self.block_bytes
+        self._seal_limit = seal_bytes
+        self._charges: dict[weakref.ref[Charge], int] = {}
+        self._ended: deque[weakref.ref[Charge]] = deque()
         # `_all` has every block. Each block is also in `_free` or in the list of one lease.
         self._all: list[Block] = []
         self._free: list[Block] = []
@@ -68,6 +87,17 @@ class HostArena:
         """The most that was ever under lease."""
         return self._peak_count * self.block_bytes
 
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes beside the blocks that snapshots need.
+
+        It is the sum of all charges, made anew each time, so that no interrupt makes it wrong.
+        """
+        while self._ended:
+            self._charges.pop(self._ended[0], None)
+            self._ended.popleft()
+        return sum(self._charges.values())
+
     def lease(self, block_count: int) -> Lease:
         """Leases `block_count` blocks; zero is valid.
 
@@ -81,6 +111,22 @@ class HostArena:
             lease.release()
             raise
 
+    def charge(self, size_bytes: int) -> Charge:
+        """Counts memory beside the blocks for as long as the result lives.
+
+        Raises ArenaFull if charges take more than they may.
+        """
+        charged_bytes = self.charged_bytes
+        if self._seal_limit is not None and charged_bytes + size_bytes > self._seal_limit:
+            raise ArenaFull(
+                f"host arena: the seals of {len(self._charges)} snapshots take {charged_bytes} of "
+                f"{self._seal_limit} bytes, and another one {size_bytes}; raise the limit of host "
+                "memory, a part of which they are, or let this request be recomputed"
+            )
+        charge = Charge()
+        self._charges[weakref.ref(charge, self._ended.append)] = size_bytes
+        return charge
+
     def _note(self, lease: Lease, blocks: list[Block]) -> None:
         """Makes the arena take back all of `blocks` when the lease is forgotten."""
         self._leased[weakref.ref(lease, self._forgotten.append)] = blocks
@@ -93,7 +139,7 @@ class HostArena:
         if used_count + block_count > self._block_limit:
             raise ArenaFull(
                 f"host arena: {block_count * self.block_bytes} bytes asked for, "
-                f"{used_count * self.block_bytes} of {self.limit_bytes} in use; raise the limit, "
+                f"{used_count * self.block_bytes} of {self._most_bytes} in use; raise the limit, "
                 "or let this request be recomputed"
             )
         while len(self._free) < block_count:
@@ -142,6 +188,13 @@ class HostArena:
             if not lease.in_use:
                 move_last(lease._blocks, self._free, len(lease._blocks))
                 self._released.remove(lease)
+
+
+@final
+class Charge:
+    """Counts as memory beside the blocks of an arena while it lives: see HostArena.charge."""
+
+    __slots__ = ("__weakref__",)
 
 
 @final

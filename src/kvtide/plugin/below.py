@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvtide.tier import DiskTier, Store
 from kvtide.tier.folder import FolderInUse
 from kvtide.tier.mooncake_connect import check_mooncake
 from kvtide.tier.names import LOCK
+from kvtide.tier.store import default_disk_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def _with_disk(arena: HostArena, below: Below, disk_dir: Path, rank_count: int) 
     _clear(disk_dir)
     together = below.disk_bytes
     if together is None:
-        together = shutil.disk_usage(disk_dir).free // 4
+        together = default_disk_bytes(disk_dir)
     for number in range(_MOST_FOLDERS):
         folder = disk_dir / f"{_PREFIX}{number}"
         if folder.exists() and not _is_ours(folder):

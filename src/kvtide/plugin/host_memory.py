@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
-from kvtide.arena import HostArena
+from kvtide.arena import HostArena, arena_for
 from kvtide.arena.budget import default_host_bytes, free_memory_bytes, untouched_bytes_of
 from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.refusals import RankFailed
 from kvtide.pool import Pool
-from kvtide.transfer import chunk_bytes_for
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _REFUSED = -1
@@ -52,8 +51,7 @@ class HostMemory:
         if limit_bytes < 0:
             name = pool.geometry.layout.name
             raise RankFailed(f"{name}: refused on another rank, whose log says why")
-        block_bytes = chunk_bytes_for(pool, limit_bytes)
-        return HostArena(pool.device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+        return arena_for(pool, limit_bytes)
 
     def measure(self, untouched_bytes: int) -> tuple[int, int]:
         """(untouched, free): bytes that the host's pools will still take, and its free bytes.

@@ -8,15 +8,17 @@ from kvtide.sizes import format_size
 
 def coverage(keeper: Keeper) -> str:
     """The pool, its planes, the bytes of a token, and the room of arena and disk in tokens."""
+    blocks_bytes = keeper.arena.block_count * keeper.arena.block_bytes
     names = [plane.name for plane in keeper.tide.pool.geometry.planes]
     return (
         f"covers {keeper.description.name} ({', '.join(names)}), {keeper.token_bytes} bytes a "
-        f"token, arena up to {_room(keeper, keeper.arena.limit_bytes)}{_below(keeper)}"
+        f"token, arena up to {_room(keeper, keeper.arena.limit_bytes, blocks_bytes)}"
+        f"{_below(keeper)}"
     )
 
 
-def _room(keeper: Keeper, limit_bytes: int) -> str:
-    tokens = limit_bytes // max(1, keeper.token_bytes)
+def _room(keeper: Keeper, limit_bytes: int, kv_bytes: int) -> str:
+    tokens = kv_bytes // max(1, keeper.token_bytes)
     return f"{format_size(limit_bytes)} on this rank, for {tokens} tokens"
 
 
@@ -24,7 +26,8 @@ def _below(keeper: Keeper) -> str:
     """What is below the arena, in the order in which it is asked."""
     store, tiers = keeper.store, []
     if store is not None and store.disk is not None:
-        tiers.append(f"disk up to {_room(keeper, store.disk.stats.limit_bytes)}")
+        limit = store.disk.stats.limit_bytes
+        tiers.append(f"disk up to {_room(keeper, limit, limit)}")
     if store is not None and store.mooncake is not None:
         tiers.append("a Mooncake store")
     return f", below it {', then '.join(tiers)}" if tiers else ""
@@ -33,7 +36,7 @@ def _below(keeper: Keeper) -> str:
 def without_room(keeper: Keeper) -> str:
     """Why no request can be saved, if the arena is too small for any; otherwise empty."""
     arena = keeper.arena
-    if arena.limit_bytes < arena.block_bytes:
+    if not arena.block_count:
         return f"that holds not even one block of {arena.block_bytes} bytes"
     return ""
 

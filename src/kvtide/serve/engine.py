@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvtide.arena import HostArena
+from kvtide.arena import arena_for
 from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import UsageError
@@ -43,7 +43,6 @@ from kvtide.serve.sizing import (
 from kvtide.serve.stats import EngineStats
 from kvtide.serve.supported import geometry_of
 from kvtide.tide import Tide
-from kvtide.transfer import chunk_bytes_for
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
 
@@ -152,8 +151,7 @@ class Engine:
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
             limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
-        block_bytes = chunk_bytes_for(pool, limit_bytes)
-        arena = HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+        arena = arena_for(pool, limit_bytes)
         kept = RequestStore(arena, options, source, geometry)
         undo.callback(kept.store.close)
         tide = Tide(pool, arena, pages, kept.store.spill)

@@ -87,14 +87,18 @@ class Spill:
         self._write_in_advance()
 
     def find(self, name: str) -> Snapshot | None:
-        """Finds a snapshot that another process left in a tier, and takes it into the books."""
+        """Finds a snapshot that another process left in a tier, and takes it into the books.
+
+        None, too, if the arena has no room for its seal.
+        """
         until = self._until()
         for tier in self._tiers:
             seal = self._seal_in(tier, name, until)
             if seal is not None:
-                lease = Lease(self._arena)
-                lease.release()
-                snapshot = Snapshot(seal, lease, is_below=True)
+                try:
+                    snapshot = Snapshot.below(self._arena, seal)
+                except ArenaFull:
+                    return None
                 entry = SpillEntry(snapshot, name, State.BELOW)
                 entry.tier = tier
                 entry.traces.append(tier)

@@ -60,7 +60,7 @@ class Store:
         try:
             if disk_dir is not None:
                 if disk_bytes is None:
-                    disk_bytes = _free_bytes_of(disk_dir) // 4
+                    disk_bytes = default_disk_bytes(disk_dir)
                 self.disk = DiskTier(disk_dir, limit_bytes=disk_bytes, keeps_used=True)
             if mooncake is not None:
                 self.mooncake = MooncakeTier(mooncake)
@@ -92,9 +92,12 @@ class Store:
                 part.close()
 
 
-def _free_bytes_of(folder: Path) -> int:
-    """Free bytes of the file system that has the folder, or will have it; 0 if none can."""
+def default_disk_bytes(folder: Path) -> int:
+    """A quarter of what is free on the file system that has the folder, or will have it.
+
+    It is 0 if there is none.
+    """
     for place in (folder, folder.parent):
         with suppress(OSError):
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(place).free // 4
     return 0

@@ -196,7 +196,7 @@ def _full_arena(is_full: bool) -> Iterator[None]:
     assert attachment is not None, "the scheduler has its pools"
     assert attachment.keeper is not None, "kvtide covers them"
     arena = attachment.keeper.arena
-    lease = arena.lease((arena.limit_bytes - arena.used_bytes) // arena.block_bytes)
+    lease = arena.lease(arena.free_count)
     try:
         yield
     finally:

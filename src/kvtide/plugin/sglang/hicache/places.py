@@ -9,7 +9,6 @@ the same folder D get folders of their own, by the last number, and read each ot
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvtide.tier.folder import FolderInUse
 from kvtide.tier.mooncake import MooncakeTier
 from kvtide.tier.names import SUFFIX, name_of, opened_file, opened_folder, opened_root
 from kvtide.tier.retries import RetriedTier
+from kvtide.tier.store import default_disk_bytes
 
 FOLDER = "hicache"
 _MOST_FOLDERS = 256
@@ -50,7 +50,7 @@ class Places:
         try:
             if settings.disk_dir is not None:
                 self._root = _made(settings.disk_dir)
-                together = settings.disk_bytes or shutil.disk_usage(self._root).free // 4
+                together = settings.disk_bytes or default_disk_bytes(self._root)
                 if disk_share:
                     self.disk = _open_disk(self._root, shard, int(together * disk_share))
             if settings.mooncake is not None:

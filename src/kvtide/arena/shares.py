@@ -1,0 +1,62 @@
+"""Divides the limit of host memory: most of it is blocks, the rest is what stands beside them.
+
+    blocks    the bytes of requests
+    moves     row numbers of the largest move: the move of a request that fills all blocks
+    seals     a 32nd, for what each snapshot needs beside its bytes, wherever these are
+    tiers     a 32nd, for headers and for the ends of chunks while tiers write and read them
+
+Staging isn't in here: it is memory of the device, as much as two chunks.
+"""
+
+from __future__ import annotations
+
+from kvtide.arena.host import HostArena
+from kvtide.errors import LayoutError
+from kvtide.integers import checked_integer
+from kvtide.layout import Geometry
+from kvtide.pool import Pool
+from kvtide.transfer import chunk_bytes_for
+
+_SHARE = 32
+_LEAST_SEALS = 4 << 20
+_MOST_OF_MOVES = 4
+_TOKEN_BYTES = 64
+_ROW_BYTES = 8
+_PLANNED_BYTES = 10 << 20
+"""The most that the numbers of rows take, since a large move is planned in parts."""
+
+
+def arena_for(pool: Pool, limit_bytes: int) -> HostArena:
+    """An arena for a pool's requests, all of whose memory in the process is within `limit_bytes`.
+
+    Blocks have the size that the pool's device moves best. The interpreter's memory for seals isn't
+    worth a limit where it is less than 4 MiB. Raises LayoutError for an invalid limit.
+    """
+    limit_bytes = checked_integer(
+        limit_bytes, "host arena: limit_bytes", least=0, error=LayoutError
+    )
+    share_bytes = limit_bytes // _SHARE
+    left_bytes = limit_bytes - 2 * share_bytes
+    block_bytes = chunk_bytes_for(pool, left_bytes)
+    moves_bytes = _moves_bytes(pool.geometry, left_bytes)
+    return HostArena(
+        pool.device,
+        limit_bytes=limit_bytes,
+        block_bytes=block_bytes,
+        beside_bytes=2 * share_bytes + moves_bytes,
+        seal_bytes=max(share_bytes, _LEAST_SEALS),
+    )
+
+
+def _moves_bytes(geometry: Geometry, size_bytes: int) -> int:
+    """The most memory that a move takes beside blocks of `size_bytes` together.
+
+    Only a layout of less than 400 bytes a token, such as a test's, needs more than a quarter, and
+    doesn't get it.
+    """
+    if not geometry.token_bytes:
+        return 0
+    token_count = size_bytes // geometry.token_bytes
+    layer_count = sum(plane.layer_count for plane in geometry.planes)
+    planned_bytes = min(token_count * layer_count * _ROW_BYTES, _PLANNED_BYTES)
+    return min(planned_bytes + token_count * _TOKEN_BYTES, size_bytes // _MOST_OF_MOVES)
