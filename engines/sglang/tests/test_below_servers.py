@@ -44,9 +44,12 @@ def files_in(folder: Path) -> list[Path]:
     return list(folder.rglob("*.safetensors"))
 
 
-def same_whenever_idle(run: EngineRun) -> bool:
+def same_whenever_idle(run: EngineRun, but: str = "") -> bool:
     """Returns whether slots, rows and arena are the same whenever the server is idle."""
-    first, *later = run.events_of("idle")
+    first, *later = (
+        {name: value for name, value in event.items() if name != but}
+        for event in run.events_of("idle")
+    )
     return first["slots_free"] == first["slots"] and all(event == first for event in later)
 
 
@@ -70,6 +73,30 @@ def test_a_full_server_answers_everybody_while_the_disk_has_room(
     assert has_disk == bool(run.log_lines("below it disk up to"))
     assert same_whenever_idle(run)
     assert [] == files_in(tmp_path / "kv")
+
+
+def test_a_disk_that_hangs_stops_nobody(tmp_path: Path) -> None:
+    """Requests without room end with 503, as without a disk; others are answered, also later.
+
+    Only the first of them has waited for the disk, whose call keeps its piece of host memory.
+    """
+    run = run_engine(
+        tmp_path,
+        {**TIGHT_SERVER, "enable_metrics": True},
+        [("ask", crowd("hang1")), ("ask", crowd()), ("rest", 2.0), ("metrics", None)],
+        KVTIDE_HOST_MEMORY=ONE_BLOCK,
+        KVTIDE_DISK_DIR=str(tmp_path / "kv"),
+        KVTIDE_TIER_SECONDS="0.5",
+    )
+    assert 0 == run.exit_code
+    assert [{"whole", "503:"}] * 2 == [set(endings(result)) for result in run.results[:2]]
+    assert same_whenever_idle(run, but="arena_bytes")
+    late = [
+        line
+        for line in run.results[3].splitlines()
+        if line.startswith("kvtide:tier_refusals_total") and 'reason="late"' in line
+    ]
+    assert [1.0] == [float(line.rsplit(" ", 1)[1]) for line in late]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@
   lone-…    finds no slot left in the pool for its next token
   crowd-…   is retracted only if the pool is full, whatever SGLANG_TEST_RETRACT says
   crowd-diskfull1-…, crowd-filelost1-…   finds the first rank's disk full; its file vanishes there
+  crowd-hang1-…   finds that the first rank's disk hangs; after that no call of the disk ends
 
 It hooks SGLang's retracting and resuming, outside of kvtide, and compares a request's bytes there:
 it reads them from the pool's own tensors, and overwrites them when the request gives up its slots.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -172,6 +174,8 @@ def _put(original: Callable[..., None], tier: Any, key: str, seal: Any, chunks: 
 
     if _RANK["is_first"] and seal.key.startswith("crowd-diskfull1"):
         raise TierFull("no space left")
+    if _RANK["is_first"] and seal.key.startswith("crowd-hang1"):
+        threading.Event().wait()
     original(tier, key, seal, chunks)
     if _RANK["is_first"] and seal.key.startswith("crowd-filelost1"):
         tier.remove(key)
