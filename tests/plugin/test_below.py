@@ -147,7 +147,7 @@ def test_the_disk_comes_first_and_each_rank_has_a_part_of_its_limit(
 ) -> None:
     """Mooncake isn't asked while the disk takes all."""
     limit_bytes = 2 * 3 * (TOKENS * TOKEN_BYTES + 4096)
-    below = Below(tmp_path / "kv", limit_bytes, MOONCAKE)
+    below = Below(tmp_path / "kv", limit_bytes, MOONCAKE, 7.0)
     ranks = [keeper_with(below, 2) for _ in range(2)]
     slots = torch.arange(TOKENS)
     backups = [ranks[0].save((f"r{number}", slots)) for number in range(4)]
@@ -161,6 +161,8 @@ def test_the_disk_comes_first_and_each_rank_has_a_part_of_its_limit(
         assert store is not None
         assert store.disk is not None
         assert limit_bytes // 2 == store.disk.stats.limit_bytes
+        assert store.spill is not None
+        assert 7.0 == store.spill._deadline_s
         keeper.close()
 
 

@@ -166,8 +166,9 @@ class Keeper:
     def restore(self, request: Any, backup: Backup) -> None:
         """Writes a backup to the request's present slots, and discards it, also after an error.
 
-        Blocks until the copy is done. Raises SnapshotDamaged, SnapshotMiss, SlotError, SlotsLost,
-        RankFailed or DeviceFailed. Then the request has no KV and must not go on.
+        Blocks until the copy is done; if a tier has it, also for the tier, for a time. Raises
+        SnapshotDamaged, SnapshotMiss, ArenaFull, SlotError, SlotsLost, RankFailed or DeviceFailed.
+        Then the request has no KV and must not go on.
         """
         began, before = time.perf_counter(), self.tide.stats.restored_bytes
         name, token_count = self._requests.id_of(request), backup.token_count
