@@ -21,7 +21,7 @@ from kvtide.tier import Spill
 from kvtide.tier.names import LOCK
 
 COUNT = 8
-HOST_BYTES = 2 << 16
+HOST_BYTES = 160 << 10
 """The arena has two blocks, and each request takes one."""
 
 
@@ -43,6 +43,7 @@ def keeper(place: Place, tmp_path: Path) -> Iterator[Keeper]:
     with closing(
         keeper_over(place.allocator, place.request_pool, [], settings(tmp_path / "kv"))
     ) as keeper:
+        assert 2 == keeper.arena.block_count
         yield keeper
     assert 0 == keeper.arena.used_bytes, "nothing may be left in the arena"
     assert not list((tmp_path / "kv").glob("*/??/*.safetensors")), "nor on the disk"

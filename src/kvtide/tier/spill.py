@@ -87,10 +87,7 @@ class Spill:
         self._write_in_advance()
 
     def find(self, name: str) -> Snapshot | None:
-        """Finds a snapshot that another process left in a tier, and takes it into the books.
-
-        None, too, if the arena has no room for its seal.
-        """
+        """Finds what another process left in a tier, if the arena has room for its seal."""
         until = self._until()
         for tier in self._tiers:
             seal = self._seal_in(tier, name, until)
@@ -127,10 +124,9 @@ class Spill:
         self._make_room(block_count, until)
         while not self._entries.have_way_back(self._arena, block_count):
             if not self._write_one(until):
-                kept = f"{self._entries.largest_below} of {self._arena.block_count} blocks"
                 raise ArenaFull(
-                    f"host arena: {kept} are kept for what is below, and no tier takes more; let "
-                    "this request be recomputed"
+                    f"host arena: {self._entries.largest_below} blocks are kept for what is below, "
+                    "and no tier takes more; let this request be recomputed"
                 )
 
     def read_ahead(self, snapshot: Snapshot) -> None:
