@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from kvtide.arena import Charge, HostArena, Lease
-from kvtide.errors import SnapshotDamaged, SnapshotMiss
+from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss
 from kvtide.form import SPAN_BYTES
 from kvtide.layout import Ids, Rows
 from kvtide.seal import Seal, ranges_of
@@ -109,9 +109,12 @@ class Snapshot:
             raise
 
     @classmethod
-    def below(cls, arena: HostArena, seal: Seal) -> Snapshot:
-        """A snapshot that is in a tier alone. Raises ArenaFull if its seal has no room."""
-        charge = charge_for(arena, seal, len(seal.used_bytes))
+    def below(cls, arena: HostArena, seal: Seal) -> Snapshot | None:
+        """A snapshot that is in a tier alone; None if the arena has no room for its seal."""
+        try:
+            charge = charge_for(arena, seal, len(seal.used_bytes))
+        except ArenaFull:
+            return None
         lease = Lease(arena)
         lease.release()
         return cls(seal, lease, is_below=True, charge=charge)

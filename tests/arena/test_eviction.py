@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtide.arena import HostArena
-from kvtide.errors import ArenaFull
+from kvtide.errors import ArenaFull, SnapshotMiss
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import Spill
@@ -152,3 +152,17 @@ def test_lease_of_a_caller_is_never_taken() -> None:
     assert same_image(before, image_of(world.tide.pool))
     lease.release()
     world.close(*saved)
+
+
+def test_snapshot_below_says_where_it_is() -> None:
+    """Its bytes aren't in host memory, but it isn't lost: the error says how to get at them."""
+    world = World()
+    snapshot = world.save(0)
+    world.spill.make_room(4)
+    for use in (lambda: snapshot.chunks, snapshot.verify):
+        with pytest.raises(SnapshotMiss, match="of 4 tokens is in a tier below host memory; rest"):
+            use()
+    world.tide.discard(snapshot)
+    with pytest.raises(SnapshotMiss, match="of 4 tokens was discarded already"):
+        snapshot.verify()
+    world.close()

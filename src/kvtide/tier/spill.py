@@ -17,7 +17,6 @@ from typing import Any, final
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Job
 from kvtide.errors import (
-    ArenaFull,
     SnapshotDamaged,
     SnapshotMiss,
     TierFull,
@@ -91,11 +90,8 @@ class Spill:
         until = self._until()
         for tier in self._tiers:
             seal = self._seal_in(tier, name, until)
-            if seal is not None:
-                try:
-                    snapshot = Snapshot.below(self._arena, seal)
-                except ArenaFull:
-                    return None
+            snapshot = None if seal is None else Snapshot.below(self._arena, seal)
+            if snapshot is not None:
                 entry = SpillEntry(snapshot, name, State.BELOW)
                 entry.tier = tier
                 entry.traces.append(tier)
