@@ -37,9 +37,9 @@ if ! loads; then
   fi
   echo "unpacking $packages into $lib"
   if ! fetch; then
-    echo "error: Debian's packages $packages can't be fetched." >&2
-    echo "       Install them (apt install $packages), or try again with a network." >&2
-    exit 1
+    echo "Debian's packages $packages can't be fetched." >&2
+    echo "Install them (apt install $packages), or try again with a network." >&2
+    exit 75
   fi
   unpacked
   loads || { cat "$environment/error" >&2; exit 1; }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -19,6 +21,7 @@ from kvtide.tide import Tide
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
+os.environ["MC_LOG_LEVEL"] = "ERROR"  # before Mooncake is imported
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 NODE_BYTES = 64_000_000
 
@@ -58,14 +61,20 @@ class Cluster:
         """Waits until the store has exactly so many nodes."""
         wanted = f"master_total_capacity_bytes {count * NODE_BYTES}\n"
         for _ in range(1500):
-            try:
-                with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
-                    if wanted in answer.read().decode():
-                        return
-            except OSError:
-                pass
+            with suppress(OSError):
+                if wanted in self._metrics():
+                    return
             time.sleep(0.02)
         raise TimeoutError(f"the store hasn't got {count} nodes: see {self.folder}")
+
+    def object_count(self) -> int:
+        """How many objects the store has."""
+        (found,) = re.findall(r"^master_key_count (\d+)$", self._metrics(), re.MULTILINE)
+        return int(found)
+
+    def _metrics(self) -> str:
+        with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics") as answer:
+            return str(answer.read().decode())
 
     def start_master(self) -> None:
         """Starts the master, the first time or again, and waits until it listens."""

@@ -20,7 +20,6 @@ from kvtide.tier import MooncakeTier
 
 # What a call waits for a process that is there and doesn't answer; 30 seconds otherwise.
 os.environ |= {"MC_RPC_TIMEOUT_MS": "1500", "MC_TCP_PROGRESS_TIMEOUT_SEC": "1"}
-os.environ |= {"GLOG_minloglevel": "2"}  # errors alone
 
 raise_loopback()
 

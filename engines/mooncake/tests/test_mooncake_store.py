@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import ROOT, Cluster, environment, fill, is_filled
+from commands import run, write_prompts
 
 from kvtide.conformance import TierTests
 from kvtide.errors import SnapshotMiss, TierFull
@@ -224,8 +227,8 @@ def started() -> Iterator[None]:
         process.wait()
 
 
-def test_the_commands_of_the_document_work(started: None, tide: Tide) -> None:
-    """Two commands start a store, and the example keeps a snapshot in it."""
+def test_the_commands_of_the_document_work(started: None, tide: Tide, tmp_path: Path) -> None:
+    """Two commands start a store, the example keeps a snapshot in it, and `kvtide run` its KV."""
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     names: dict[str, Any] = {"arena": tide.arena, "snapshot": tide.offload(range(100))}
     error: Exception | None = None
@@ -242,3 +245,9 @@ def test_the_commands_of_the_document_work(started: None, tide: Tide) -> None:
     for name in ("snapshot", "again"):
         tide.discard(names[name])
     names["tier"].close()
+    (command,) = re.findall(r"```sh\n(kvtide run.*?)```", DOCUMENT, re.DOTALL)
+    write_prompts(tmp_path)
+    words = shlex.split(command.replace("\\\n", ""))[1:]
+    done = run(tmp_path, *words, "--model", "tiny-random", "--verify")
+    assert 0 == done.returncode, done.stderr
+    assert 1 == done.stderr.count(".cpp:"), done.stderr  # Mooncake says less than it would

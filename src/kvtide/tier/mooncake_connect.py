@@ -12,6 +12,8 @@ from kvtide.tier.mooncake_client import StoreClient
 from kvtide.tier.mooncake_settings import MooncakeSettings
 
 _CONNECT_S = 2.0
+# Its messages of every start would stand between kvtide's own lines.
+_LOG_LEVEL = ("MC_LOG_LEVEL", "ERROR")
 # Each try to connect takes 4 seconds, and by default there are 20.
 _SETUP_TRIES = ("MC_STORE_CLIENT_SETUP_RETRIES", "2")
 _PACKAGES = "libibverbs1 libnl-3-200 libnl-route-3-200"
@@ -67,6 +69,7 @@ def connect(settings: MooncakeSettings) -> Callable[[], StoreClient]:
 
 def _load() -> Any:
     """The class of clients. Raises UsageError, which says what is missing."""
+    os.environ.setdefault(*_LOG_LEVEL)
     try:
         from mooncake.store import MooncakeDistributedStore
     except ModuleNotFoundError as error:
