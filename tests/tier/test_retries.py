@@ -31,6 +31,9 @@ class Rig:
     def seal(self, key: str) -> None:
         self.tier.seal_of(key)
 
+    def has(self, key: str) -> None:
+        self.tier.contains(key)
+
     def fails(self, call: Callable[[str], None], *keys: str) -> float:
         """How long calls for these keys take, each of which ends with TierRetry."""
         began = self.clock.now
@@ -90,6 +93,18 @@ def test_broken_tier_rests_after_two_keys(rig: Rig) -> None:
     rig.clock.now += REST_S
     rig.put("h")
     assert ["kvtide uses the tier 'FaultyTier' again, which had errors"] == rig.warnings[1:]
+
+
+def test_tier_that_cannot_say_what_it_has_rests(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that looks for a thousand requests in a store without a master takes no hour."""
+
+    def fail(key: str) -> bool:
+        raise TierRetry("simulated: no answer")
+
+    monkeypatch.setattr(rig.below, "contains", fail)
+    assert 2 * sum(WAITS_S) == pytest.approx(rig.fails(rig.has, "a", "b"))
+    assert not any(rig.tier.contains(str(number)) for number in range(1000))
+    assert 1 == len(rig.warnings)
 
 
 def test_tier_that_can_only_be_read_is_read(rig: Rig) -> None:

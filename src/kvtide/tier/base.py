@@ -26,7 +26,7 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, key: str) -> bool:
-        """Whether `get` would probably hit. Fast: it doesn't read the snapshot."""
+        """Whether `get` would probably hit, without reading the snapshot. Raises TierRetry."""
 
     @abstractmethod
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:

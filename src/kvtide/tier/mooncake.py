@@ -94,7 +94,10 @@ class MooncakeTier(Tier):
 
     def contains(self, key: str) -> bool:
         """See Tier."""
-        return self._client.exists(self._name_of(key))
+        code = self._client.exists(self._name_of(key))
+        if code < 0:
+            raise _error_of("look for", code)
+        return code == 1
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""

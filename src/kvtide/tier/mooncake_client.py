@@ -52,7 +52,7 @@ class StoreClient(Protocol):
         ...
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
-        """1 for each object that is there."""
+        """1 for each object that is there, 0 for others, or a negative code."""
         ...
 
     def remove(self, key: str, force: bool) -> int:
@@ -234,10 +234,10 @@ class MooncakeClient:
         with self._using() as session:
             return session.store.get_size(name)
 
-    def exists(self, name: str) -> bool:
-        """Whether an object is there; False if the master doesn't say."""
+    def exists(self, name: str) -> int:
+        """1 if an object is there, 0 if it isn't, or a negative code if the master doesn't say."""
         with self._using() as session:
-            return session.store.batch_is_exist([name]) == [1]
+            return _only(session.store.batch_is_exist([name]))
 
     def remove(self, name: str) -> int:
         """Removes an object, whoever reads it. 0, or a negative code."""

@@ -81,7 +81,8 @@ class RetriedTier(Tier):
 
     def contains(self, key: str) -> bool:
         """See Tier. A tier that isn't asked contains nothing."""
-        return self._is_awake(self._reads) and self._tier.contains(key)
+        asked = partial(self._tier.contains, key)
+        return self._is_awake(self._reads) and self._ask(self._reads, key, asked)
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""
