@@ -93,7 +93,8 @@ def _engine(prompts: list[list[int]], options: argparse.Namespace, *, exact: boo
     def requests() -> list[Request]:
         return [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
 
-    engine_options = EngineOptions(exact=exact, threads=options.threads)
+    # The others compute each prompt in each round, too.
+    engine_options = EngineOptions(exact=exact, threads=options.threads, share_prefixes=False)
     engine = Engine.build(source, engine_options, requests())
 
     def run() -> list[list[int]]:

@@ -56,7 +56,8 @@ def main() -> None:
         for count in options.tokens
     }
     probe = [Request("probe", prompts[max(prompts)], SamplingParams(max_new_tokens=2))]
-    engine = Engine.build(source, EngineOptions(exact=False), probe)
+    # Each round computes its prompts again, and takes their pages away by itself.
+    engine = Engine.build(source, EngineOptions(exact=False, share_prefixes=False), probe)
     print(machine_facts(), f"{os.cpu_count()} CPUs, {torch.get_num_threads()} threads")
     found: dict[int, list[tuple[float, float, float]]] = {count: [] for count in prompts}
     for number in range(options.rounds + 1):

@@ -85,11 +85,16 @@ def test_reference_requests_need_no_more_room_than_the_answers() -> None:
 
 
 def test_nothing_is_retracted_in_the_reference_run() -> None:
-    """Requests wait, and no KV comes from a tier; what changes an answer is as in the first run."""
+    """Requests wait, and no KV comes from a tier or from others; the rest is as in run one."""
     memory = EngineOptions(1, 2, Path("kv"), 3, MooncakeSettings("a:1"))
     first = replace(memory, exact=False, chunk_tokens=7)
     expected = EngineOptions(
-        host_memory_bytes=0, exact=False, chunk_tokens=7, on_pressure="wait", keep_logits=True
+        host_memory_bytes=0,
+        exact=False,
+        chunk_tokens=7,
+        on_pressure="wait",
+        keep_logits=True,
+        share_prefixes=False,
     )
     assert expected == reference_options(replace(first, keep_logits=True))
 

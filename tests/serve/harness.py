@@ -16,6 +16,7 @@ from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import OpenModel, open_model
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.selfcheck import RowCheck, find_rows
+from kvtide.serve.supported import geometry_of
 
 
 @functools.cache
@@ -44,9 +45,7 @@ def check_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def token_bytes(source: OpenModel) -> int:
     """Returns how many bytes of KV a token of this model takes."""
-    config = source.model.config
-    rows = int(config.num_hidden_layers * config.num_key_value_heads * config.head_dim)
-    return 2 * rows * int(source.model.dtype.itemsize)
+    return geometry_of(source.model.config, source.model.dtype, 1).token_bytes
 
 
 def make_requests(
@@ -92,9 +91,12 @@ def poison(engine: Engine, pages: Sequence[int]) -> None:
 
 
 def assert_nothing_held(engine: Engine) -> None:
-    """All pages are free again, and the arena holds nothing."""
+    """Requests hold no pages; without the blocks that they left, nothing holds any memory."""
+    prefixes = engine.scheduler.prefixes
     assert engine.pages.free_count + engine.pages.held_count == engine.pages.page_count
-    assert engine.pages.held_count == 0
+    assert engine.pages.held_count == prefixes.idle_page_count
+    prefixes.clear()
+    assert engine.pages.held_count == prefixes.block_count == 0
     if engine.store.spill is not None:  # a write that is under way has its memory until it ends
         engine.store.spill.make_room(engine.tide.arena.block_count)
     assert engine.tide.arena.used_bytes == 0

@@ -38,8 +38,8 @@ def reference_options(options: EngineOptions) -> EngineOptions:
     """How the engine of the other run is built: a request waits until it has room to its end.
 
     So nothing is retracted, however little memory is free, and the pool is as large as what runs at
-    once needs. Nothing goes to host memory, and nothing comes from a tier. Everything that changes
-    an answer stays as it is.
+    once needs. Nothing goes to host memory, and nothing comes from a tier or from the KV of another
+    request. Everything that changes an answer stays as it is.
     """
     return replace(
         options,
@@ -49,6 +49,7 @@ def reference_options(options: EngineOptions) -> EngineOptions:
         disk_memory_bytes=None,
         mooncake=None,
         on_pressure="wait",
+        share_prefixes=False,
     )
 
 

@@ -27,6 +27,7 @@ from kvtide.serve.models import OpenModel
 from kvtide.serve.options import EngineOptions
 from kvtide.serve.owncheck import check_own_answers
 from kvtide.serve.paged import PagedModel
+from kvtide.serve.prefix import PrefixCache, block_tokens_for
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.request import Request
 from kvtide.serve.request_store import RequestStore
@@ -43,6 +44,7 @@ from kvtide.serve.sizing import (
 from kvtide.serve.stats import EngineStats
 from kvtide.serve.supported import geometry_of
 from kvtide.tide import Tide
+from kvtide.tier import Namespace
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
 
@@ -70,6 +72,7 @@ class Engine:
         )
         self._vocab_size = int(source.model.get_input_embeddings().num_embeddings)
         self._context_limit = source.context_limit
+        self._name = source.name
         self.tide = tide
         self._options = options
         self.pages = pages
@@ -85,6 +88,7 @@ class Engine:
                 replay=options.exact,
             ),
             lambda request: requests.text_of(self._live[request.id]),
+            self._prefix_cache(),
         )
         self._live: dict[str, Live] = {}
         self._refused: list[Request] = []
@@ -197,11 +201,10 @@ class Engine:
             return finished
         steps = self.scheduler.plan()
         assert steps, "while a request is live there is always a step"
-        self._peak_pages = max(self._peak_pages, self.pages.held_count)
+        self._peak_pages = max(self._peak_pages, self._used_pages)
         ready = [request for request, count in steps if request.is_ready_after(count)]
         logits = self._model.forward(pack(steps, self._slots_of))
-        for request, count in steps:
-            request.stored += count
+        self.scheduler.note_computed(steps)
         for request, row in zip(ready, logits, strict=True):
             has_ended = self._live[request.id].advance(row)
             self._new_tokens += request.error is None
@@ -227,6 +230,7 @@ class Engine:
         if self.store.spill is not None:
             for request in reversed(self.scheduler.running):
                 self.scheduler.retract(request)
+            self.scheduler.prefixes.clear()
             left_count = self.store.spill.leave()
         for request_id in list(self._live):
             self.abort(request_id)
@@ -236,16 +240,57 @@ class Engine:
         """Aborts all requests, gives the model back and stops the device's threads."""
         for request_id in list(self._live):
             self.abort(request_id)
+        self.scheduler.prefixes.clear()
         self.tide.close()
         self.store.close()
         self._model.release()
         self.tide.pool.device.close()
 
     @property
+    def _used_pages(self) -> int:
+        """Pages that requests hold. Blocks that nobody reads leave when their pages are needed."""
+        return self.pages.held_count - self.scheduler.prefixes.idle_page_count
+
+    @property
+    def _below_bytes(self) -> int:
+        """What blocks may take below the device: half where a tier is, so that requests have room.
+
+        In the arena alone they make way at once for the snapshots of requests.
+        """
+        limit_bytes = self.tide.arena.limit_bytes
+        if self.store.spill is None:
+            return limit_bytes
+        disk_bytes = 0 if self.store.disk is None else self.store.disk.stats.limit_bytes
+        return (limit_bytes + disk_bytes) // 2
+
+    def _prefix_cache(self) -> PrefixCache:
+        options, pool = self._options, self.tide.pool
+        block_tokens = 0
+        if options.share_prefixes:
+            block_tokens = block_tokens_for(
+                options.chunk_tokens, pool.page_size, exact=options.exact
+            )
+        return PrefixCache(
+            self.tide,
+            self.pages,
+            block_tokens,
+            seed_of=self._prefix_seed,
+            shares_answers=not options.exact,
+            below_bytes=self._below_bytes if options.on_pressure == "offload" else 0,
+            spill=self.store.spill,
+        )
+
+    def _prefix_seed(self, request: Request) -> str:
+        """A text that two requests have in common if one may read the KV of the other."""
+        layout = self.tide.pool.geometry.fingerprint.hex()
+        space = Namespace(model=self._name, weights="", layout=layout, salt=request.salt)
+        return space.key_of("prefix")
+
+    @property
     def stats(self) -> EngineStats:
         """The counts at this moment."""
         pool, arena, moved = self.tide.pool, self.tide.arena, self.tide.stats
-        books, size = self.scheduler, pool.page_size
+        books, shared, size = self.scheduler, self.scheduler.prefixes.stats, pool.page_size
         return EngineStats(
             running=len(books.running),
             waiting=books.waiting_count,
@@ -254,16 +299,17 @@ class Engine:
             failed=self._failed,
             cut=self._cut,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=dict(shared.cached_tokens),
             new_tokens=self._new_tokens,
             retractions=books.stats.retractions,
             resumes=books.stats.resumes,
             recomputed_tokens=books.stats.recomputed_tokens,
             offloaded_bytes=moved.offloaded_bytes,
             restored_bytes=moved.restored_bytes,
-            offload_seconds=books.stats.offload_seconds,
-            restore_seconds=books.stats.restore_seconds,
+            offload_seconds=books.stats.offload_seconds + shared.offload_seconds,
+            restore_seconds=books.stats.restore_seconds + shared.restore_seconds,
             pool_tokens=pool.page_count * size,
-            pool_tokens_used=self.pages.held_count * size,
+            pool_tokens_used=self._used_pages * size,
             peak_pool_tokens=self._peak_pages * size,
             host_limit_bytes=arena.limit_bytes,
             host_bytes=arena.used_bytes,

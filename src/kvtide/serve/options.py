@@ -39,6 +39,8 @@ class EngineOptions:
     `on_pressure` says what happens when the pool is full: the newest request's KV moves to host
     memory (`offload`) or is computed again later (`recompute`). With `wait` nothing is ever
     retracted: a request starts only when its longest answer has room too.
+
+    With `share_prefixes` requests that begin with the same tokens share the KV of these tokens.
     """
 
     kv_memory_bytes: int | None = None
@@ -55,6 +57,7 @@ class EngineOptions:
     device: str = "cpu"
     max_running: int = 64
     keep_logits: bool = False
+    share_prefixes: bool = True
 
     def __post_init__(self) -> None:
         """Raises UsageError for an invalid value; `parse_size` converts a size such as `24MiB`."""

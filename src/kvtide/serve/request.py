@@ -66,9 +66,26 @@ class StepLogprobs:
 
 
 @final
+@dataclass(eq=False, slots=True)
+class PrefixBlock:
+    """The KV of tokens that requests share: in `pages`, or in `snapshot` while it has none.
+
+    `kvtide.serve.prefix` says which tokens, and who may read them.
+    """
+
+    key: str
+    pages: list[int]
+    snapshot: Snapshot | None = None
+    readers: int = 0
+    """How many running requests read it. It leaves the device only if there are none."""
+    waiters: int = 0
+    """How many retracted requests need it to come back."""
+
+
+@final
 @dataclass(eq=False)
 class Request:
-    """One prompt and its answer. The engine fills in all fields except the first three."""
+    """One prompt and its answer. The engine fills in all fields but the first five."""
 
     id: str
     prompt_ids: list[int]
@@ -76,6 +93,8 @@ class Request:
 
     key: str = ""
     """A hash of all that decides its answer, so that another run can go on with it; or empty."""
+    salt: bytes = field(default=b"", repr=False)
+    """The secret of its tenant: requests with another one share no KV with it."""
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -96,10 +115,21 @@ class Request:
     pages: list[int] = field(default_factory=list)
     """The pages that the request holds, in the order of its tokens."""
     stored: int = 0
-    """How many of its first tokens have KV, in its pages or in its snapshot."""
+    """How many of its first tokens have KV, in its pages or, while it is retracted, in the blocks
+    that it awaits and in its snapshot."""
     snapshot: Snapshot | None = None
     snapshot_key: str = ""
     """The key that its snapshot must have."""
+    blocks: list[PrefixBlock] = field(default_factory=list)
+    """Blocks of a PrefixCache that it reads; their pages come first in `pages`."""
+    awaited: list[PrefixBlock] = field(default_factory=list)
+    """The blocks that it read when it was retracted, and reads again when it comes back."""
+    block_keys: list[str] = field(default_factory=list)
+    """The keys of its blocks, as far as they were needed."""
+    cached_tokens: int = 0
+    """How many tokens of its prompt weren't computed, since another request had their KV."""
+    lost: int = 0
+    """How many of its first tokens had KV that was lost, so that it is computed again."""
 
     @property
     def token_count(self) -> int:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import final
 
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.pool import PageAllocator
+from kvtide.serve.prefix import PrefixCache
+from kvtide.serve.progress import name_of
 from kvtide.serve.request import Request
+from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 
 _READ_AHEAD = 2
-"""For how many requests a snapshot is read from its tier before they come back."""
+"""For how many requests KV is read from its tier before they come."""
 
 
 @final
@@ -68,8 +72,13 @@ class Scheduler:
         pages: PageAllocator,
         options: SchedulerOptions,
         key_of: Callable[[Request], str] = lambda request: request.id,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        """`key_of` gives the key of a snapshot that is made of a request now."""
+        """`key_of` gives the key of a snapshot that is made of a request now.
+
+        Without `prefixes` requests share no KV.
+        """
+        self.prefixes = prefixes or PrefixCache(tide, pages)
         self._key_of = key_of
         self._tide = tide
         self._pages = pages
@@ -114,19 +123,32 @@ class Scheduler:
         self._read_ahead()
         budget = self._options.chunk_tokens
         steps: list[tuple[Request, int]] = []
+        computed: set[str] = set()
         for request in list(self._running):
             if request not in self._running:
                 continue  # just retracted to make room for an older request
+            self.prefixes.read(request)
             count = self._next_count(request)
             # A chunk that doesn't fit waits as a whole: its length must not depend on others.
             if count > 1 and count > budget:
                 continue
+            keys = self.prefixes.keys_in(request, count)
+            if not computed.isdisjoint(keys[:1]):
+                continue  # another request computes the same tokens now, and it reads these then
             if not self._make_room(request, count):
                 continue
+            computed.update(keys)
             if count > 1:
                 budget -= count
             steps.append((request, count))
         return steps
+
+    def note_computed(self, steps: Sequence[tuple[Request, int]]) -> None:
+        """Takes a step that the model has run: its tokens have KV now, which others may read."""
+        for request, count in steps:
+            self.stats.recomputed_tokens += max(0, min(count, request.lost - request.stored))
+            request.stored += count
+            self.prefixes.share(request)
 
     def remove(self, request: Request) -> None:
         """Forgets a request in any state, and gives back its pages and its snapshot."""
@@ -135,8 +157,7 @@ class Scheduler:
             if request in requests:
                 requests.remove(request)
                 break
-        self._pages.release(request.pages)
-        request.pages = []
+        self.prefixes.forget(request)
         if request.snapshot is not None:
             self._tide.discard(request.snapshot)
             request.snapshot = None
@@ -163,30 +184,52 @@ class Scheduler:
     def _make_room(self, request: Request, count: int) -> bool:
         """Acquires the pages for `count` more tokens. False if the request had to be retracted."""
         needed = self._pages_for(request.stored + count) - len(request.pages)
-        while (pages := self._pages.acquire(max(0, needed))) is None:
+        while not self.prefixes.make_room(needed):
             assert self._options.on_pressure != "wait", "a request started without room for all"
             victim = self._running[-1]
             self.retract(victim)
             if victim is request:
                 return False
+        pages = self._pages.acquire(max(0, needed))
+        assert pages is not None, "there is room"
         request.pages += pages
         return True
 
     def _offload(self, request: Request) -> None:
         started = time.perf_counter()
-        try:
-            key = request.snapshot_key = self._key_of(request)
-            request.snapshot = self._tide.retract(request.pages, request.stored, key=key)
-            request.pages = []
-        except ArenaFull:
-            self.stats.arena_full += 1
+        key = request.snapshot_key = self._key_of(request)
+        while request.snapshot is None:
+            try:
+                request.snapshot = self._saved(request, key)
+            except ArenaFull:
+                if not self.prefixes.give_way():
+                    self.stats.arena_full += 1
+                    break
         self.stats.offload_seconds += time.perf_counter() - started
+
+    def _saved(self, request: Request, key: str) -> Snapshot:
+        """Saves the request's KV, and gives its pages back.
+
+        The blocks that it reads aren't saved with it: they stay where they are until their pages
+        are needed. But a snapshot that another process may find has all tokens.
+        """
+        prefixes = self.prefixes
+        if request.blocks and name_of(key) is not None:
+            slots = self._tide.pool.slots_of(request.pages)[: request.stored]
+            snapshot = self._tide.offload(slots, key=key)
+            prefixes.release(request)
+            return snapshot
+        own_pages = prefixes.pages_of(request)
+        own_count = request.stored - prefixes.token_count_of(request)
+        snapshot = self._tide.retract(own_pages, own_count, key=key)
+        del request.pages[len(request.pages) - len(own_pages) :]
+        prefixes.let_wait(request)
+        return snapshot
 
     def _forget(self, request: Request) -> None:
         """Drops a request's KV, which will be computed again."""
-        self._pages.release(request.pages)
-        request.pages = []
-        self.stats.recomputed_tokens += request.stored
+        self.prefixes.forget(request)
+        request.lost = max(request.lost, request.stored)
         if request.stored and not self._options.replay:
             request.exact = False
         request.stored = 0
@@ -200,24 +243,35 @@ class Scheduler:
                 continue  # its KV is lost, so it now needs room for other tokens
             self._retracted.pop(0)
             insort(self._running, request, key=lambda other: other.arrival)
+            self.prefixes.read(request)
 
     def _restore(self, request: Request) -> bool:
-        assert request.snapshot is not None, "only a snapshot can be restored"
-        started = time.perf_counter()
-        page_count = self._pages_for(request.stored)
+        snapshot = request.snapshot
+        assert snapshot is not None, "only a snapshot can be restored"
         try:
-            pages = self._tide.resume(request.snapshot, page_count, key=request.snapshot_key)
+            self._bring_back(request, snapshot)
         except (SnapshotDamaged, SnapshotMiss, SlotsLost, ArenaFull) as error:
             self._count(error)
-            self._tide.discard(request.snapshot)
+            self._tide.discard(snapshot)
             request.snapshot = None
             self._forget(request)
             return False
-        assert pages is not None, "_may_start counted the free pages"
-        request.pages, request.snapshot = pages, None
+        request.snapshot = None
+        self.prefixes.share(request)
         self.stats.resumes += 1
-        self.stats.restore_seconds += time.perf_counter() - started
         return True
+
+    def _bring_back(self, request: Request, snapshot: Snapshot) -> None:
+        """Gives a request the blocks that it read, and its own pages from the snapshot."""
+        if not self.prefixes.read_again(request):
+            raise SnapshotMiss("a block of the request's first tokens is nowhere any more")
+        page_count = self._pages_for(request.stored) - len(request.pages)
+        self.prefixes.make_room(page_count)
+        started = time.perf_counter()
+        pages = self._tide.resume(snapshot, page_count, key=request.snapshot_key)
+        self.stats.restore_seconds += time.perf_counter() - started
+        assert pages is not None, "_may_start counted the free pages"
+        request.pages += pages
 
     def _count(self, error: KvtideError) -> None:
         if isinstance(error, SlotsLost):
@@ -228,19 +282,24 @@ class Scheduler:
             self.stats.missing += 1
 
     def _read_ahead(self) -> None:
-        """Has the snapshots of those who come back next brought to host memory."""
-        for request in self._retracted[:_READ_AHEAD]:
+        """Has the KV of those who come next brought to host memory."""
+        coming = [*self._retracted[:_READ_AHEAD], *islice(self._waiting, _READ_AHEAD)]
+        for request in coming[:_READ_AHEAD]:
+            self.prefixes.read_ahead(request)
             if request.snapshot is not None:
                 self._tide.read_ahead(request.snapshot)
 
     def _admit(self) -> None:
         while self._waiting and self._may_start(self._waiting[0], 0):
-            self._running.append(self._waiting.popleft())
+            request = self._waiting.popleft()
+            self._running.append(request)
+            self.prefixes.read(request)  # now: _may_start has counted on what others hold
 
     def _may_start(self, request: Request, spare: int) -> bool:
         """Whether free pages are enough for the request and for what running ones know they need.
 
-        That is the pages for its known tokens, the pages that the running requests' known tokens
+        That is the pages for its known tokens, but for those that it shares with running requests,
+        the pages that the running requests' known tokens
         still lack, and `spare` pages.
 
         The length of the answers isn't known, and no page is kept for them: a retraction is cheap,
@@ -256,7 +315,8 @@ class Scheduler:
             max(0, self._pages_for(self._counted(other)) - len(other.pages))
             for other in self._running
         )
-        return self._pages_for(self._counted(request)) + coming + spare <= self._pages.free_count
+        needed = self._pages_for(self._counted(request)) - self.prefixes.common_page_count(request)
+        return needed + coming + spare <= self._pages.free_count + self.prefixes.idle_page_count
 
     def _counted(self, request: Request) -> int:
         """The tokens of a request for which there must be room before another request starts."""

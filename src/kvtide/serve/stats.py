@@ -48,12 +48,14 @@ class EngineStats:
     """How long the engine waited for tiers."""
     tiers: Mapping[str, TierCounts] = field(default_factory=dict)
     """What each tier took and gave back, by the tiers' names, in the order that they are asked."""
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of prompts that weren't computed, by where their KV was: `device`, `host`, a tier."""
 
     @classmethod
     def nothing(cls) -> EngineStats:
         """The stats of an engine that has done nothing."""
         zeros: dict[str, Any] = {about.name: 0 for about in fields(cls)}
-        return cls(**zeros | {"tiers": {}})
+        return cls(**zeros | {"tiers": {}, "cached_tokens": {}})
 
     @property
     def spills(self) -> int:

@@ -1,0 +1,401 @@
+"""Requests that begin with the same tokens share their KV; no model is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.device import open_device
+from kvtide.layout import GQA
+from kvtide.pool import PageAllocator, Pool
+from kvtide.serve.prefix import PrefixCache, block_tokens_for
+from kvtide.serve.request import PrefixBlock, Request, SamplingParams
+from kvtide.serve.scheduler import Scheduler, SchedulerOptions
+from kvtide.tide import Tide
+
+PAGE_SIZE = 4
+CHUNK_TOKENS = 8
+
+
+_benches: list[Bench] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_held_at_the_end() -> Iterator[None]:
+    """After each test: without requests and blocks, all pages and all host memory are free."""
+    yield
+    while _benches:
+        _benches.pop().close()
+
+
+@dataclass
+class Bench:
+    """A scheduler with a prefix cache over a small pool, and a model that writes `kv_of`."""
+
+    page_count: int
+    on_pressure: str = "offload"
+    exact: bool = True
+    host_blocks: int = 0
+    computed: dict[str, list[int]] = field(default_factory=dict)
+    """For each request the numbers of the tokens that were computed, in order."""
+
+    def __post_init__(self) -> None:
+        _benches.append(self)
+        self._rows: dict[Request, list[int]] = {}
+        geometry = GQA.bind(
+            dtype="uint8", layer=1, token=PAGE_SIZE, head=1, head_dim=8, v_head_dim=8
+        )
+        device = open_device("cpu")
+        block_bytes = 2 * geometry.page_bytes
+        self.arena = HostArena(
+            device, limit_bytes=self.host_blocks * block_bytes, block_bytes=block_bytes
+        )
+        self.pages = PageAllocator(self.page_count)
+        pool = Pool.create(geometry, device, page_count=self.page_count)
+        self.tide = Tide(pool, self.arena, self.pages)
+        self.prefixes = PrefixCache(
+            self.tide,
+            self.pages,
+            block_tokens_for(CHUNK_TOKENS, PAGE_SIZE, exact=self.exact),
+            seed_of=lambda request: request.salt.hex(),
+            shares_answers=not self.exact,
+            below_bytes=self.arena.limit_bytes,
+        )
+        options = SchedulerOptions(CHUNK_TOKENS, 64, self.on_pressure, self.exact)
+        self.scheduler = Scheduler(
+            self.tide, self.pages, options, lambda request: request.id, self.prefixes
+        )
+
+    def plane(self, name: str) -> torch.Tensor:
+        """The rows of a plane, [slot, 8]."""
+        return self.tide.pool.plane(name, 0).view(-1, 8)
+
+    def rows_of(self, request: Request) -> torch.Tensor:
+        """What stands for its tokens' KV, [token, 8]: all tokens up to one decide its bytes."""
+        rows = self._rows.setdefault(request, [])
+        for number in range(len(rows) // 8, request.token_count):
+            before = bytes(rows[-8:] + request.tokens(number, 1))
+            rows.extend(hashlib.blake2b(before, digest_size=8).digest())
+        return torch.tensor(rows, dtype=torch.uint8).view(-1, 8)
+
+    def step(self) -> list[tuple[str, int]]:
+        """Runs a step, and checks all that requests read before and after; gives its counts."""
+        steps = self.scheduler.plan()
+        self.check()
+        for request, count in steps:
+            part = slice(request.stored, request.stored + count)
+            slots = torch.from_numpy(self.tide.pool.slots_of(request.pages)[part])
+            for name in ("k", "v"):
+                self.plane(name)[slots] = self.rows_of(request)[part]
+            self.computed.setdefault(request.id, []).extend(range(part.start, part.stop))
+        self.scheduler.note_computed(steps)
+        for request, _ in steps:
+            if request.stored == request.token_count:
+                request.output_ids.append(len(request.output_ids))
+        self.check()
+        return [(request.id, count) for request, count in steps]
+
+    def check(self) -> None:
+        """Each request's slots hold the KV of its own tokens, and each page has its holders."""
+        held: list[int] = []
+        readers: Counter[PrefixBlock] = Counter()
+        for request in self.scheduler.running:
+            slots = torch.from_numpy(self.tide.pool.slots_of(request.pages)[: request.stored])
+            for name in ("k", "v"):
+                expected = self.rows_of(request)[: request.stored]
+                assert torch.equal(expected, self.plane(name)[slots]), request
+            held += self.prefixes.pages_of(request)
+            readers.update(request.blocks)
+        held += [page for block in readers for page in block.pages]
+        assert len(held) == len(set(held))
+        assert self.pages.held_count == len(held) + self.prefixes.idle_page_count
+        assert all(count == block.readers for block, count in readers.items())
+
+    def close(self) -> None:
+        """Ends all requests and drops all blocks: then everything is free."""
+        for request in (*self.scheduler.running, *self._rows):
+            self.scheduler.remove(request)
+        assert self.pages.held_count == self.prefixes.idle_page_count
+        self.prefixes.clear()
+        free = (self.pages.free_count, self.prefixes.block_count, self.arena.used_bytes)
+        assert (self.page_count, 0, 0) == free
+
+    def answer(self, *requests: Request) -> None:
+        """Answers requests, and lets each end after `max_new_tokens`."""
+        for request in requests:
+            self.scheduler.add(request)
+        while self.step():
+            self.end_those_that_are_done()
+
+    def end_those_that_are_done(self) -> None:
+        """Removes requests whose answers are complete."""
+        for request in self.scheduler.running:
+            if len(request.output_ids) >= request.params.max_new_tokens:
+                self.scheduler.remove(request)
+
+
+def make(name: str, prompt: list[int], new_tokens: int = 1, *, salt: bytes = b"") -> Request:
+    """Makes a request."""
+    params = SamplingParams(max_new_tokens=new_tokens)
+    return Request(name, prompt, params, salt=salt)
+
+
+def numbers(count: int, first: int = 0) -> list[int]:
+    """Makes a prompt of ascending tokens."""
+    return list(range(first, first + count))
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "page_size", "exact", "expected"),
+    [
+        (256, 16, True, 256),
+        (7, 16, True, 112),
+        (1, 1, True, 1),
+        (256, 16, False, 64),
+        (256, 128, False, 128),
+        (256, 1, False, 64),
+    ],
+)
+def test_block_is_whole_pages_and_in_exact_mode_whole_chunks(
+    chunk_tokens: int, page_size: int, exact: bool, expected: int
+) -> None:
+    """A chunk is computed alike in every prompt; the rest of a prompt isn't."""
+    assert expected == block_tokens_for(chunk_tokens, page_size, exact=exact)
+
+
+def test_common_chunks_are_computed_once() -> None:
+    """The second request computes what comes after them, and says how many it was spared."""
+    bench = Bench(16)
+    first, second = make("a", numbers(19)), make("b", [*numbers(16), 90, 91])
+    bench.answer(first)
+    bench.answer(second)
+    assert {"a": numbers(19), "b": [16, 17]} == bench.computed
+    assert (0, 16) == (first.cached_tokens, second.cached_tokens)
+    assert {"device": 16} == dict(bench.prefixes.stats.cached_tokens)
+
+
+def test_requests_that_come_together_compute_a_prefix_once() -> None:
+    """The second reads a chunk in the step after the first has computed it."""
+    bench = Bench(16)
+    bench.answer(make("a", numbers(18)), make("b", [*numbers(16), 90, 91]))
+    assert {"a": numbers(18), "b": [16, 17]} == bench.computed
+
+
+def test_in_fast_mode_requests_of_one_step_compute_a_prefix_once() -> None:
+    """Both would fit in one step; the second waits a step instead of computing the same."""
+    bench = Bench(64, exact=False)
+    bench.prefixes._block_tokens, bench.prefixes._block_pages = PAGE_SIZE, 1
+    bench.answer(make("a", [7, 7, 7, 7]), make("b", [7, 7, 7, 7, 1, 2]), make("c", [8, 8]))
+    assert {"a": numbers(4), "b": [4, 5], "c": [0, 1]} == bench.computed
+
+
+def test_last_token_is_always_computed() -> None:
+    """Its logits are wanted, so a prompt of whole blocks computes its last block."""
+    bench = Bench(16)
+    bench.answer(make("a", numbers(16)))
+    bench.answer(make("b", numbers(16)))
+    assert numbers(8, 8) == bench.computed["b"]
+
+
+def test_tokens_in_other_company_are_not_shared() -> None:
+    """The same block after other tokens has other KV."""
+    bench = Bench(16)
+    bench.answer(make("a", numbers(17)))
+    bench.answer(make("b", [*numbers(8, 50), *numbers(9, 8)]))
+    assert numbers(17) == bench.computed["b"]
+
+
+def test_tenants_never_read_each_others_blocks() -> None:
+    """Requests with different salts share nothing; those with one salt do."""
+    bench = Bench(32)
+    for name, salt in (("a", b""), ("b", b"x"), ("c", b"y"), ("d", b"x")):
+        bench.answer(make(name, numbers(17), salt=salt))
+    spared = {name: 17 - len(tokens) for name, tokens in bench.computed.items()}
+    assert {"a": 0, "b": 0, "c": 0, "d": 16} == spared
+
+
+def test_salt_is_not_shown() -> None:
+    """It is a secret, and a request's form may end in a log."""
+    assert "secret" not in repr(make("a", [1], salt=b"secret"))
+
+
+def test_answers_are_shared_in_fast_mode_alone() -> None:
+    """The next turn of a conversation begins with the last one's prompt and answer."""
+    for exact, expected in ((True, numbers(12, 8)), (False, numbers(4, 16))):
+        bench = Bench(64, exact=exact)
+        if not exact:
+            bench.prefixes._block_tokens, bench.prefixes._block_pages = PAGE_SIZE, 1
+        first = make("a", numbers(10), 8)
+        bench.answer(first)
+        bench.answer(make("b", [*first.prompt_ids, *first.output_ids, 80, 81]))
+        assert expected == bench.computed["b"]
+
+
+def test_blocks_leave_from_the_end_of_the_prefix_used_least_recently() -> None:
+    """Its beginning, and what was used since, is still there."""
+    bench = Bench(8)
+    bench.answer(make("a", numbers(17)))
+    bench.answer(make("b", numbers(9, 50)))
+    assert 8 - 6 == bench.pages.free_count
+    bench.answer(make("c", numbers(9, 100)))  # takes 3 pages: one too many
+    for request, expected in ((make("d", numbers(17)), 8), (make("e", numbers(9, 50)), 8)):
+        bench.scheduler.add(request)
+        bench.step()
+        assert expected == request.cached_tokens
+        bench.scheduler.remove(request)
+
+
+def test_pages_that_hold_unread_blocks_count_as_free() -> None:
+    """Otherwise a cache that fills the pool would keep requests from starting."""
+    bench = Bench(4)
+    bench.answer(make("a", numbers(16)))
+    assert (4, 4) == (bench.pages.held_count, bench.prefixes.idle_page_count)
+    bench.answer(make("b", numbers(16, 50)))
+    assert numbers(16) == bench.computed["b"]
+
+
+def test_requests_that_share_need_room_for_their_own_tokens_only() -> None:
+    """Three of them run at once where two fit without sharing."""
+    bench = Bench(8)
+    first = make("a", numbers(16), 4)
+    bench.scheduler.add(first)
+    bench.step()
+    bench.step()
+    for name in "bc":
+        bench.scheduler.add(make(name, [*numbers(16), 90], 2))
+    bench.step()
+    assert ["a", "b", "c"] == [request.id for request in bench.scheduler.running]
+
+
+@pytest.mark.parametrize("page_count", [6, 8])
+def test_retracted_request_reads_its_blocks_again(page_count: int) -> None:
+    """Only its own tokens go to host memory, and nothing is computed again."""
+    bench = Bench(page_count, host_blocks=8)
+    first, second = make("a", numbers(16), 12), make("b", [*numbers(16), 90, 91, 92], 4)
+    bench.scheduler.add(first)
+    bench.step()
+    bench.step()
+    bench.scheduler.add(second)
+    bench.step()
+    bench.scheduler.retract(second)
+    assert second.snapshot is not None
+    assert second.stored - 16 == second.snapshot.token_count
+    while bench.step():
+        bench.end_those_that_are_done()
+    assert 0 == bench.scheduler.stats.recomputed_tokens
+    assert numbers(3, 16) == bench.computed["b"][:3]
+    assert len(set(bench.computed["b"])) == len(bench.computed["b"])
+
+
+def test_request_whose_blocks_are_lost_is_computed_again() -> None:
+    """Its own snapshot is no use without them."""
+    bench = Bench(8, host_blocks=8)
+    request = make("a", [*numbers(16), 90], 4)
+    bench.scheduler.add(request)
+    for _ in range(3):
+        bench.step()
+    stored = request.stored
+    bench.scheduler.retract(request)
+    bench.prefixes.clear()
+    while bench.step():
+        bench.end_those_that_are_done()
+    assert (1, stored) == (bench.scheduler.stats.missing, bench.scheduler.stats.recomputed_tokens)
+    assert 4 == len(request.output_ids)
+
+
+def test_blocks_that_survive_are_not_counted_as_computed_again() -> None:
+    """With `recompute` a request starts from the blocks that are still there."""
+    bench = Bench(16, on_pressure="recompute")
+    request = make("a", [*numbers(16), 90], 4)
+    bench.scheduler.add(request)
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.retract(request)
+    while bench.step():
+        bench.end_those_that_are_done()
+    assert 1 == bench.scheduler.stats.recomputed_tokens
+    assert 0 == request.cached_tokens
+
+
+def test_blocks_make_way_for_a_retracted_request() -> None:
+    """The block used least recently is dropped, and the request's own snapshot has its place."""
+    bench = Bench(8, host_blocks=2)
+    bench.answer(make("a", numbers(24)))
+    request = make("b", numbers(27, 50), 4)
+    bench.scheduler.add(request)
+    for _ in range(3):
+        bench.step()
+    assert 2 * bench.arena.block_bytes == bench.arena.used_bytes
+    bench.step()
+    bench.scheduler.retract(request)
+    assert request.snapshot is not None
+    assert 0 == bench.scheduler.stats.arena_full
+    assert 1 == len(bench.prefixes._below)
+
+
+def test_blocks_that_a_retracted_request_awaits_do_not_make_way() -> None:
+    """They would cost it all that it has."""
+    bench = Bench(8, host_blocks=3)
+    request = make("a", numbers(17), 4)
+    bench.scheduler.add(request)
+    for _ in range(4):
+        bench.step()
+    bench.scheduler.retract(request)
+    assert bench.prefixes.make_room(8)  # both blocks go below, beside the request's own tokens
+    assert not bench.prefixes.give_way()
+    while bench.step():
+        bench.end_those_that_are_done()
+    assert 0 == bench.scheduler.stats.recomputed_tokens
+
+
+def test_blocks_below_keep_to_their_limit() -> None:
+    """Those used least recently are dropped beyond it."""
+    bench = Bench(8, host_blocks=8)
+    bench.prefixes._below_bytes = 3 * bench.arena.block_bytes
+    for number in range(6):
+        bench.answer(make(str(number), numbers(17, 20 * number)))
+    assert 3 == len(bench.prefixes._below)
+    assert 3 * bench.arena.block_bytes == bench.arena.used_bytes
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("on_pressure", ["offload", "recompute", "wait"])
+@pytest.mark.parametrize("host_blocks", [0, 6])
+def test_thousands_of_steps_read_nothing_wrong(
+    exact: bool, on_pressure: str, host_blocks: int
+) -> None:
+    """Requests of few beginnings come, are retracted and aborted at random.
+
+    `Bench.step` compares every byte that a request reads, and counts the holders of every page.
+    """
+    dice = random.Random(host_blocks)
+    bench = Bench(24, on_pressure=on_pressure, exact=exact, host_blocks=host_blocks)
+    if not exact:
+        bench.prefixes._block_tokens, bench.prefixes._block_pages = PAGE_SIZE, 1
+    beginnings = [[dice.randrange(250) for _ in range(40)] for _ in range(4)]
+    alive: list[Request] = []
+    for number in range(1500):
+        if len(alive) < 8 and dice.random() < 0.5:
+            prompt = dice.choice(beginnings)[: dice.randint(1, 40)]
+            prompt = [*prompt, *(dice.randrange(250) for _ in range(dice.randint(0, 12)))]
+            salt = dice.choice([b"", b"x"])
+            alive.append(make(str(number), prompt, dice.randint(1, 20), salt=salt))
+            bench.scheduler.add(alive[-1])
+        running = bench.scheduler.running
+        if running and on_pressure != "wait" and dice.random() < 0.1:
+            bench.scheduler.retract(dice.choice(running))
+        if alive and dice.random() < 0.05:
+            bench.scheduler.remove(alive.pop(dice.randrange(len(alive))))
+        bench.step()
+        ended = [r for r in bench.scheduler.running if len(r.output_ids) >= r.params.max_new_tokens]
+        for request in ended:
+            bench.scheduler.remove(request)
+            alive.remove(request)
+    assert bench.prefixes.stats.cached_tokens["device"] > 0

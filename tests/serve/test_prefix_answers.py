@@ -1,0 +1,282 @@
+"""Answers of requests that share a prefix's KV have the same bits as answers computed alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.models import OpenModel
+from kvtide.serve.request import Request, SamplingParams
+from serve.harness import (
+    answers,
+    check_rows_once,
+    end_answers_at,
+    poison_released,
+    run_all,
+    tiny,
+    token_bytes,
+)
+from serve.small_models import model_of
+
+CHUNK = 16
+BLOCK_BYTES = 1 << 16
+FAMILIES = (
+    *("Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3Moe", "OPT", "GPTJ"),
+    *("GPTNeoX", "Nemotron", "StableLm"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets all engines of one model share a self-check."""
+    check_rows_once(monkeypatch)
+
+
+def make_requests(*, vocab_size: int = 199, salt: bytes = b"") -> list[Request]:
+    """Makes requests with three beginnings of several chunks; every other one samples."""
+    dice = random.Random(3)
+    beginnings = [[dice.randrange(4, vocab_size) for _ in range(70)] for _ in range(3)]
+    return [
+        Request(
+            f"r{number}",
+            beginnings[number % 3][: dice.randint(30, 70)]
+            + [dice.randrange(4, vocab_size) for _ in range(dice.randint(0, 20))],
+            SamplingParams(dice.randint(2, 12), temperature=0.9 * (number % 2), seed=number),
+            salt=salt,
+        )
+        for number in range(12)
+    ]
+
+
+def build(source: OpenModel, *, pool_tokens: int | None = None, **options: object) -> Engine:
+    """Builds an engine of small chunks and pages, in which answers end by their length alone."""
+    engine = Engine.build(
+        source,
+        EngineOptions(
+            kv_memory_bytes=None if pool_tokens is None else pool_tokens * token_bytes(source),
+            keep_logits=True,
+            **{  # type: ignore[arg-type]
+                "host_memory_bytes": 1 << 24,
+                "page_size": 4,
+                "chunk_tokens": CHUNK,
+                **options,
+            },
+        ),
+        make_requests(),
+    )
+    end_answers_at(engine, [])
+    return engine
+
+
+def source_of(family: str, dtype: torch.dtype) -> OpenModel:
+    """A small random model of a family, with the tokenizer of another: no text is compared."""
+    return dataclasses.replace(tiny(), model=model_of(family, dtype))
+
+
+def alone(source: OpenModel) -> list[tuple[object, ...]]:
+    """The answers without any sharing."""
+    engine = build(source, share_prefixes=False)
+    requests = make_requests()
+    run_all(engine, requests)
+    assert not engine.stats.cached_tokens
+    engine.close()
+    return answers(requests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hit_equals_the_computed_answer(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens and the logits of each step are the same, with room for all and with little."""
+    source = source_of(family, dtype)
+    expected = alone(source)
+    for pool_tokens in (None, 150):
+        engine, requests = build(source, pool_tokens=pool_tokens), make_requests()
+        with monkeypatch.context() as patch:
+            poison_released(engine, patch)
+            run_all(engine, requests)
+        spared, retractions = engine.stats.cached_tokens, engine.stats.retractions
+        engine.close()
+        assert sum(spared.values()) > 0
+        assert (retractions > 0) == (pool_tokens is not None)
+        assert expected == answers(requests)
+
+
+@pytest.mark.parametrize("on_pressure", ["offload", "recompute", "wait"])
+@pytest.mark.parametrize("host_memory_bytes", [0, 1 << 16, 1 << 24])
+def test_little_memory_changes_no_bit(
+    on_pressure: str, host_memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are evicted, moved, brought back and lost while requests read others of them."""
+    expected = alone(tiny())
+    engine = build(
+        tiny(), pool_tokens=120, on_pressure=on_pressure, host_memory_bytes=host_memory_bytes
+    )
+    requests = make_requests()
+    dice = random.Random(host_memory_bytes)
+    with monkeypatch.context() as patch:
+        poison_released(engine, patch)
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            running = engine.scheduler.running
+            if on_pressure != "wait" and running and dice.random() < 0.2:
+                engine.scheduler.retract(dice.choice(running))
+            engine.step()
+    engine.close()
+    assert expected == answers(requests)
+
+
+def test_chunk_boundaries_depend_on_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that reads blocks computes the rest in the steps in which it would alone."""
+    steps = {share: boundaries(monkeypatch, share=share) for share in (False, True)}
+    assert all(steps[True][name] <= steps[False][name] for name in steps[True])
+    assert steps[True] != steps[False]
+
+
+def boundaries(monkeypatch: pytest.MonkeyPatch, *, share: bool) -> dict[str, set[tuple[int, int]]]:
+    """For each request the steps that computed its tokens: the first token, and how many."""
+    engine, requests = build(tiny(), share_prefixes=share), make_requests()
+    found: dict[str, set[tuple[int, int]]] = {request.id: set() for request in requests}
+    plan = engine.scheduler.plan
+
+    def spy() -> list[tuple[Request, int]]:
+        steps = plan()
+        for request, count in steps:
+            found[request.id].add((request.stored, count))
+        return steps
+
+    monkeypatch.setattr(engine.scheduler, "plan", spy)
+    run_all(engine, requests)
+    engine.close()
+    return found
+
+
+def test_sharing_less_than_a_chunk_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: with blocks of a page an answer differs, so the rule is needed."""
+    expected = alone(tiny())
+    monkeypatch.setattr("kvtide.serve.engine.block_tokens_for", lambda *_, **__: 4)
+    engine, requests = build(tiny()), make_requests()
+    run_all(engine, requests)
+    engine.close()
+    assert expected != answers(requests)
+
+
+def test_next_turn_starts_from_what_the_last_one_left() -> None:
+    """In fast mode answers are shared too, in blocks of whole pages of about 64 tokens."""
+    engine = build(tiny(), exact=False)
+    first = Request("a", [5] * 90, SamplingParams(60))
+    run_all_but_keep(engine, first)
+    second = Request("b", [*first.prompt_ids, *first.output_ids, 7, 8], SamplingParams(2))
+    run_all_but_keep(engine, second)
+    engine.close()
+    assert (0, 128) == (first.cached_tokens, second.cached_tokens)
+
+
+def run_all_but_keep(engine: Engine, request: Request) -> None:
+    """Answers a request, and keeps the blocks that it leaves."""
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+
+
+def test_tenants_share_nothing() -> None:
+    """The second tenant's requests compute all that the first one's have computed."""
+    engine = build(tiny())
+    for salt, is_spared in ((b"one", False), (b"two", False), (b"one", True)):
+        request = make_requests(salt=salt)[0]
+        run_all_but_keep(engine, request)
+        assert is_spared == (request.cached_tokens > 0)
+    engine.close()
+
+
+def test_damaged_block_is_a_miss() -> None:
+    """A block whose bytes changed in host memory is computed again, to the same bits."""
+    engine, prompt = build(tiny(), pool_tokens=120), [5] * 60
+    request = Request("a", prompt, SamplingParams(3))
+    run_all_but_keep(engine, request)
+    run_all_but_keep(engine, Request("other", [6] * 100, SamplingParams(3)))
+    below = list(engine.scheduler.prefixes._below.values())
+    assert below
+    for block in below:
+        assert block.snapshot is not None
+        block.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
+    again = Request("a", prompt, SamplingParams(3))
+    run_all_but_keep(engine, again)
+    assert len(below) == engine.scheduler.prefixes.stats.failed
+    engine.close()
+    assert answers([request]) == answers([again])
+
+
+def test_blocks_come_back_from_a_disk(tmp_path: Path) -> None:
+    """Where host memory is full they go to the disk; a hit there gives the same bits."""
+    expected = alone(tiny())
+    options = {"pool_tokens": 120, "host_memory_bytes": 2 * BLOCK_BYTES}
+    engine = build(tiny(), disk_dir=tmp_path / "kv", **options)
+    for _ in range(2):
+        requests = make_requests()
+        for request in requests:
+            run_all_but_keep(engine, request)
+        assert expected == answers(requests)
+    assert engine.stats.cached_tokens["disk"] > 0
+    assert {"device", "host", "disk"} >= set(engine.stats.cached_tokens)
+    assert 0 == engine.scheduler.prefixes.stats.failed
+    engine.close()
+    assert not list((tmp_path / "kv").glob("??/*.safetensors"))
+
+
+def test_vanished_files_of_blocks_are_misses(tmp_path: Path) -> None:
+    """The answers are computed, and have the same bits."""
+    expected = alone(tiny())
+    options = {"pool_tokens": 120, "host_memory_bytes": 2 * BLOCK_BYTES}
+    engine = build(tiny(), disk_dir=tmp_path / "kv", **options)
+    for _ in range(2):
+        requests = make_requests()
+        for request in requests:
+            run_all_but_keep(engine, request)
+            for path in list((tmp_path / "kv").glob("??/*.safetensors")):
+                path.unlink(missing_ok=True)
+        assert expected == answers(requests)
+    assert engine.scheduler.prefixes.stats.failed > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("steps", [20, 24, 30])
+def test_a_later_engine_goes_on_with_requests_that_shared(tmp_path: Path, steps: int) -> None:
+    """What is left on the disk is whole by itself: blocks aren't there any more."""
+    expected = alone(tiny())
+    first, ended = build(tiny(), pool_tokens=300, disk_dir=tmp_path / "kv"), []
+    requests = make_named()
+    for request in requests:
+        first.add(request)
+    for number in range(steps):
+        ended += first.step()
+        if number % 6 == 5 and first.scheduler.running:
+            first.scheduler.retract(first.scheduler.running[0])
+    assert sum(first.stats.cached_tokens.values()) > 0
+    assert first.suspend() > 0
+    first.close()
+    done = {request.id: request for request in ended}
+    second = build(tiny(), pool_tokens=300, disk_dir=tmp_path / "kv")
+    left = [request for request in make_named() if request.id not in done]
+    run_all(second, left)
+    assert 0 == second.stats.recomputed_tokens
+    assert second.stats.resumes > 0
+    second.close()
+    found = {request.id: request for request in [*ended, *left]}
+    assert expected == answers([found[request.id] for request in requests])
+    assert not list((tmp_path / "kv").glob("??/*.safetensors"))
+
+
+def make_named() -> list[Request]:
+    """Makes the requests with keys, so that a later engine can go on with them."""
+    requests = make_requests()
+    for number, request in enumerate(requests):
+        request.key = f"{number:032x}"
+    return requests
