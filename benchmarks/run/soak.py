@@ -414,11 +414,12 @@ def answers_of(path: Path) -> dict[str, bytes]:
 
 
 def rows_of(path: Path) -> list[Any]:
-    """The answers, without how often each was retracted: that depends on what runs beside it."""
+    """The answers, without what depends on the requests beside them: retractions and hits."""
     rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     for row in rows:
         for sample in [row, *row.get("samples", [])]:
             sample.pop("retractions", None)
+            sample.pop("cached_tokens", None)
     return rows
 
 

@@ -26,6 +26,7 @@ def test_report_has_exactly_these_keys() -> None:
     """The keys are an interface, and each holds the count of the same name."""
     stats = make_stats(
         prompt_tokens=10,
+        cached_tokens={"device": 3, "disk": 1},
         new_tokens=6,
         retractions=3,
         resumes=2,
@@ -53,6 +54,7 @@ def test_report_has_exactly_these_keys() -> None:
         "failed": 2,
         "ended_by": None,
         "prompt_tokens": 10,
+        "cached_tokens": {"device": 3, "host": 0, "disk": 1},
         "new_tokens": 6,
         "retractions": 3,
         "resumes": 2,
@@ -93,6 +95,21 @@ def test_table_says_what_was_recomputed() -> None:
     rows = dict(summarize(requests, report))
     assert "the KV of 7 tokens" == rows["recomputed"]
     assert "false (1 request recomputed in different steps)" == rows["exact"]
+
+
+def test_table_says_which_tokens_of_prompts_were_not_computed() -> None:
+    """The row is there if there are any, and says where their KV was."""
+    for cached, expected in (
+        ({}, None),
+        ({"device": 1200}, "1,200 of the prompts weren't computed: 1,200 from the pool"),
+        (
+            {"host": 0, "disk": 7, "tape": 2},
+            "9 of the prompts weren't computed: 7 from disk, 2 from tape",
+        ),
+    ):
+        outcome = Outcome([], make_stats(cached_tokens=cached), 1.0, None)
+        report = make_report(PromptCounts(1, 0, 1, 0), outcome, exact=True, verified=None)
+        assert expected == dict(summarize([], report)).get("cached tokens")
 
 
 def test_table_of_a_fast_run_says_so() -> None:

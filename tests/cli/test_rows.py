@@ -13,6 +13,7 @@ PLAIN = {
     "text": "hé",
     "token_ids": [5, 6],
     "prompt_tokens": 3,
+    "cached_tokens": 0,
     "new_tokens": 2,
     "finish_reason": "stop",
     "retractions": 0,

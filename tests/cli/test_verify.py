@@ -104,8 +104,8 @@ def _line(**fields: object) -> dict[str, object]:
 
 
 def test_lines_of_earlier_runs_are_compared_without_their_logits() -> None:
-    """The verdict says what couldn't be compared. Retractions and keys may differ."""
-    kept = KeptLine("a", _line(retractions=3, key="0f"), _line())
+    """The verdict says what couldn't be compared. Retractions, hits and keys may differ."""
+    kept = KeptLine("a", _line(retractions=3, cached_tokens=8, key="0f"), _line())
     verdict = compare_runs([], [], [kept])
     assert verdict.verified
     assert "1 answer of earlier runs" in verdict.reason

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvtide.serve.selfcheck import RowCheck
     from kvtide.tier.counts import TierCounts
 
+_PLACES = {"device": "the pool", "host": "host memory", "disk": "disk", "mooncake": "Mooncake"}
+
 
 def write_report(path: Path, report: dict[str, object]) -> None:
     """Writes the report. Raises KvtideError if it can't be written."""
@@ -41,6 +43,7 @@ def make_report(
         "failed": counts.failed,
         "ended_by": _what_ended(outcome),
         "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": {"device": 0, "host": 0, **stats.cached_tokens},
         "new_tokens": stats.new_tokens,
         "retractions": stats.retractions,
         "resumes": stats.resumes,
@@ -99,6 +102,7 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
     rows = [
         ("requests", _explain_requests(report)),
         ("prompt tokens", f"{report['prompt_tokens']:,}"),
+        *_cached_rows(report),
         (
             "new tokens",
             f"{report['new_tokens']:,} in {report['seconds']:.1f} s, "
@@ -128,6 +132,17 @@ def summarize(requests: Sequence[Request], report: Mapping[str, Any]) -> list[tu
     inexact = sum(not request.exact for request in requests)
     rows.append(("exact", _explain_exact(report["exact"], inexact)))
     return rows
+
+
+def _cached_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The row about tokens of prompts that weren't computed; none if all were."""
+    places = {place: count for place, count in report["cached_tokens"].items() if count}
+    if not places:
+        return []
+    said = ", ".join(
+        f"{count:,} from {_PLACES.get(place, place)}" for place, count in places.items()
+    )
+    return [("cached tokens", f"{sum(places.values()):,} of the prompts weren't computed: {said}")]
 
 
 def _explain_requests(report: Mapping[str, Any]) -> str:

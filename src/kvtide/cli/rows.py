@@ -29,6 +29,7 @@ def _sample(request: Request) -> dict[str, Any]:
         "text": request.text,
         "token_ids": list(request.output_ids),
         "prompt_tokens": len(request.prompt_ids),
+        "cached_tokens": request.cached_tokens,
         "new_tokens": len(request.output_ids),
         "finish_reason": request.finish_reason,
         "retractions": request.retractions,

@@ -120,13 +120,14 @@ def _different_field(pair: KeptLine) -> str | None:
 
 
 def _compared(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a line that neither retractions nor names decide, as JSON gives them back."""
+    """The fields of a line that neither memory nor names decide, as JSON gives them back."""
     fields: dict[str, Any] = json.loads(json.dumps(line))
     # A line of a file may hold anything in any place.
     samples = fields["samples"] if isinstance(fields.get("samples"), list) else []
     for part in [fields, *samples]:
         if isinstance(part, dict):
             part.pop("retractions", None)
+            part.pop("cached_tokens", None)
     fields.pop("key", None)
     response = fields.get("response")
     body = response.get("body") if isinstance(response, dict) else None
