@@ -220,7 +220,9 @@ class Books:
 
 def _by_age(entries: list[FileEntry]) -> Iterator[tuple[str, int]]:
     """Names and sizes of files in whole pages, the one that was used least recently first."""
-    order = np.argsort(np.array([used_at for used_at, _, _ in entries]), kind="stable").tolist()
-    sizes = np.array([size_bytes for _, _, size_bytes in entries], np.int64)
-    whole = (-(-sizes // ALIGNMENT) * ALIGNMENT).tolist()
-    return ((entries[place][1], whole[place]) for place in order)
+    if not entries:
+        return iter(())
+    used_at, names, sizes = zip(*entries, strict=True)
+    order = np.argsort(np.array(used_at), kind="stable")
+    whole = -(-np.array(sizes, np.int64)[order] // ALIGNMENT) * ALIGNMENT
+    return zip(map(names.__getitem__, order.tolist()), whole.tolist(), strict=True)

@@ -295,19 +295,18 @@ def _files_in(
     """
     files: list[FileEntry] = []
     others: list[str] = []
-    fullmatch, is_file = form.fullmatch, stat.S_ISREG
-    with os.scandir(folder) as found:
-        for entry in found:
-            match = fullmatch(entry.name)
-            if not match or not match[1].startswith(beginning):
-                others.append(entry.name)
-                continue
-            try:
-                about = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # it has vanished
-                continue
-            if is_file(about.st_mode):
-                files.append((about.st_mtime, match[1], about.st_size))
+    fullmatch, stat_of, is_file = form.fullmatch, os.stat, stat.S_ISREG
+    for name in os.listdir(folder):
+        match = fullmatch(name)
+        if not match or not match[1].startswith(beginning):
+            others.append(name)
+            continue
+        try:
+            about = stat_of(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:  # it has vanished
+            continue
+        if is_file(about.st_mode):
+            files.append((about.st_mtime, match[1], about.st_size))
     return files, others
 
 
