@@ -140,7 +140,7 @@ def test_lease_of_a_caller_is_never_taken() -> None:
         block.tensor(0, BLOCK_BYTES).fill_(7)
     saved = [world.save(page) for page in range(5)]
     assert [3, 4] == world.here(saved)
-    world.spill.make_room(3)
+    world.spill.make_room(2)
     assert [] == world.here(saved)
     with pytest.raises(ArenaFull):
         world.tide.offload(range(12))

@@ -57,7 +57,7 @@ def build(folder: Path | None, **options: Any) -> Engine:
     """Builds an engine whose pool has room for three requests, and the arena for two."""
     memory = EngineOptions(
         kv_memory_bytes=280 * token_bytes(tiny()),
-        host_memory_bytes=3 * BLOCK_BYTES,  # a part of it isn't blocks
+        host_memory_bytes=2 * BLOCK_BYTES,
         disk_dir=folder,
         keep_logits=True,
     )

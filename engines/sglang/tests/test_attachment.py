@@ -213,7 +213,7 @@ def test_an_error_in_the_self_check_does_not_stop_a_server(
             [],
             "host_pool",
             logging.INFO,
-            "384 bytes a token, arena up to 1.0 MiB on this rank, for 1920 tokens",
+            "384 bytes a token, arena up to 1.0 MiB on this rank, for 2688 tokens",
         ),
     ],
 )
@@ -317,7 +317,7 @@ def test_an_ordinary_servers_line_names_no_backend(
     refused = Attachment(attachment.scheduler, SETTINGS, refusal="X: no")
     assert "left to SGLang: X: no" == status_line.report(refused, [])
     covered, left = (record.getMessage() for record in caplog.records)
-    assert covered.endswith("on this rank, for 1920 tokens")
+    assert covered.endswith("on this rank, for 2688 tokens")
     assert left.endswith("with SGLang 0.5.23: left to SGLang: X: no")
 
 

@@ -18,6 +18,7 @@ from kvtide.pool import Pool
 from kvtide.transfer import chunk_bytes_for
 
 _SHARE = 32
+_LEAST_SHARED = 64 << 20
 _LEAST_SEALS = 4 << 20
 _MOST_OF_MOVES = 4
 _TOKEN_BYTES = 64
@@ -29,16 +30,17 @@ _PLANNED_BYTES = 10 << 20
 def arena_for(pool: Pool, limit_bytes: int) -> HostArena:
     """An arena for a pool's requests, all of whose memory in the process is within `limit_bytes`.
 
-    Blocks have the size that the pool's device moves best. The interpreter's memory for seals isn't
-    worth a limit where it is less than 4 MiB. Raises LayoutError for an invalid limit.
+    Blocks have the size that the pool's device moves best. A limit of less than 64 MiB, such as a
+    test's, is all blocks, and up to 4 MiB of seals stand beside them: the interpreter takes and
+    gives back as much for anything. Raises LayoutError for an invalid limit.
     """
     limit_bytes = checked_integer(
         limit_bytes, "host arena: limit_bytes", least=0, error=LayoutError
     )
-    share_bytes = limit_bytes // _SHARE
+    share_bytes = limit_bytes // _SHARE if limit_bytes >= _LEAST_SHARED else 0
     left_bytes = limit_bytes - 2 * share_bytes
     block_bytes = chunk_bytes_for(pool, left_bytes)
-    moves_bytes = _moves_bytes(pool.geometry, left_bytes)
+    moves_bytes = _moves_bytes(pool.geometry, left_bytes) if share_bytes else 0
     return HostArena(
         pool.device,
         limit_bytes=limit_bytes,

@@ -17,6 +17,7 @@ from typing import Any, final
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Job
 from kvtide.errors import (
+    ArenaFull,
     SnapshotDamaged,
     SnapshotMiss,
     TierFull,
