@@ -20,7 +20,7 @@ TIGHT_SERVER = {
     "log_level": "debug",
 }
 """The pool has room for half of the tokens of a crowd."""
-ONE_BLOCK = "128KiB"
+ONE_BLOCK = "64KiB"
 """So little host memory has room for a single request."""
 
 
@@ -109,7 +109,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
         {**TIGHT_SERVER, "tp_size": 2},
         [*(("ask", crowd(kind)) for kind in kinds), ("rest", 1.0)],
         SGLANG_CPU_OMP_THREADS_BIND="0|1",
-        KVTIDE_HOST_MEMORY="256KiB",
+        KVTIDE_HOST_MEMORY="128KiB",
         KVTIDE_DISK_DIR=str(folder / "kv"),
     )
     names = sorted(path.name for path in (folder / "kv").iterdir())
@@ -136,7 +136,7 @@ def test_a_rank_without_a_disk_is_no_reason_not_to_start(tmp_path: Path) -> None
         {**TIGHT_SERVER, "tp_size": 2},
         [("ask", crowd()), ("rest", 1.0)],
         SGLANG_CPU_OMP_THREADS_BIND="0|1",
-        KVTIDE_HOST_MEMORY="256KiB",
+        KVTIDE_HOST_MEMORY="128KiB",
         KVTIDE_DISK_DIR=str(tmp_path / "kv"),
         KVTIDE_MEDDLE="no disk",
     )

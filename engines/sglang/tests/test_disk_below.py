@@ -21,7 +21,7 @@ from kvtide.tier import Spill
 from kvtide.tier.names import LOCK
 
 COUNT = 8
-HOST_BYTES = 160 << 10
+HOST_BYTES = 2 << 16
 """The arena has two blocks, and each request takes one."""
 
 

@@ -73,7 +73,7 @@ def test_what_tiers_do_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Bytes and seconds are counted down and up, and every count is there before it is needed."""
     monkeypatch.setattr(keeping, "_TELL_S", 0.0)
     place, registry = Place(), CollectorRegistry()
-    settings = Settings(host_memory_bytes=160 << 10, below=Below(tmp_path / "kv", 1 << 20))
+    settings = Settings(host_memory_bytes=2 << 16, below=Below(tmp_path / "kv", 1 << 20))
     keeper = keeper_over(place.allocator, place.request_pool, [], settings)
     metrics = metrics_of(context(registry))
     assert metrics is not None
@@ -96,7 +96,7 @@ def test_what_tiers_do_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 0 == value("tier_hits_total", tier="disk")
     assert 0 < value("disk_used_bytes") <= value("disk_peak_bytes") <= value("disk_limit_bytes")
     assert 1 << 20 == value("disk_limit_bytes")
-    assert 160 << 10 >= value("arena_peak_bytes") == 2 * keeper.arena.block_bytes
+    assert 2 << 16 >= value("arena_peak_bytes") == 2 * keeper.arena.block_bytes
     read_ahead(keeper, backups)
     assert 1 == value("tier_hits_total", tier="disk")
     for path in (tmp_path / "kv").rglob("*.safetensors"):

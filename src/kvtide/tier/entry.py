@@ -7,7 +7,7 @@ from enum import Enum, auto
 from itertools import chain
 from typing import final
 
-from kvtide.arena import HostArena
+from kvtide.errors import ArenaFull
 from kvtide.snapshot import Snapshot
 from kvtide.tier.moves import Move
 from kvtide.tier.retries import RetriedTier
@@ -99,8 +99,6 @@ class SpillEntries:
         self._far: dict[int, SpillEntry] = {}
         self.unwritten_blocks = 0
         """Blocks of what is in no tier yet."""
-        self.written_blocks = 0
-        """Blocks of what is in a tier, too."""
         self._below: Counter[int] = Counter()
         """How many of those below would take so many blocks."""
 
@@ -150,22 +148,26 @@ class SpillEntries:
         """The most blocks that one of those below takes when it comes back; 0 if none is there."""
         return max(self._below, default=0)
 
-    def have_way_back(self, arena: HostArena, block_count: int) -> bool:
-        """Whether all that is below could come back one by one if `block_count` blocks were taken.
+    def have_way_back(self, left_blocks: int) -> bool:
+        """Whether all that is below could come back one by one in so many blocks of the arena.
 
-        What a full tier refuses would keep it from that for ever. In an arena that is too small for
-        both there is no such promise.
+        What a full tier refuses would keep it from that for ever. In an arena that is too small
+        there is no such promise.
         """
-        left = arena.block_count - block_count - self.largest_below
-        kept = arena.block_count - arena.free_count - self.written_blocks
-        return left < 0 or kept <= left
+        left_blocks -= self.largest_below
+        return left_blocks < 0 or self.unwritten_blocks <= left_blocks
+
+    def no_way_back(self) -> ArenaFull:
+        """The error for a request without which all that is below can come back."""
+        return ArenaFull(
+            f"host arena: {self.largest_below} blocks are kept for what is below, and no tier "
+            "takes more; let this request be recomputed"
+        )
 
     def _count(self, entry: SpillEntry, change: int) -> None:
         blocks = entry.block_count
         if entry.is_unwritten:
             self.unwritten_blocks += change * blocks
-        elif entry.state is State.WRITTEN:
-            self.written_blocks += change * blocks
         elif entry.state is State.BELOW:
             self._below[blocks] += change
             if not self._below[blocks]:

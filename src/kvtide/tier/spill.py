@@ -16,15 +16,7 @@ from typing import Any, final
 
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Job
-from kvtide.errors import (
-    ArenaFull,
-    SnapshotDamaged,
-    SnapshotMiss,
-    TierFull,
-    first_line,
-    to_keep,
-    to_raise,
-)
+from kvtide.errors import SnapshotDamaged, SnapshotMiss, TierFull, first_line, to_keep, to_raise
 from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier.base import Tier
@@ -107,8 +99,9 @@ class Spill:
         arena.
         """
         self._is_left = True
+        self.settle()
         while self._write_one(self._until()):
-            pass
+            self.settle()
         return self._entries.kept_count()
 
     def make_room(self, block_count: int) -> None:
@@ -119,12 +112,9 @@ class Spill:
         """
         until = self._until()
         self._make_room(block_count, until)
-        while not self._entries.have_way_back(self._arena, block_count):
+        while not self._entries.have_way_back(self._arena.block_count - block_count):
             if not self._write_one(until):
-                raise ArenaFull(
-                    f"host arena: {self._entries.largest_below} blocks are kept for what is below, "
-                    "and no tier takes more; let this request be recomputed"
-                )
+                raise self._entries.no_way_back()
 
     def read_ahead(self, snapshot: Snapshot) -> None:
         """Says that a snapshot is wanted soon: begins to read it if there is room at once."""
@@ -260,7 +250,6 @@ class Spill:
 
     def _write_one(self, until: float) -> bool:
         """Waits for a move, or for a write that it begins; False if there is none."""
-        self.settle()
         now = self._clock()
         due = next((entry for entry in self._entries.near.values() if entry.is_due(now)), None)
         if due is not None and self._may_write():
