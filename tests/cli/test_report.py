@@ -54,7 +54,6 @@ def test_report_has_exactly_these_keys() -> None:
         "failed": 2,
         "ended_by": None,
         "prompt_tokens": 10,
-        "cached_tokens": {"device": 3, "host": 0, "disk": 1},
         "new_tokens": 6,
         "retractions": 3,
         "resumes": 2,

@@ -43,7 +43,6 @@ def make_report(
         "failed": counts.failed,
         "ended_by": _what_ended(outcome),
         "prompt_tokens": stats.prompt_tokens,
-        "cached_tokens": {"device": 0, "host": 0, **stats.cached_tokens},
         "new_tokens": stats.new_tokens,
         "retractions": stats.retractions,
         "resumes": stats.resumes,
