@@ -71,11 +71,13 @@ def run_hicache(
 ) -> EngineRun:
     """Runs a server with a storage in the folder `kv` through steps, in a new folder.
 
-    `storage` are values of the storage's configuration beside or in place of kvtide's.
+    `storage` are values of the storage's configuration beside or in place of kvtide's; None takes
+    a value out.
     """
     folder.mkdir()
     ours = {**DYNAMIC, "disk_dir": str(kv), "disk_memory": "64MiB", "prefetch_threshold": PAGE}
-    extra = {**ours, **(storage or {})}
+    given = {**ours, **(storage or {})}
+    extra = {name: value for name, value in given.items() if value is not None}
     backend = extra.pop("hicache_storage_backend")
     return run_engine(
         folder,

@@ -19,15 +19,21 @@ _WAIT_S = 60.0
 _GLANCE_S = 0.02
 
 
-async def asked(engine: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Asks one request after the other, and returns the answers.
+async def asked(
+    engine: Any, requests: list[dict[str, Any]], limit_s: float = _WAIT_S
+) -> list[dict[str, Any]]:
+    """Asks one request after the other, and returns the answers; fewer if one takes too long.
 
     After each the cache is flushed, so that only the storage has pages. SGLang refuses that until
     all pages were offered to the storage.
     """
-    answers = []
+    answers: list[dict[str, Any]] = []
     for request in requests:
-        answers.append(dict(await engine.async_generate(**request)))
+        try:
+            answer = await asyncio.wait_for(engine.async_generate(**request), limit_s)
+        except asyncio.TimeoutError:
+            return answers
+        answers.append(dict(answer))
         for _ in range(int(_WAIT_S / _GLANCE_S)):
             if (await engine.tokenizer_manager.flush_cache()).success:
                 break
@@ -55,15 +61,20 @@ async def counted(engine: Any, folder: str) -> int:
 async def damage(
     engine: Any, folder: str, how: str, tokens: Sequence[int], pages: Sequence[int]
 ) -> None:
-    """Flips a bit in the files of a prompt's pages, cuts these files, or removes them."""
+    """Damages the files of a prompt's pages.
+
+    `how` is `flip` a bit, `cut` in half, `lose`, or `swap`: copy it over that of the page before.
+    """
     for number in pages:
         path = _file_of(folder, tokens, number)
         content = bytearray(path.read_bytes())
-        if how == "flip":  # a bit that makes a number of float32 much larger or smaller
-            content[_start_of(path) + 3] ^= 0x20
+        if how == "flip":  # an exponent bit of a number of float32, which gets much larger
+            content[_start_of(path) + 3] ^= 0x40
             path.write_bytes(content)
         elif how == "cut":
             path.write_bytes(content[: len(content) // 2])
+        elif how == "swap":
+            _file_of(folder, tokens, number - 1).write_bytes(content)
         else:
             path.unlink()
 

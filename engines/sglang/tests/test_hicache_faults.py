@@ -119,13 +119,33 @@ def test_a_page_under_the_name_of_another_is_damaged(
     assert [True, False, *WHOLE[2:]] == get(store, pool)
 
 
-def test_a_full_disk_keeps_what_it_has(
+def test_on_a_full_disk_the_oldest_pages_leave(
+    store: Storage, pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has less room than the limit: it has two pages, whatever SGLang asks for."""
+    original = Folder.write
+
+    def write(folder: Folder, *arguments: Any) -> Any:
+        if len(files(tmp_path)) >= 2:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return original(folder, *arguments)
+
+    monkeypatch.setattr(Folder, "write", write)
+    kept = [page_bytes(pool, page) for page in PAGES]
+    for page in PAGES:
+        assert store.batch_set_v1(names(COUNT)[page : page + 1], rows_of(pool, (page,))) == [True]
+        assert len(files(tmp_path)) <= 2
+    assert [*NONE[2:], True, True] == get(store, pool)
+    assert all(torch.equal(kept[page], page_bytes(pool, page)) for page in PAGES[-2:])
+
+
+def test_a_disk_that_takes_nothing_gives_what_it_has(
     store: Storage, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing new is kept, what is there is read, and pages are kept again when there is room."""
+    """Pages are kept again when it takes them."""
 
     def write(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "no space left on device")
+        raise OSError(errno.EROFS, "read-only file system")
 
     assert put(store, pool, (0, 1)) == [True, True]
     with monkeypatch.context() as full:
@@ -240,6 +260,20 @@ def test_a_write_that_ends_too_late_has_written_what_the_page_held(
         assert not found[page] or torch.equal(kept[page], page_bytes(pool, page))
 
 
+def test_nobody_waits_for_a_store_that_does_not_say_what_it_has(
+    hasty: Storage, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question is bounded as a read is; the next call doesn't even ask."""
+    assert put(hasty, pool, (0,)) == [True]
+    with hanging(monkeypatch, "contains"):
+        assert hasty.batch_exists(names(COUNT)) == 0
+        hasty._moves._deadline_s = 10_000.0
+        assert hasty.batch_exists(names(COUNT)) == 0
+        assert get(hasty, pool) == NONE
+    settle(hasty)
+    assert hasty.batch_exists(names(COUNT)) == 1
+
+
 def test_a_flush_ends_calls_early(
     pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,14 +320,37 @@ def test_nothing_raises(store: Storage, pool: Any, monkeypatch: pytest.MonkeyPat
         assert store.get_stats() is None
 
 
+def value_of(metric: str, labels: dict[str, str]) -> float:
+    """Returns a metric's value in this process."""
+    from prometheus_client import REGISTRY
+
+    return REGISTRY.get_sample_value(metric, labels) or 0
+
+
 def test_sglang_gets_numbers_of_pages_and_their_speed(store: Storage, pool: Any) -> None:
-    """Each answer has the calls since the one before."""
+    """Each answer has the calls since the one before. kvtide's metrics count what became of all."""
+    before = {
+        (metric, what): value_of(
+            f"kvtide:hicache_{metric}_total", {"shard": "tp0of1-pp0of1-cp0of1", "what": what}
+        )
+        for metric in ("pages", "bytes")
+        for what in ("hit", "read", "written")
+    }
     assert put(store, pool) == WHOLE
     assert get(store, pool) == WHOLE
     stats = store.get_stats()
     assert ([COUNT], [COUNT]) == (stats.prefetch_pgs, stats.backup_pgs)
     assert all(speed > 0 for speed in stats.prefetch_bandwidth + stats.backup_bandwidth)
     assert store.get_stats().prefetch_pgs == []
+    size_bytes = COUNT * store._pools["kv"].size_bytes
+    for metric, what, expected in (
+        ("pages", "hit", COUNT),
+        ("pages", "written", COUNT),
+        ("bytes", "read", size_bytes),
+        ("bytes", "written", size_bytes),
+    ):
+        labels = {"shard": "tp0of1-pp0of1-cp0of1", "what": what}
+        assert value_of(f"kvtide:hicache_{metric}_total", labels) == before[metric, what] + expected
 
 
 def test_cleared_pages_are_gone(store: Storage, pool: Any, tmp_path: Path) -> None:

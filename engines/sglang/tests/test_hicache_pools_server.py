@@ -1,4 +1,4 @@
-"""Real servers whose models have more than keys and values find their pages in a storage."""
+"""Real servers whose models have more than keys and values find their pages in the storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plugin of SGLang that makes kvtide's disk tiers fail, as the file KVTIDE_FAULT says.
+"""A plugin of SGLang that makes a storage's disk fail, as the file KVTIDE_FAULT says.
 
 `hang`: no read and no write ends before the file says something else. `full`: the disk is full.
 """
@@ -15,17 +15,20 @@ from typing import Any
 
 def register() -> None:
     """SGLang calls this to load the plugin."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
     from kvtide.tier.folder import Folder
 
-    for method in ("open", "write"):
-        setattr(Folder, method, _failing(getattr(Folder, method), method))
+    for owner, method in ((Folder, "open"), (HiCacheFile, "get"), (HiCacheFile, "set")):
+        setattr(owner, method, _failing(getattr(owner, method), writes=False))
+    setattr(Folder, "write", _failing(Folder.write, writes=True))  # noqa: B010
 
 
-def _failing(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _failing(original: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         while _fault() == "hang":
             time.sleep(0.01)
-        if _fault() == "full" and method == "write":
+        if _fault() == "full" and writes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(*arguments)
 

@@ -96,7 +96,7 @@ class Storage:
         self._settings = StorageSettings.read(config.extra_config)
         require_hooks()
         self._identity = Identity(config, ServedModel.running(self._settings.weights))
-        self._counts = StorageCounts()
+        self._counts = StorageCounts(self._identity.shard)
         self._pools: dict[str, HostPages] = {}
         self._tiers: dict[str, tuple[Sequence[Tier], Sequence[Tier]]] = {}
         self._places: Places | None = None

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, final
 
 from kvtide.plugin.sglang.hicache.moves import HIT, WRITTEN, PageMove
@@ -18,7 +19,10 @@ _MOST_SAMPLES = 4096
 class StorageCounts:
     """Counts pages by what became of them, and their bytes. Several threads may call it."""
 
-    def __init__(self) -> None:
+    def __init__(self, shard: str = "") -> None:
+        """`shard` is the rank's part of the KV, in words, for metrics."""
+        self._shard = shard
+        self._shown: Counter[tuple[int, str]] = Counter()
         self._change = threading.Lock()
         self.pages: Counter[str] = Counter()
         """How many pages had each outcome of `moves.OUTCOMES`."""
@@ -45,6 +49,14 @@ class StorageCounts:
             self.written_bytes += sum(size_bytes for size_bytes, end in sizes if end == WRITTEN)
         return outcomes
 
+    def _show(self) -> None:
+        """Advances the metrics to the counts."""
+        sizes = {"read": self.read_bytes, "written": self.written_bytes}
+        for place, (metric, counts) in enumerate(zip(_metrics(), (self.pages, sizes), strict=True)):
+            for name, count in counts.items():
+                metric.labels(shard=self._shard, what=name).inc(count - self._shown[place, name])
+                self._shown[place, name] = count
+
     def to_sglang(self) -> Any:
         """SGLang's StorageMetrics of the calls since the last one of this."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -52,9 +64,23 @@ class StorageCounts:
         with self._change:
             reads, writes = self._reads, self._writes
             self._reads, self._writes = [], []
+            self._show()
         return StorageMetrics(
             prefetch_pgs=[count for count, _ in reads],
             backup_pgs=[count for count, _ in writes],
             prefetch_bandwidth=[speed for _, speed in reads],
             backup_bandwidth=[speed for _, speed in writes],
         )
+
+
+@cache
+def _metrics() -> tuple[Any, Any]:
+    """Counters of pages and of bytes. A process has them once, however often SGLang attaches."""
+    # Not at the top: SGLang must have set up prometheus_client before.
+    from prometheus_client import Counter as Metric
+
+    labels = ["shard", "what"]
+    return (
+        Metric("kvtide:hicache_pages_total", "Pages by what became of them.", labels),
+        Metric("kvtide:hicache_bytes_total", "Bytes of pages that were read or written.", labels),
+    )

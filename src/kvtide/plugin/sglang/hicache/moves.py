@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import xxhash
@@ -30,6 +30,8 @@ from kvtide.tier.base import Tier
 from kvtide.tier.file_form import ALIGNMENT, padded
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 READS_AT_ONCE = 8
 WRITES_AT_ONCE = 16
@@ -106,7 +108,9 @@ class PageMoves:
         self._readers = Threads(READS_AT_ONCE, "kvtide-hicache-read", patience_s=deadline_s)
         self._writers = Threads(WRITES_AT_ONCE, "kvtide-hicache-write", patience_s=deadline_s)
         self._memory = _Memory()
-        self._late: list[QueuedJob[str]] = []
+        self._change = threading.Lock()
+        self._late: list[QueuedJob[Any]] = []
+        """Jobs of calls that returned without them."""
         self._hurry = threading.Event()
 
     def get(self, moves: Sequence[PageMove]) -> list[str]:
@@ -121,15 +125,12 @@ class PageMoves:
         """Whether each key probably has a page in a tier."""
         places = range(0, len(keys), _KEYS_A_JOB)
         parts = [keys[place : place + _KEYS_A_JOB] for place in places]
-        jobs = [self._readers.start(partial(_find, part, tiers)) for part in parts]
-        found: list[bool] = []
-        until = time.monotonic() + self._deadline_s
-        for part, job in zip(parts, jobs, strict=True):
-            is_there = self._settled(job, until) and job.error() is None
-            if not is_there:
-                job.cancel()
-            found += job.wait() if is_there else [False] * len(part)
-        return found
+        answers = self._run(self._readers, [partial(_find, part, tiers) for part in parts])
+        found = (
+            [False] * len(part) if answer is None else answer
+            for part, answer in zip(parts, answers, strict=True)
+        )
+        return [is_there for part in found for is_there in part]
 
     @contextmanager
     def hurrying(self) -> Iterator[None]:
@@ -151,18 +152,37 @@ class PageMoves:
         self, threads: Threads, work: Callable[[PageMove], str], moves: Sequence[PageMove]
     ) -> list[str]:
         """The outcomes of all moves. When this returns nobody touches a page's memory any more."""
-        if self._is_stuck():  # its threads are all that there are: others would wait in vain
-            return [LATE] * len(moves)
-        jobs = [threads.start(partial(_outcome_of, work, move)) for move in moves]
-        until = time.monotonic() + self._deadline_s
+        calls = [partial(_outcome_of, work, move) for move in moves]
+        answers = self._run(threads, calls, moves)
+        return [answer or LATE for answer in answers]
+
+    def _run(
+        self, threads: Threads, calls: Sequence[Callable[[], T]], lent: Sequence[PageMove] = ()
+    ) -> list[T | None]:
+        """The results of calls in threads; None for a call that is too late.
+
+        At the deadline the pages that were lent are taken back, and then no result changes.
+        """
+        jobs: list[QueuedJob[T]] = []
         try:
-            for job in jobs:
-                if not self._settled(job, until):
-                    break
+            # While a call of before is stuck, its threads are all that there are: nobody waits.
+            if not self._is_stuck():
+                jobs += [threads.start(call) for call in calls]
+            until = time.monotonic() + self._deadline_s
+            all(self._settled(job, until) for job in jobs)
         finally:
-            for move in moves:
+            for move in lent:
                 move.end()
-        return [self._result_of(job) for job in jobs]
+        return [self._result_of(job) for job in jobs] or [None] * len(calls)
+
+    def _result_of(self, job: QueuedJob[T]) -> T | None:
+        if job.cancel():
+            return None
+        if not job.done():
+            with self._change:
+                self._late.append(job)
+            return None
+        return job.wait()
 
     def _settled(self, job: QueuedJob[Any], until: float) -> bool:
         """Waits for a job until that time, or until there is a hurry; whether it has ended."""
@@ -173,18 +193,11 @@ class PageMoves:
             job.settle(min(left, _GLANCE_S))
         return True
 
-    def _result_of(self, job: QueuedJob[str]) -> str:
-        if job.cancel():
-            return LATE
-        if not job.done():
-            self._late.append(job)
-            return LATE
-        return job.wait()
-
     def _is_stuck(self) -> bool:
         """Whether a job of an earlier call hasn't ended yet."""
-        self._late = [job for job in self._late if not job.done()]
-        return bool(self._late)
+        with self._change:
+            self._late = [job for job in self._late if not job.done()]
+            return bool(self._late)
 
     # ---- in a thread ---------------------------------------------------------------------
 
