@@ -95,7 +95,8 @@ def defined_in(body: list[ast.stmt], prefix: str = "") -> set[str]:
 def unknown_in_commands(text: str) -> list[str]:
     """Lists commands, options and targets in a document's code that don't exist."""
     known, targets = commands(), set(re.findall(r"^([\w-]+):", makefile(), re.MULTILINE))
-    code = [*re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    code = [block for language, block in blocks if not language]
     code += re.findall(r"`([^`\n]+)`", text)
     unknown: list[str] = []
     for line in "\n".join(code).splitlines():
