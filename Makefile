@@ -25,9 +25,14 @@ MOONCAKE := .venv-mooncake
 # vLLM wants yet other versions.
 VLLM := .venv-vllm
 
+# Only a benchmark needs LMCache; most of what it needs is vLLM's.
+LMCACHE := .venv-lmcache
+# The folder whose disk `make bench-tiers` measures.
+DISK ?= .
+
 SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
-.PHONY: help setup demo test test-sglang test-vllm test-mooncake lint types bench soak clean
+.PHONY: help setup demo test test-sglang test-vllm test-mooncake lint types bench bench-tiers soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +47,8 @@ help:
 	@echo '                  the tests of the tier on a real Mooncake Store, which starts its servers;'
 	@echo '                  make test has the same tests on an imitation of it'
 	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
+	@echo 'make bench-tiers  the disk tier beside direct I/O, beside the file tiers of SGLang, vLLM and'
+	@echo '                  LMCache, and beside computing again, on the disk of DISK=FOLDER (minutes)'
 	@echo 'make soak         what takes too long for make test: all models of transformers against their'
 	@echo '                  own answers, forty small models in exact mode, and kvtide run'
 	@echo '                  ended again and again (many minutes)'
@@ -161,6 +168,21 @@ types: setup
 bench: setup
 	$(VENV)/bin/kvtide bench copy
 
+$(LMCACHE)/.installed: $(VLLM)/.packages benchmarks/tiers/lmcache.txt
+	@echo 'installing LMCache into $(LMCACHE), an environment of its own'
+	@$(PYTHON) -m venv $(LMCACHE)
+	@$(LMCACHE)/bin/python $(INSTALL) --no-deps -r benchmarks/tiers/lmcache.txt
+	@$(VLLM)/bin/python -c 'from sysconfig import get_path as path; \
+	  print("import site; site.addsitedir(%r)" % path("purelib"))' \
+	  > "$$(echo $(LMCACHE)/lib/python*/site-packages)/vllm.pth"
+	@touch $@
+
+bench-tiers: setup $(SGLANG)/.installed $(VLLM)/.installed $(LMCACHE)/.installed
+	@mkdir -p $(OUT)
+	$(PY) benchmarks/tiers/bench.py $(DISK) --out $(OUT)/tiers.json
+	$(PY) benchmarks/tiers/peers.py $(DISK) --out $(OUT)/peers.json
+	$(PY) benchmarks/engine/resume.py --disk $(DISK)
+
 MODELS := $(lastword $(sort $(wildcard benchmarks/models/results/*.json)))
 soak: setup
 	$(ONE_THREAD) $(PY) benchmarks/models/sweep.py --against $(MODELS)
@@ -169,5 +191,5 @@ soak: setup
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so
-	rm -rf $(VENV) $(SGLANG) $(MOONCAKE) $(VLLM) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(MOONCAKE) $(VLLM) $(LMCACHE) $(OUT) build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests engines simnpu -name __pycache__ -type d -prune -exec rm -rf {} +

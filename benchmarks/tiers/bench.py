@@ -1,10 +1,13 @@
-"""Measures a disk tier beside a plain program, and sealing beside a plain copy.
+"""Measures a disk tier beside a plain program, and sealing and verifying beside a plain copy.
 
-    python benchmarks/tiers/bench.py FOLDER [--size 256MiB] [--rounds 9] [--keys 1000000] [--json]
+    python benchmarks/tiers/bench.py FOLDER [--size 256MiB] [--rounds 9] [--keys 1000000]
+        [--out FILE]
 
 FOLDER is on the disk to measure; a folder is made in it and removed. The plain program writes one
 file of the same size from aligned memory by direct I/O and syncs it, and reads it so; where the
-file system has no direct I/O, both go through the cache. All take turns, so compare ratios alone.
+file system has no direct I/O, both go through the cache. The plain copy is the library's own
+without a seal, by the same threads. What is compared takes turns, a call each, and a ratio is the
+median of the rounds' own. On a busy machine trust the ratios of processor time.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import os
 import platform
 import secrets
 import shutil
-import sys
+import statistics
 import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import date
 from functools import partial
@@ -24,21 +28,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
-from kvtide.measure.copies import measure_copy
+from kvtide.arena import HostArena
+from kvtide.device import open_device
+from kvtide.form import SPAN_BYTES
+from kvtide.measure.copies import make_pool
 from kvtide.measure.machine import machine_facts
-from kvtide.measure.timing import time_in_turns, timed
+from kvtide.measure.timing import Spread, timed
+from kvtide.measure.workload import PAGE_BYTES, TOKEN_BYTES, make_slots
 from kvtide.seal import Seal, Span
 from kvtide.sizes import parse_size
 from kvtide.tier import DiskTier
 from kvtide.tier.file_form import padded
 from kvtide.tier.file_io import aligned_memory, takes_direct_io
 from kvtide.tier.names import name_of
+from kvtide.transfer import Mover
 
 CHUNK_BYTES = 8 << 20
-SPAN_BYTES = 1 << 20
 CALL_BYTES = 16 << 20
+COPIED_BYTES = 64 << 20
+COPIES = 5
+"""Copies are short, so there are more rounds of them."""
+
+Call = Callable[[], object]
 
 
 def chunks_of(size_bytes: int) -> list[memoryview]:
@@ -93,56 +107,82 @@ class PlainProgram:
         os.close(file)
 
 
+def compare(name: str, plain: Call, ours: Call, rounds: int, *, speed: bool) -> dict[str, Any]:
+    """The ratio of two calls' times under a name, plain to ours for a `speed`, otherwise ours to
+    plain: median and quartiles of the rounds' ratios, and the ratio of processor times.
+    """
+    walls, processors, seconds = [], [], []
+    for _ in range(rounds):
+        (_, first), (_, second) = timed(plain), timed(ours)
+        wall = second.seconds / first.seconds
+        walls.append(1 / wall if speed else wall)
+        processors.append(second.cpu_seconds / max(first.cpu_seconds, 1e-9))
+        seconds.append(first.seconds)
+    low, middle, high = statistics.quantiles(walls, method="inclusive")
+    return {
+        **Spread(middle, low, high).to_json(name),
+        f"{name}_processor_time": round(statistics.median(processors), 3),
+        f"{name}_plain_s": round(statistics.median(seconds), 5),
+    }
+
+
 def measure_disk(folder: Path, chunks: list[memoryview], rounds: int) -> dict[str, Any]:
-    """Put and get beside the plain program's write and read: its time divided by the tier's."""
+    """Put and get beside the plain program's write and read."""
     seal, rooms = sealed(chunks), [aligned_memory(CHUNK_BYTES) for _ in chunks]
     size_bytes = sum(chunk.nbytes for chunk in chunks)
     plain = PlainProgram(folder, chunks)
     with closing(DiskTier(folder / "tier", limit_bytes=4 * size_bytes)) as tier:
-        tier.put("a", seal, chunks)
-        plain.write()
-        found = time_in_turns(
-            {
-                "plain write": plain.write,
-                "put": partial(tier.put, "a", seal, chunks),
-                "plain read": partial(plain.read, rooms),
-                "get": partial(tier.get, "a", lambda _: rooms),
-            },
-            rounds,
-        )
-    return {
-        "direct_io": bool(plain.direct),
-        "plain_write_bytes_per_s": round(size_bytes / found["plain write"].seconds),
-        "plain_read_bytes_per_s": round(size_bytes / found["plain read"].seconds),
-        **found["put"].speed(found["plain write"].seconds).to_json("put_to_plain_write"),
-        **found["get"].speed(found["plain read"].seconds).to_json("get_to_plain_read"),
-    }
+        put = partial(tier.put, "a", seal, chunks)
+        get, read = partial(tier.get, "a", lambda _: rooms), partial(plain.read, rooms)
+        for call in (put, plain.write):
+            call()
+        return {
+            "direct_io": bool(plain.direct),
+            **compare("put_to_plain_write", plain.write, put, rounds, speed=True),
+            **compare("get_to_plain_read", read, get, rounds, speed=True),
+        }
 
 
-def measure_seal(chunks: list[memoryview], rounds: int) -> dict[str, Any]:
-    """The library's sealed copy of pages as a multiple of its plain one; and how long it takes to
-    verify as many bytes, as a multiple of a plain copy of them.
+def measure_seal(rounds: int) -> dict[str, Any]:
+    """A gather that seals, and a scatter that verifies first, beside the plain ones.
+
+    Rows are 2 KiB; slots are in order, in scattered pages of 64, or each somewhere.
     """
-    seal = sealed(chunks)
-    rooms = [aligned_memory(CHUNK_BYTES) for _ in chunks]
-    sources, targets = (
-        [np.frombuffer(memory, np.uint8) for memory in some] for some in (chunks, rooms)
-    )
+    found: dict[str, Any] = {"threads": torch.get_num_threads()}
+    with closing(open_device("cpu")) as device:
+        pool = make_pool(device, COPIED_BYTES)
+        arena = HostArena(device, limit_bytes=2 * COPIED_BYTES, block_bytes=PAGE_BYTES)
+        lease = arena.lease(COPIED_BYTES // PAGE_BYTES)
+        mover, blocks = Mover(pool), lease.blocks
+        for case, slots in make_slots(COPIED_BYTES // TOKEN_BYTES, pool.slot_count).items():
 
-    def copy() -> None:
-        for source, target in zip(sources, targets, strict=True):
-            np.copyto(target, source)
+            def gather(*, seal: bool, rows: Any = (slots,)) -> list[list[Span]]:
+                return mover.gather(
+                    rows, blocks, chunk_bytes=PAGE_BYTES, seal=seal, at_once=True
+                ).wait()
 
-    found = time_in_turns({"copy": copy, "verify": partial(seal.check_bytes, chunks)}, rounds)
-    cases = measure_copy(64 << 20, rounds).cases
-    ratios = {
-        name: case["sealed_gather"].relative_to(case["gather"].seconds)
-        for name, case in cases.items()
-    }
-    report: dict[str, Any] = {}
-    for name, ratio in ratios.items():
-        report |= ratio.to_json(f"sealed_copy_to_copy_{name}")
-    return report | found["verify"].relative_to(found["copy"].seconds).to_json("verify_to_copy")
+            def scatter(spans: list[Span], rows: Any = (slots,)) -> object:
+                return mover.scatter(
+                    blocks, rows, chunk_bytes=PAGE_BYTES, spans=spans, at_once=True
+                ).wait()
+
+            spans = [span for part in gather(seal=True) for span in part]
+            found |= compare(
+                f"sealed_gather_to_gather_{case}",
+                partial(gather, seal=False),
+                partial(gather, seal=True),
+                COPIES * rounds,
+                speed=False,
+            )
+            found |= compare(
+                f"verified_scatter_to_scatter_{case}",
+                partial(scatter, []),
+                partial(scatter, spans),
+                COPIES * rounds,
+                speed=False,
+            )
+        lease.release()
+    return found
 
 
 def measure_keys(folder: Path, count: int) -> dict[str, Any]:
@@ -184,7 +224,7 @@ def main() -> None:
     parser.add_argument("--size", default="256MiB")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--keys", type=int, default=1_000_000)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the figures as JSON")
     given = parser.parse_args()
     size_bytes = parse_size(given.size, name="--size")
     chunks = chunks_of(size_bytes)
@@ -199,18 +239,16 @@ def main() -> None:
             "size_bytes": size_bytes,
             "rounds": given.rounds,
             "load_of_others": os.getloadavg()[0],
-            **measure_seal(chunks, given.rounds),
+            **measure_seal(given.rounds),
             **measure_disk(folder, chunks, given.rounds),
             **measure_keys(folder, given.keys),
         }
     finally:
         shutil.rmtree(folder)
-    if given.json:
-        json.dump(report, sys.stdout, indent=2)
-        sys.stdout.write("\n")
-        return
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     for name, value in report.items():
-        sys.stdout.write(f"{name}: {value}\n")
+        print(f"{name}: {value}")
 
 
 if __name__ == "__main__":
