@@ -40,12 +40,11 @@ help:
 	@echo '                  memory, be ended on the way and go on, then check every answer against a'
 	@echo '                  run with room for all'
 	@echo 'make test         lint, types and all tests; builds the simulated accelerator for them, and'
-	@echo '                  an environment with SGLang'
+	@echo '                  environments with SGLang and with Mooncake'
 	@echo 'make test-sglang  the tests under SGLang alone'
 	@echo 'make test-vllm    the tests under vLLM, in an environment of its own; not yet part of make test'
 	@echo 'make test-mooncake'
-	@echo '                  the tests of the tier on a real Mooncake Store, which starts its servers;'
-	@echo '                  make test has the same tests on an imitation of it'
+	@echo '                  the tests of the tier on a real Mooncake Store alone'
 	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
 	@echo 'make bench-tiers  the disk tier beside direct I/O, beside the file tiers of SGLang, vLLM and'
 	@echo '                  LMCache, and beside computing again, on the disk of DISK=FOLDER (minutes)'
@@ -134,10 +133,11 @@ demo: setup
 
 # What downloads, what compiles and what checks wait for different things.
 test:
-	@$(MAKE) --no-print-directory -j3 lint types $(SGLANG)/.installed
+	@$(MAKE) --no-print-directory -j3 lint types $(SGLANG)/.installed $(MOONCAKE)/.installed
 	cd simnpu && $(PYTEST)
 	$(PYTEST)
 	@$(MAKE) --no-print-directory test-sglang
+	@$(MAKE) --no-print-directory test-mooncake  # at the end, where one sees what it couldn't test
 
 test-sglang: $(SGLANG)/.installed
 	cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins:../../simnpu/src \
@@ -155,7 +155,7 @@ test-mooncake: $(MOONCAKE)/.installed
 	@cd engines/mooncake && $(ONE_THREAD) ./run.sh '$(CURDIR)/$(MOONCAKE)' \
 	  '$(CURDIR)/$(MOONCAKE)/bin/python' $(SIDE_BY_SIDE) --dist worksteal || { \
 	  [ $$? = 75 ] || exit 1; \
-	  echo '********** NOT TESTED: the tier on Mooncake Store (see above) **********' >&2; }
+	  echo '********** NOT TESTED: the tier on a real Mooncake Store (see above) **********' >&2; }
 
 lint: setup
 	$(PY) -m ruff check

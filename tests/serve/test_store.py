@@ -103,7 +103,7 @@ def test_kv_without_room_in_host_memory_comes_back_from_disk(
     assert not list((tmp_path / "kv").glob("??/*.safetensors"))
 
 
-@pytest.mark.parametrize("disk_bytes", [None, 0, 3 * BLOCK_BYTES])
+@pytest.mark.parametrize("disk_bytes", [None, 0, BLOCK_BYTES])
 def test_kv_without_room_in_host_memory_comes_back_from_mooncake(
     tmp_path: Path, mooncake: FakeStore, disk_bytes: int | None
 ) -> None:
