@@ -42,17 +42,64 @@ class LazyWorkers:
         self._queue.close()
 
 
+class AskedJob:
+    """Work that is done when somebody has asked so often whether it is done, or waits for it."""
+
+    def __init__(self, work: Callable[[], Any], asks: int) -> None:
+        self._work = work
+        self._asks_left = asks
+        self._results: list[Any] = []
+
+    def done(self) -> bool:
+        """See Job."""
+        self._asks_left -= 1
+        if self._asks_left == 0:
+            self.run()
+        return bool(self._results)
+
+    def run(self) -> None:
+        if not self._results:
+            self._results.append(self._work())
+
+    def wait(self) -> Any:
+        """See Job."""
+        return self._results[0]
+
+
+class AskedWorkers:
+    """Workers whose next work ends at a certain question, so that a test can try every moment."""
+
+    def __init__(self) -> None:
+        self.asks = 1
+        self._jobs: list[AskedJob] = []
+
+    def start(self, work: Callable[[], Any]) -> AskedJob:
+        """See Workers."""
+        self._jobs.append(AskedJob(work, self.asks))
+        return self._jobs[-1]
+
+    def settle(self, job: Any, timeout_s: float) -> bool:
+        """See Workers."""
+        job.run()
+        return True
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """See Workers."""
+        for job in self._jobs:
+            job.run()
+
+
 class World:
     """A tide over an arena of four blocks, each for a request of four tokens, and a tier below."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: LazyWorkers | AskedWorkers | None = None) -> None:
         device = LazyDevice()
         case = make_pool("created", small_geometry(), device, 8)
         fill(case, 1)
-        self.workers = LazyWorkers()
+        workers = workers or LazyWorkers()
         self.arena = HostArena(device, limit_bytes=4 * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
         tier = FaultyTier(random.Random(1), 1 << 20)
-        self.spill = Spill(self.arena, [tier], workers=self.workers, high_mark=1.0)
+        self.spill = Spill(self.arena, [tier], workers=workers, high_mark=1.0)
         self.tide = Tide(case.pool, self.arena, spill=self.spill)
 
     def save(self, page: int) -> Snapshot:
@@ -116,16 +163,17 @@ def test_arena_full_of_moves_is_full() -> None:
 @pytest.mark.parametrize("is_discarded", [False, True])
 def test_memory_that_a_tier_still_reads_is_nobody_elses(is_discarded: bool) -> None:
     """A write that hangs keeps its memory after the deadline, and after the caller's discard."""
-    world = World()
+    workers = LazyWorkers()
+    world = World(workers)
     saved = [world.save(page) for page in range(4)]
-    world.workers.is_hung = True
+    workers.is_hung = True
     with pytest.raises(ArenaFull):
         world.save(4)
     if is_discarded:
         world.tide.discard(saved[0])
     assert 4 * BLOCK_BYTES == world.arena.used_bytes
-    world.workers.is_hung = False
-    world.workers.close()
+    workers.is_hung = False
+    workers.close()
     more = world.save(4)
     assert 3 == len(world.here(saved))
     assert 4 * BLOCK_BYTES == world.arena.used_bytes
@@ -165,3 +213,20 @@ def test_snapshot_below_says_where_it_is() -> None:
     with pytest.raises(SnapshotMiss, match="of 4 tokens was discarded already"):
         snapshot.verify()
     world.close()
+
+
+@pytest.mark.parametrize("asks", range(1, 9))
+def test_request_finds_room_whenever_a_read_ends(asks: int) -> None:
+    """It needs three of four blocks, and the last one is kept for what is below.
+
+    A read that is under way has that block. It may end between any two steps of the request.
+    """
+    workers = AskedWorkers()
+    world = World(workers)
+    saved = [world.save(page) for page in range(5)]
+    world.spill.make_room(3)
+    world.spill.make_room(3)
+    assert len(world.here(saved)) == 1
+    workers.asks = asks
+    world.tide.read_ahead(saved[0])
+    world.close(*saved, world.tide.offload(range(12)))
