@@ -356,7 +356,7 @@ def test_blocks_that_a_retracted_request_awaits_do_not_make_way() -> None:
 
 
 def test_blocks_below_keep_to_their_limit() -> None:
-    """Those used least recently are dropped beyond it."""
+    """Beyond it those that were used least recently are dropped."""
     bench = Bench(8, host_blocks=8)
     bench.prefixes._below_bytes = 3 * bench.arena.block_bytes
     for number in range(6):
