@@ -55,6 +55,7 @@ def test_report_has_exactly_these_keys() -> None:
         "ended_by": None,
         "prompt_tokens": 10,
         "new_tokens": 6,
+        "cached_tokens": {"device": 3, "host": 0, "disk": 1},
         "retractions": 3,
         "resumes": 2,
         "offloaded_bytes": 4096,

@@ -44,6 +44,7 @@ def make_report(
         "ended_by": _what_ended(outcome),
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
+        "cached_tokens": {"device": 0, "host": 0, **stats.cached_tokens},
         "retractions": stats.retractions,
         "resumes": stats.resumes,
         "offloaded_bytes": stats.offloaded_bytes,
