@@ -335,7 +335,7 @@ class Lmcache(Peer):
             local_cpu=False,
             max_local_cpu_size=2.5 * gib,
             local_disk=f"{self.folder}/tier/",
-            max_local_disk_size=4 * gib,
+            max_local_disk_size=1000,  # GiB: it goes on to count pages that were removed
             extra_config={"use_odirect": self.direct},
         )
         shape = (1, 2, 256, 1, self.page_bytes // 1024)
@@ -374,7 +374,7 @@ class Lmcache(Peer):
                 keys, pages, on_complete_callback=lambda _: written.release()
             )
         for _ in range(self.requests * self.pages):
-            written.acquire()
+            assert written.acquire(timeout=60), "a page wasn't written"
 
     def get(self, number: int) -> None:
         self.held = [
