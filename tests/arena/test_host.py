@@ -149,11 +149,11 @@ def test_memory_is_taken_in_slabs_up_to_the_limit() -> None:
     lease = large.lease(2)
     assert [80 << 20, 80 << 20] == large_device.host_sizes
     lease.release()
-    small, small_device = make_arena(limit_bytes=100 << 20, block_bytes=1 << 20)
+    small, small_device = make_arena(limit_bytes=200 << 20, block_bytes=1 << 20)
     small.lease(1).release()
-    assert [64 << 20] == small_device.host_sizes
-    small.lease(65).release()
-    assert [64 << 20, 36 << 20] == small_device.host_sizes
+    assert [128 << 20] == small_device.host_sizes
+    small.lease(129).release()
+    assert [128 << 20, 72 << 20] == small_device.host_sizes
 
 
 def test_blocks_released_last_are_leased_first() -> None:

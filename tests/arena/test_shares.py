@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvtide.arena import arena_for
-from kvtide.device import CPUDevice
+from kvtide.device import CPUDevice, open_device
 from kvtide.errors import ArenaFull
 from kvtide.layout import GQA, Geometry
 from kvtide.pool import Pool
@@ -22,6 +23,7 @@ from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom, Snapshot, charge_for
 from kvtide.tide import Tide
 from kvtide.tier import Spill, Store, Tier
+from support.simulated import simulated
 
 WIDE = GQA.bind(dtype="bfloat16", layer=30, token=16, head=3, head_dim=64, v_head_dim=64)
 UNEQUAL = GQA.bind(dtype="bfloat16", layer=30, token=16, head=3, head_dim=64, v_head_dim=32)
@@ -167,6 +169,29 @@ def test_moves_stay_within_what_is_kept_for_them(
     beside_bytes = arena.limit_bytes - arena.block_count * arena.block_bytes
     assert 0 < taken <= beside_bytes - arena.limit_bytes // 32, "a 32nd is the tiers'"
     tide.discard(snapshot)
+
+
+@pytest.mark.parametrize("limit_bytes", [64 << 20, 100 << 20, 300 << 20, 1000 << 20])
+@pytest.mark.parametrize("row_bytes", [64, 3 << 10, 160 << 10])
+def test_pinned_memory_of_all_blocks_is_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, limit_bytes: int, row_bytes: int
+) -> None:
+    """torch takes it in powers of two. Only of the last one a large part may be wasted."""
+    taken: list[int] = []
+
+    def take(size_bytes: int) -> torch.Tensor:
+        taken.append(1 << (size_bytes - 1).bit_length())
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    with simulated("eager") as name, closing(open_device(name)) as device:
+        monkeypatch.setattr(device, "allocate_host", take)
+        geometry = GQA.bind(
+            dtype="uint8", layer=20, token=1, head=1, head_dim=row_bytes, v_head_dim=row_bytes
+        )
+        arena = arena_for(Pool.create(geometry, device, page_count=1), limit_bytes)
+        arena.lease(arena.block_count).release()
+        assert limit_bytes * 0.4 < arena.reserved_bytes <= sum(taken)
+        assert sum(taken) <= limit_bytes * 15 // 16
 
 
 def resident_bytes() -> int:

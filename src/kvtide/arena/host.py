@@ -14,7 +14,12 @@ from kvtide.integers import checked_integer
 
 # The arena takes memory from the system in slabs of about this size and keeps it. So a copy in
 # the steady state neither allocates memory nor faults in fresh pages.
-_SLAB_BYTES = 64 << 20
+_SLAB_BYTES = 128 << 20
+
+
+def slab_count_of(block_bytes: int) -> int:
+    """How many blocks the arena takes from the system at once, if its limit has room for them."""
+    return max(1, _SLAB_BYTES // block_bytes)
 
 
 @final
@@ -148,8 +153,7 @@ class HostArena:
         move_last(self._free, blocks, block_count)
 
     def _grow(self) -> None:
-        slab_count = max(1, _SLAB_BYTES // self.block_bytes)
-        count = min(slab_count, self._block_limit - len(self._all))
+        count = min(slab_count_of(self.block_bytes), self._block_limit - len(self._all))
         assert count > 0, "grows only below the limit"
         size_bytes = count * self.block_bytes
         try:

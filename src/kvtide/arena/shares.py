@@ -5,12 +5,13 @@
     seals     a 32nd, for what each snapshot needs beside its bytes, wherever these are
     tiers     a 32nd, for headers and for the ends of chunks while tiers write and read them
 
-Staging isn't in here: it is memory of the device, as much as two chunks.
+Staging isn't in here: it is memory of the device, as much as two chunks. Pinned memory comes in
+powers of two, and what that wastes is within the limit, too.
 """
 
 from __future__ import annotations
 
-from kvtide.arena.host import HostArena
+from kvtide.arena.host import HostArena, slab_count_of
 from kvtide.errors import LayoutError
 from kvtide.integers import checked_integer
 from kvtide.layout import Geometry
@@ -41,13 +42,35 @@ def arena_for(pool: Pool, limit_bytes: int) -> HostArena:
     left_bytes = limit_bytes - 2 * share_bytes
     block_bytes = chunk_bytes_for(pool, left_bytes)
     moves_bytes = _moves_bytes(pool.geometry, left_bytes) if share_bytes else 0
+    blocks_bytes = left_bytes - moves_bytes
+    if share_bytes and pool.device.torch_device.type != "cpu":
+        blocks_bytes = _pinned_count(blocks_bytes, block_bytes) * block_bytes
     return HostArena(
         pool.device,
         limit_bytes=limit_bytes,
         block_bytes=block_bytes,
-        beside_bytes=2 * share_bytes + moves_bytes,
+        beside_bytes=limit_bytes - blocks_bytes,
         seal_bytes=max(share_bytes, _LEAST_SEALS),
     )
+
+
+def _pinned_count(size_bytes: int, block_bytes: int) -> int:
+    """How many blocks fit into `size_bytes` of pinned memory.
+
+    torch takes pinned memory from the system in powers of two, also where less is asked for
+    (ATen/core/CachingHostAllocator.h).
+    """
+    slab_count = slab_count_of(block_bytes)
+    slabs, left_bytes = divmod(size_bytes, _power_of_two(slab_count * block_bytes))
+    rest = (
+        count for count in range(slab_count) if _power_of_two(count * block_bytes) <= left_bytes
+    )
+    return slabs * slab_count + max(rest, default=0)
+
+
+def _power_of_two(size_bytes: int) -> int:
+    """The least power of two that isn't smaller; 0 for 0."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
 def _moves_bytes(geometry: Geometry, size_bytes: int) -> int:
