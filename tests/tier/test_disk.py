@@ -539,6 +539,33 @@ def test_failed_write_keeps_what_was_there(
     disk.load("a", tide.arena).lease.release()
 
 
+def test_draft_that_the_disk_does_not_let_go_is_removed_first(
+    tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything else is written it must go, so that the limit is kept."""
+    disk = tier(limit_bytes=2 * FILE_BYTES)
+    save(disk, tide, "a")
+    drafts = disk._folder.path.glob
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        with monkeypatch.context() as inner:
+            inner.setattr(os, "fdatasync", fail)
+            with pytest.raises(TierRetry):
+                save(disk, tide, "b")
+        for _ in range(2):
+            with pytest.raises(TierRetry):
+                save(disk, tide, "b")
+            assert 1 == len(list(drafts("*/*.part")))
+        disk.load("a", tide.arena).lease.release()
+    save(disk, tide, "b")
+    assert [] == list(drafts("*/*.part"))
+    assert 2 * FILE_BYTES == disk.stats.used_bytes == bytes_in(disk._folder.path)
+
+
 def test_short_writes_and_reads_go_on(
     tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,27 @@ def test_what_could_not_be_removed_is_removed_later(rig: Rig) -> None:
     assert {"a", "e"} == set(rig.below.kept)
 
 
+def test_what_a_failed_write_left_is_removed(rig: Rig) -> None:
+    """A write without an answer may have written: `tidy` removes what is left, if it may ask."""
+    rig.below.is_silent = True
+    rig.fails(rig.put, "a", "b")
+    assert {"a", "b"} == set(rig.below.kept)
+    rig.below.is_silent = False
+    with pytest.raises(TierRetry):
+        rig.tier.tidy()
+    rig.clock.now += REST_S
+    rig.tier.tidy()
+    assert {} == rig.below.kept
+
+
+def test_full_tier_has_nothing_to_remove(rig: Rig) -> None:
+    """A tier that refuses at once keeps nothing, by its contract."""
+    rig.below.limit_bytes = 4
+    with pytest.raises(TierFull):
+        rig.put("a")
+    assert {} == rig.tier._leftovers
+
+
 def test_what_is_to_be_removed_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is away for long doesn't let the list of such keys grow."""
     monkeypatch.setattr(retries, "_MOST_LEFTOVERS", 2)

@@ -55,8 +55,6 @@ class SpillEntry:
         """How many blocks it takes, or would take."""
         self.tier: RetriedTier | None = None
         """The tier that has it, if there is one."""
-        self.traces: list[RetriedTier] = []
-        """The tiers that may have something under its key, such as the file of a failed write."""
         self.move: Move | None = None
         """Its move, until that has ended: also when the snapshot was removed meanwhile."""
         self.error: Exception | None = None

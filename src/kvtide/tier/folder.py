@@ -79,6 +79,8 @@ class Folder:
         self._identity = b""
         self._lasting: set[str] = set()
         """Names of folders that outlive a power cut."""
+        self._orphans: dict[str, None] = {}
+        """Drafts that the disk didn't let go. They still take the bytes that are free again."""
         try:
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
@@ -149,8 +151,10 @@ class Folder:
     def write(self, name: str, parts: Sequence[memoryview]) -> Draft:
         """Writes a file whose contents are `parts`; they are on the disk when this returns.
 
-        `settle` must follow, with or without `publish` before. After an error nothing is left.
+        `settle` must follow, with or without `publish` before. After an error nothing is left; what
+        the disk doesn't let go is removed before anything else is written.
         """
+        self._remove_orphans()
         shard = self._made(name[:2])
         part = f".{name}.{secrets.token_hex(8)}.part"
         direct = os.O_DIRECT if self._is_direct and are_aligned(parts) else 0
@@ -161,8 +165,8 @@ class Folder:
         except BaseException as error:
             if direct and isinstance(error, OSError) and error.errno == errno.EINVAL:
                 self._is_direct = False  # the file system doesn't take it after all
-            with suppress(OSError), opened(shard):
-                os.unlink(part, dir_fd=shard)
+            with opened(shard):
+                self._remove_draft(shard, part)
             raise
         return Draft(shard, part, name)
 
@@ -178,9 +182,22 @@ class Folder:
     def settle(self, draft: Draft) -> None:
         """Makes a published name last, or removes the draft if it wasn't published."""
         with opened(draft.shard) as shard:
-            with suppress(FileNotFoundError):
-                os.unlink(draft.part, dir_fd=shard)
+            self._remove_draft(shard, draft.part)
             os.fsync(shard)
+
+    def _remove_draft(self, shard: int, part: str) -> None:
+        try:
+            os.unlink(part, dir_fd=shard)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._orphans[part] = None
+
+    def _remove_orphans(self) -> None:
+        for part in tuple(self._orphans):
+            with suppress(FileNotFoundError), self._folder(part[1:3]) as shard:
+                os.unlink(part, dir_fd=shard)
+            self._orphans.pop(part, None)
 
     @contextmanager
     def open(self, name: str) -> Iterator[int]:

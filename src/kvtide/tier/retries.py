@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, final
 
 from kvtide.device import Job
-from kvtide.errors import KvtideError, TierRetry, first_line
+from kvtide.errors import KvtideError, TierFull, TierRetry, first_line
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier.base import Tier
@@ -57,8 +58,9 @@ class RetriedTier(Tier):
         self._sleep = sleep
         self._reads, self._writes = _Side(), _Side()
         self._late: list[Job[Any]] = []
+        self._tidying = threading.Lock()
         self._leftovers: dict[str, None] = {}
-        """Keys that could not be removed; the oldest first."""
+        """Keys that may have something which nobody wants any more; the oldest first."""
 
     @property
     def name(self) -> str:
@@ -85,9 +87,22 @@ class RetriedTier(Tier):
         return self._is_awake(self._reads) and self._ask(self._reads, key, asked)
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
-        """See Tier."""
-        self._leftovers.pop(key, None)
-        self._ask(self._writes, key, partial(self._tier.put, key, seal, chunks))
+        """See Tier. What a write that failed may have left is removed later."""
+        with self._tidying:  # what is being removed may have this key
+            self._leftovers.pop(key, None)
+        tries: list[None] = []
+
+        def put() -> None:
+            tries.append(None)
+            self._tier.put(key, seal, chunks)
+
+        try:
+            self._ask(self._writes, key, put)
+        except KvtideError as error:
+            is_clean = len(tries) == 1 and isinstance(error, TierFull)
+            if tries and not is_clean:
+                self._note_leftover(key)
+            raise
         self._remove_leftover()
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
@@ -96,8 +111,7 @@ class RetriedTier(Tier):
 
     def remove(self, key: str) -> None:
         """See Tier. After an error it is tried again later."""
-        if len(self._leftovers) < _MOST_LEFTOVERS:
-            self._leftovers[key] = None
+        self._note_leftover(key)
         self._ask(self._writes, key, partial(self._tier.remove, key))
         self._leftovers.pop(key, None)
         self._remove_leftover()
@@ -152,14 +166,27 @@ class RetriedTier(Tier):
     def _is_well(self) -> bool:
         return self._reads.is_well and self._writes.is_well
 
+    def tidy(self) -> None:
+        """Removes what is left, unless the tier isn't asked now. Raises TierRetry."""
+        for key in tuple(self._leftovers):
+            self.remove(key)
+
+    def _note_leftover(self, key: str) -> None:
+        if len(self._leftovers) < _MOST_LEFTOVERS:
+            self._leftovers[key] = None
+
     def _remove_leftover(self) -> None:
-        """Removes one of the keys that could not be removed: after each call that went well."""
-        for key in tuple(self._leftovers)[:1]:
-            try:
+        """Removes one of the keys that may have something left: after each write that went well."""
+        if not self._tidying.acquire(blocking=False):
+            return
+        try:
+            for key in tuple(self._leftovers)[:1]:
                 _call(self.name, partial(self._tier.remove, key))
-            except KvtideError:
-                return
-            self._leftovers.pop(key, None)
+                self._leftovers.pop(key, None)
+        except KvtideError:
+            return  # it is tried again after the next one
+        finally:
+            self._tidying.release()
 
 
 def _call(name: str, call: Callable[[], T]) -> T:

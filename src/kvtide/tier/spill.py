@@ -16,7 +16,7 @@ from typing import Any, final
 
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Job
-from kvtide.errors import SnapshotDamaged, SnapshotMiss, TierFull, first_line, to_keep, to_raise
+from kvtide.errors import SnapshotDamaged, SnapshotMiss, first_line, to_keep, to_raise
 from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier.base import Tier
@@ -68,7 +68,7 @@ class Spill:
         self._workers = workers or ThreadWorkers(_THREADS, deadline_s)
         self._entries = SpillEntries()
         self._moving: list[SpillEntry] = []
-        self._is_left = False
+        self._is_left = self._is_closed = False
 
     def add(self, snapshot: Snapshot) -> None:
         """Takes a new snapshot into the books, as used last. The caller must `remove` it."""
@@ -87,7 +87,6 @@ class Spill:
             if snapshot is not None:
                 entry = SpillEntry(snapshot, name, State.BELOW)
                 entry.tier = tier
-                entry.traces.append(tier)
                 self._entries.add(entry)
                 return snapshot
         return None
@@ -189,8 +188,10 @@ class Spill:
             if entry.move is not None:
                 self._workers.settle(entry.move.job, max(0.0, until - self._clock()))
         self.settle()
+        for tier in self._tiers if not self._is_closed else ():
+            self._workers.start(tier.tidy)
         self._workers.close(max(0.0, until - self._clock()))
-        self._is_left = True  # nobody is there any more who could remove what is below
+        self._is_closed = True
         for entry in self._moving:
             if entry.move is not None and entry.move.tier is not None:
                 logger.warning(
@@ -331,8 +332,6 @@ class Spill:
         entry.move = None
         for tier, refusal in move.refusals:
             tier.counts.refused(refusal)
-            if not isinstance(refusal, TierFull):
-                entry.traces.append(tier)
         try:
             move.job.wait()
         except Exception as error:
@@ -347,7 +346,6 @@ class Spill:
         if move.room is None:
             move.tier.counts.took(entry.size_bytes, move.seconds)
             entry.tier = move.tier
-            entry.traces.append(move.tier)
         elif not move.is_late:  # otherwise it was counted as a miss
             move.tier.counts.gave(entry.size_bytes, move.seconds)
         if entry.state is State.READING:
@@ -389,6 +387,5 @@ class Spill:
         return TimeoutError(f"no answer in {self._deadline_s} s")
 
     def _remove_below(self, entry: SpillEntry) -> None:
-        if not self._is_left:
-            for tier in dict.fromkeys(entry.traces):
-                self._workers.start(partial(tier.remove, entry.key))
+        if entry.tier is not None and not (self._is_left or self._is_closed):
+            self._workers.start(partial(entry.tier.remove, entry.key))
