@@ -194,6 +194,17 @@ def test_full_tier_has_nothing_to_remove(rig: Rig) -> None:
     assert {} == rig.tier._leftovers
 
 
+def test_removal_that_comes_late_spares_what_was_put_meanwhile(rig: Rig) -> None:
+    """A request that is saved again has the same key: the earlier removal must not hit it."""
+    rig.put("a")
+    rig.tier.forget("a")
+    rig.put("a")
+    rig.tier.tidy()
+    assert {"a"} == set(rig.below.kept)
+    rig.tier.remove("a")
+    assert {} == rig.below.kept
+
+
 def test_what_is_to_be_removed_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is away for long doesn't let the list of such keys grow."""
     monkeypatch.setattr(retries, "_MOST_LEFTOVERS", 2)

@@ -294,6 +294,32 @@ def test_nothing_is_left_of_a_write_that_seemed_to_fail(make_world: MakeWorld) -
     assert ({}, {}) == (first.kept, second.kept)
 
 
+def test_snapshot_of_a_key_that_still_moves_waits_for_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that was discarded while it was written, and is saved again, has its own bytes."""
+    world = make_world()
+    monkeypatch.setattr(world.spill, "_name_of", lambda key: "the same")
+    monkeypatch.setattr(world.spill, "_high_blocks", 0)
+    world.hang(1.0)
+    old = world.save(0)
+    world.workers.step()
+    world.tide.discard(old)
+    new = world.save(1)
+    (tier,) = world.tiers
+    assert 1 == len(world.workers.jobs)
+    world.calm()
+    for _ in range(3):
+        world.workers.close()
+        world.spill.make_room(7)
+    assert ["the same"] == list(tier.kept)
+    assert new.seal == tier.kept["the same"][0]
+    world.load(new, 1)
+    world.tide.discard(new)
+    world.spill.close()
+    assert {} == tier.kept
+
+
 def test_end_says_what_hangs(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A move that goes on when all is closed is named."""
     world = make_world(hangs=1.0)

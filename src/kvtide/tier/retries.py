@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -23,7 +24,7 @@ WAITS_S = (0.05, 0.2, 1.0)
 """Seconds to wait before each further try."""
 REST_S = 30.0
 """Seconds for which a tier rests, which means that it isn't asked, after the last try."""
-_MOST_LEFTOVERS = 4096
+_MOST_LEFTOVERS = 1 << 16
 
 
 class _Side:
@@ -101,7 +102,7 @@ class RetriedTier(Tier):
         except KvtideError as error:
             is_clean = len(tries) == 1 and isinstance(error, TierFull)
             if tries and not is_clean:
-                self._note_leftover(key)
+                self.forget(key)
             raise
         self._remove_leftover()
 
@@ -111,10 +112,17 @@ class RetriedTier(Tier):
 
     def remove(self, key: str) -> None:
         """See Tier. After an error it is tried again later."""
-        self._note_leftover(key)
-        self._ask(self._writes, key, partial(self._tier.remove, key))
-        self._leftovers.pop(key, None)
+        self.forget(key)
+        self._ask(self._writes, key, partial(self._remove_unwanted, key))
         self._remove_leftover()
+
+    def forget(self, key: str) -> None:
+        """Says that nobody wants what is under a key. Doesn't block: `remove` may follow later.
+
+        A put of the key that begins meanwhile ends that.
+        """
+        if len(self._leftovers) < _MOST_LEFTOVERS:
+            self._leftovers[key] = None
 
     def seal_of(self, key: str) -> Seal:
         """See Tier."""
@@ -171,22 +179,18 @@ class RetriedTier(Tier):
         for key in tuple(self._leftovers):
             self.remove(key)
 
-    def _note_leftover(self, key: str) -> None:
-        if len(self._leftovers) < _MOST_LEFTOVERS:
-            self._leftovers[key] = None
-
     def _remove_leftover(self) -> None:
         """Removes one of the keys that may have something left: after each write that went well."""
-        if not self._tidying.acquire(blocking=False):
-            return
-        try:
-            for key in tuple(self._leftovers)[:1]:
-                _call(self.name, partial(self._tier.remove, key))
+        # Without a lock the first key may vanish. After an error it is tried again later.
+        with suppress(KvtideError, StopIteration, RuntimeError):
+            key = next(iter(self._leftovers))
+            _call(self.name, partial(self._remove_unwanted, key))
+
+    def _remove_unwanted(self, key: str) -> None:
+        with self._tidying:
+            if key in self._leftovers:
+                self._tier.remove(key)
                 self._leftovers.pop(key, None)
-        except KvtideError:
-            return  # it is tried again after the next one
-        finally:
-            self._tidying.release()
 
 
 def _call(name: str, call: Callable[[], T]) -> T:

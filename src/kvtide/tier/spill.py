@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from secrets import token_hex
 from typing import Any, final
 
@@ -212,7 +212,7 @@ class Spill:
         for entry in self._entries.near.values():
             if surplus <= 0 or len(self._moving) >= _WRITES_AT_ONCE:
                 return
-            if entry.is_due(self._clock()) and self._may_write():
+            if entry.is_due(self._clock()) and self._may_write(entry):
                 self._write(entry)
             surplus -= entry.block_count if entry.is_unwritten else 0
 
@@ -235,7 +235,7 @@ class Spill:
             if entry.may_leave:
                 self._give_away(entry)
                 return True
-            if entry.is_due(now) and self._may_write():
+            if entry.is_due(now) and self._may_write(entry):
                 self._write(entry)
             if entry.move is not None and not entry.move.is_late:
                 self._wait_for(entry, until)
@@ -252,17 +252,19 @@ class Spill:
     def _write_one(self, until: float) -> bool:
         """Waits for a move, or for a write that it begins; False if there is none."""
         now = self._clock()
-        due = next((entry for entry in self._entries.near.values() if entry.is_due(now)), None)
-        if due is not None and self._may_write():
-            self._write(due)
+        due = (entry for entry in self._entries.near.values() if entry.is_due(now))
+        for entry in islice(filter(self._may_write, due), 1):
+            self._write(entry)
         for entry in self._moving:
             if entry.move is not None and not entry.move.is_late:
                 self._wait_for(entry, until)
                 return True
         return False
 
-    def _may_write(self) -> bool:
-        return any(tier.takes for tier in self._tiers)
+    def _may_write(self, entry: SpillEntry) -> bool:
+        """Whether a tier takes snapshots now, and no older one moves under the same key."""
+        is_alone = all(other.key != entry.key for other in self._moving)
+        return is_alone and any(tier.takes for tier in self._tiers)
 
     def _write(self, entry: SpillEntry) -> None:
         snapshot = entry.snapshot
@@ -388,4 +390,5 @@ class Spill:
 
     def _remove_below(self, entry: SpillEntry) -> None:
         if entry.tier is not None and not (self._is_left or self._is_closed):
+            entry.tier.forget(entry.key)
             self._workers.start(partial(entry.tier.remove, entry.key))
