@@ -199,7 +199,7 @@ def test_removal_that_comes_late_spares_what_was_put_meanwhile(rig: Rig) -> None
     rig.put("a")
     rig.tier.forget("a")
     rig.put("a")
-    rig.tier.tidy()
+    rig.tier.tidy("a")
     assert {"a"} == set(rig.below.kept)
     rig.tier.remove("a")
     assert {} == rig.below.kept

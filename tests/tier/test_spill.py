@@ -294,6 +294,27 @@ def test_nothing_is_left_of_a_write_that_seemed_to_fail(make_world: MakeWorld) -
     assert ({}, {}) == (first.kept, second.kept)
 
 
+def test_removal_that_comes_late_spares_the_next_snapshot(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that was resumed and is saved again has the same key: the order is no matter."""
+    world = make_world()
+    monkeypatch.setattr(world.spill, "_name_of", lambda key: "the same")
+    old = world.save(0)
+    world.spill.make_room(8)
+    world.load(old, 0)
+    world.tide.discard(old)
+    (removal,) = world.workers.jobs
+    world.workers.jobs.clear()
+    new = world.save(1)
+    world.spill.make_room(8)
+    removal.run()
+    world.load(new, 1)
+    world.tide.discard(new)
+    world.spill.close()
+    assert [] == world.below[0].left()
+
+
 def test_snapshot_of_a_key_that_still_moves_waits_for_it(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

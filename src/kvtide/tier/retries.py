@@ -113,13 +113,13 @@ class RetriedTier(Tier):
     def remove(self, key: str) -> None:
         """See Tier. After an error it is tried again later."""
         self.forget(key)
-        self._ask(self._writes, key, partial(self._remove_unwanted, key))
+        self.tidy(key)
         self._remove_leftover()
 
     def forget(self, key: str) -> None:
-        """Says that nobody wants what is under a key. Doesn't block: `remove` may follow later.
+        """Says that nobody wants what is under a key. Doesn't block: `tidy` removes it later.
 
-        A put of the key that begins meanwhile ends that.
+        A put of the key that begins before that ends the matter.
         """
         if len(self._leftovers) < _MOST_LEFTOVERS:
             self._leftovers[key] = None
@@ -174,10 +174,10 @@ class RetriedTier(Tier):
     def _is_well(self) -> bool:
         return self._reads.is_well and self._writes.is_well
 
-    def tidy(self) -> None:
-        """Removes what is left, unless the tier isn't asked now. Raises TierRetry."""
-        for key in tuple(self._leftovers):
-            self.remove(key)
+    def tidy(self, *keys: str) -> None:
+        """Removes what nobody wants of these keys, of all without keys. Raises TierRetry."""
+        for key in keys or tuple(self._leftovers):
+            self._ask(self._writes, key, partial(self._remove_unwanted, key))
 
     def _remove_leftover(self) -> None:
         """Removes one of the keys that may have something left: after each write that went well."""

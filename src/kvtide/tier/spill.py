@@ -391,4 +391,4 @@ class Spill:
     def _remove_below(self, entry: SpillEntry) -> None:
         if entry.tier is not None and not (self._is_left or self._is_closed):
             entry.tier.forget(entry.key)
-            self._workers.start(partial(entry.tier.remove, entry.key))
+            self._workers.start(partial(entry.tier.tidy, entry.key))
