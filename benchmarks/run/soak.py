@@ -5,7 +5,8 @@ ended at random moments: by TERM, HUP, INT, KILL and a full disk. After each end
 goes on with `--resume`. No answer may be lost on the way, and in the end the file must have the
 answers of the undisturbed run, each once.
 
-    python benchmarks/run/soak.py [--prompts 5000] [--ends 24] [--seed 1] [--fork] [--json]
+    python benchmarks/run/soak.py [--prompts 5000] [--ends 24] [--by KILL] [--long] [--seed 1]
+                                  [--fork] [--json]
 
 The exit code is 1 where something was lost or differs. The full disk is a small tmpfs where this
 process may mount one, otherwise a limit on the size of files. With --fork each process is a
@@ -56,6 +57,8 @@ ENDS = {
 OPTIONS = ["--model=tiny-random", "--kv-memory=256KiB", "--max-running=8", "--max-new-tokens=12"]
 # Room for two requests, so that what is retracted goes to the disk.
 BELOW = ["--host-memory=128KiB", "--disk-memory=64MiB"]
+# Many are retracted at any moment, and go to the disk at once.
+LONG = ["--max-new-tokens=80", "--max-running=16", "--host-memory=64KiB"]
 COMMAND = [sys.executable, "-c", "from kvtide.cli import start; raise SystemExit(start())"]
 _START_S, _END_S = 120, 300
 _BLOCK_BYTES = 4096
@@ -285,6 +288,7 @@ class Soak:
     reference: Path
     loaded: LoadedServing | None
     chance: random.Random
+    is_long: bool = False
     problems: list[str] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
     suspended: int = 0
@@ -302,11 +306,17 @@ class Soak:
         """The report's file, which is on another disk."""
         return self.reference.with_suffix(".report")
 
+    @property
+    def below(self) -> Path:
+        """The folder of KV below host memory."""
+        return self.reference.with_suffix(".kv")
+
     def start(self, out: Path, *options: str, most_bytes: int | None = None) -> Process:
         """Starts the command; it's always the same for one `out`."""
         files = ["--out", str(out), "--report", str(self.report)]
-        below = [*BELOW, f"--disk-dir={self.reference}.kv"] if self.has_disk(out) else []
-        arguments = ["run", str(self.prompts), *OPTIONS, *below, *files, *options]
+        below = [*BELOW, f"--disk-dir={self.below}"] if self.has_disk(out) else []
+        more = LONG if self.is_long else []
+        arguments = ["run", str(self.prompts), *OPTIONS, *below, *more, *files, *options]
         return Process(arguments, self.loaded, most_bytes)
 
     def has_disk(self, out: Path) -> bool:
@@ -351,6 +361,8 @@ class Soak:
         self.check(code == ENDS[end], f"{end}: exit code {code}: {process.said[-2000:]!r}")
         self.check(b"Traceback" not in process.said, f"{end}: {process.said[-4000:]!r}")
         self.check_kept(end)
+        if end == "KILL":
+            self.suspended += len(list(self.below.glob("??/*.safetensors")))
         self.check_counts(end, process.said)
 
     @property
@@ -438,9 +450,10 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with open_disk(folder / "disk", may_mount=not options.no_mount) as disk:
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
-            ends = [*ENDS] * (-(-options.ends // (len(ENDS) * len(files))))
+            ways = options.by or [*ENDS]
+            ends = [*ways] * (-(-options.ends // (len(ways) * len(files))))
             chance.shuffle(ends)
-            run = Soak(folder / name, disk, folder / f"{name}.whole", loaded, chance)
+            run = Soak(folder / name, disk, folder / f"{name}.whole", loaded, chance, options.long)
             run.run(ends)
             problems += run.problems
             ended += run.ended
@@ -463,6 +476,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=5000)
     parser.add_argument("--ends", type=int, default=24, help="how often the runs are ended, about")
+    parser.add_argument("--by", nargs="*", choices=ENDS, help="only in these ways")
+    parser.add_argument("--long", action="store_true", help="longer answers in less memory")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="of these files of prompts alone")
     parser.add_argument("--fork", action="store_true", help="copies of this process, which is fast")
@@ -477,7 +492,7 @@ def main() -> int:
         today = datetime.now(timezone.utc).date().isoformat()
         print(json.dumps({"date": today, "machine": machine_facts(), **found}, indent=2))
     else:
-        print(*found["problems"], f"{found['ended_by']}", sep="\n")
+        print(*found["problems"], f"{found['ended_by']}, {found['suspended']} left KV", sep="\n")
     return 1 if found["problems"] else 0
 
 

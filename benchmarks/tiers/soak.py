@@ -1,9 +1,10 @@
 """Random steps over tiers that fail, many more than a test takes; the seed of a failure is printed.
 
-    python benchmarks/tiers/soak.py [--steps 10000000] [--kind disk] [--seed 7]
+    python benchmarks/tiers/soak.py [--steps 10000000] [--minutes 12] [--kind disk] [--seed 7]
 
 With --seed it takes the steps of that seed alone, as many as --steps says. Otherwise seed follows
-seed, in as many processes as there are processors. The exit code is 1 where a step was wrong.
+seed, in as many processes as there are processors, for at most --minutes. The exit code is 1
+where a step was wrong, and where the time was too short for all steps.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def take(step_count: int, job: tuple[str, int]) -> tuple[str, dict[str, int], st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10_000_000)
+    parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--seed", type=int)
     options = parser.parse_args()
@@ -64,17 +66,22 @@ def main() -> int:
         for kind, share in shares.items()
         for number in range(round(share * options.steps / _STEPS_A_SEED))
     ]
-    started, found, failures = time.monotonic(), Counter[str](), 0
-    workers = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
-    with workers:
-        for kind, outcomes, wrong in workers.map(partial(take, _STEPS_A_SEED), jobs, chunksize=4):
-            failures += bool(wrong)
+    random.Random(first).shuffle(jobs)
+    started, found, failures, done = time.monotonic(), Counter[str](), 0, 0
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as workers:
+        for kind, outcomes, wrong in workers.map(partial(take, _STEPS_A_SEED), jobs, chunksize=2):
+            failures, done = failures + bool(wrong), done + 1
             print(wrong, end="", flush=True)
             found.update({f"{kind}: {name}": count for name, count in outcomes.items()})
+            if time.monotonic() - started > 60 * options.minutes:
+                workers.shutdown(cancel_futures=True)
+                break
     seconds = time.monotonic() - started
-    print(f"{len(jobs) * _STEPS_A_SEED:,} steps in {seconds:.0f} s: {dict(found)}")
+    print(f"{done * _STEPS_A_SEED:,} steps in {seconds:.0f} s: {dict(found)}")
     print(f"seeds from {first} on; with {failures} of them something was wrong")
-    return 1 if failures else 0
+    if done < len(jobs):
+        print(f"{done} of {len(jobs)} seeds; give it more than --minutes {options.minutes}")
+    return 1 if failures or done < len(jobs) else 0
 
 
 if __name__ == "__main__":

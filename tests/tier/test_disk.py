@@ -9,8 +9,10 @@ import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 from safetensors import safe_open
 
@@ -27,6 +30,7 @@ from kvtide.arena import HostArena
 from kvtide.conformance import TierTests
 from kvtide.device import CPUDevice
 from kvtide.errors import (
+    ArenaFull,
     LayoutError,
     ProcessForked,
     SnapshotDamaged,
@@ -40,8 +44,9 @@ from kvtide.pool import Pool
 from kvtide.seal import Seal, Span
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.tier import DiskTier, Tier
+from kvtide.tier import DiskTier, Spill, Tier
 from kvtide.tier import disk as disk_module
+from kvtide.tier.file_form import file_form_of
 from kvtide.tier.names import name_of
 from support.interrupts import every_interrupt
 
@@ -403,6 +408,11 @@ HOSTILE: dict[str, bytes] = {
     "no key": _with_header(b'{"__metadata__":{"seal":"x"}}'),
     "a seal that is a number": _with_header(b'{"__metadata__":{"key":"a","seal":3}}'),
     "a seal that is not JSON": _with_header(b'{"__metadata__":{"key":"a","seal":"x"}}'),
+    "a key that is a list": _with_header(b'{"__metadata__":{"key":["a"],"seal":"x"}}'),
+    "two keys": _with_header(b'{"__metadata__":{"key":"b","key":"a","seal":"{}","seal":"x"}}'),
+    "a large number": _with_header(b'{"__metadata__":{"key":"a","seal":"' + b"9" * 5000 + b'"}}'),
+    "metadata that is deep": _with_header(b'{"__metadata__":' + b'{"key":' * 50_000),
+    "text behind the header": _with_header(b'{"__metadata__":{}}\0\0{"a":1}'),
     "not UTF-8": _with_header(b'{"__metadata__":{"seal":"\xff"}}'),
     "NaN": _with_header(b'{"__metadata__":NaN}'),
 }
@@ -416,6 +426,40 @@ def test_hostile_file_is_refused(tier: Callable[..., DiskTier], tide: Tide, cont
     path_of(disk, "a").write_bytes(content)
     with pytest.raises(SnapshotDamaged):
         disk.get("a", lambda seal: pytest.fail("no room is needed"))
+    assert not disk.contains("a")
+
+
+def _hostile_seal(*spans: Span) -> Seal:
+    """A seal whose own checksum is right, as whoever knows the form can make it."""
+    chunk_bytes = max(span.stop for span in spans)
+    return Seal('{"groups":[]}', "", 1, (), (), chunk_bytes, spans)
+
+
+HOSTILE_SEALS = {
+    "too large for memory": _hostile_seal(Span(0, 0, 1 << 50, 0)),
+    "larger than its file": _hostile_seal(Span(0, 0, 1 << 20, 0)),
+    "smaller than its file": _hostile_seal(Span(0, 0, 1, 0)),
+    "with chunks that aren't there": _hostile_seal(*(Span(n, 0, 4096, 0) for n in range(20))),
+    "with bytes that no span has": _hostile_seal(Span(0, 4096, 8192, 0)),
+    "with spans that overlap": _hostile_seal(Span(0, 0, 8192, 0), Span(0, 4096, 8192, 0)),
+}
+
+
+@pytest.mark.parametrize("seal", HOSTILE_SEALS.values(), ids=HOSTILE_SEALS.keys())
+def test_hostile_seal_is_refused(tier: Callable[..., DiskTier], tide: Tide, seal: Seal) -> None:
+    """A file whose header is the right one for a seal that lies asks for no memory beyond it."""
+    disk = tier()
+    save(disk, tide, "a")
+    path_of(disk, "a").write_bytes(file_form_of("a", seal).header + bytes(8192))
+    rooms: list[int] = []
+
+    def make_room(found: Seal) -> list[memoryview]:
+        rooms.extend(found.used_bytes)
+        return [memoryview(bytearray(size_bytes)) for size_bytes in found.used_bytes]
+
+    with pytest.raises(SnapshotDamaged):
+        disk.get("a", make_room)
+    assert sum(rooms) <= 8192
     assert not disk.contains("a")
 
 
@@ -445,11 +489,16 @@ def put_in_place(path: Path, elsewhere: Path, kind: str) -> None:
         path.symlink_to(elsewhere)
     elif kind == "pipe":
         os.mkfifo(path)
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 7))
+        except PermissionError:  # only root makes one; a socket is no regular file, either
+            os.mknod(path, stat.S_IFSOCK | 0o600)
     else:
         (path / "something").mkdir(parents=True)
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "device", "folder"])
 def test_only_a_regular_file_is_opened(
     tier: Callable[..., DiskTier],
     tide: Tide,
@@ -1248,3 +1297,162 @@ def test_full_disk_takes_what_it_has_room_for(
         assert "is full" in warnings[0]
         assert bytes_in(folder) == disk.stats.used_bytes <= 8 << 20
         tide.discard(snapshot)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Mounted]:
+    """A place with a file system of its own, or one that acts so."""
+    place = Mounted(tmp_path)
+    yield place
+    place.close()
+
+
+class Mounted:
+    """A folder on a disk that may be taken away, and come back as it was.
+
+    Where this user can't mount one, the folder is moved.
+    """
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.place = tmp_path / "mounted"
+        self.place.mkdir()
+        self._image, self._away = tmp_path / "image", tmp_path / "away"
+        self._image.mkdir()
+        self.is_real = self._mount("-t", "tmpfs", "none", self._image)
+        self._is_here = False
+        self.come_back()
+
+    def _mount(self, *words: object) -> bool:
+        if shutil.which("mount") is None:
+            return False
+        done = subprocess.run(["mount", *map(str, words)], capture_output=True, check=False)
+        return not done.returncode
+
+    def _unmount(self, place: Path) -> None:
+        # Open files keep the file system; the place has it no more at once.
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+    def come_back(self) -> None:
+        """The disk is there, as it was."""
+        if self.is_real:
+            assert self._mount("--bind", self._image, self.place)
+        elif self._away.exists():
+            shutil.rmtree(self.place)
+            self._away.rename(self.place)
+        self._is_here = True
+
+    def vanish(self) -> None:
+        """The place is an empty folder of another disk."""
+        if self.is_real:
+            self._unmount(self.place)
+        else:
+            shutil.copytree(self.place, self._away)
+            shutil.rmtree(self.place)
+            self.place.mkdir()
+        self._is_here = False
+
+    def close(self) -> None:
+        """Leaves no mount behind."""
+        if self.is_real:
+            for place in [self.place] * self._is_here + [self._image]:
+                self._unmount(place)
+
+
+def open_spilling(disk: DiskTier, tide: Tide, rests: list[float]) -> tuple[Tide, Spill]:
+    """A tide over an arena of two requests, and the disk below.
+
+    The clock is as far ahead as `rests` together.
+    """
+    arena = HostArena(tide.pool.device, limit_bytes=2 * 64 * 128, block_bytes=64 * 128)
+    spill = Spill(
+        arena, [disk], clock=lambda: time.monotonic() + sum(rests), sleep=lambda seconds: None
+    )
+    return Tide(tide.pool, arena, spill=spill), spill
+
+
+def check_all(tide: Tide, snapshots: dict[int, Snapshot]) -> None:
+    """Each snapshot gives the bytes back with which its slots were filled."""
+    for value, snapshot in snapshots.items():
+        tide.restore(snapshot, range(64, 128))
+        for buffer in tide.pool.buffers:
+            rows = buffer.view(torch.uint8).view(2, 256, -1)[:, 64:128]
+            assert bool((rows == value).all()), value
+
+
+def fill(tide: Tide, snapshots: dict[int, Snapshot], values: range) -> int:
+    """Saves a request for each value; how many found no room."""
+    refused = 0
+    for value in values:
+        for buffer in tide.pool.buffers:
+            buffer.view(torch.uint8).fill_(value)
+        try:
+            snapshots[value] = tide.offload(range(64))
+        except ArenaFull:
+            refused += 1
+    return refused
+
+
+@pytest.fixture
+def own_folder() -> Iterator[Path]:
+    """A folder of this user's, who isn't root meanwhile: to root nothing is read-only."""
+    folder = Path(tempfile.mkdtemp(prefix="kvtide-read-only-"))
+    user = os.geteuid()
+    if not user:
+        os.chown(folder, 65534, 65534)
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    shutil.rmtree(folder)
+
+
+def set_read_only(folder: Path, is_read_only: bool) -> None:
+    """Nothing can be made or removed in the folder and those in it, or everything again."""
+    for path in (folder, *(path for path in folder.iterdir() if path.is_dir())):
+        path.chmod(0o555 if is_read_only else 0o700)
+
+
+def test_folder_made_read_only_under_way(own_folder: Path, tide: Tide) -> None:
+    """What was written is read, new requests find the arena full, and all goes on afterwards."""
+    folder = own_folder / "tier"
+    disk = DiskTier(folder, limit_bytes=8 << 20, keeps_used=True)
+    rests: list[float] = []
+    small, spill = open_spilling(disk, tide, rests)
+    snapshots: dict[int, Snapshot] = {}
+    with closing(disk), closing(spill):
+        assert 0 == fill(small, snapshots, range(6))
+        spill.make_room(2)
+        set_read_only(folder, True)
+        with pytest.raises(TierRetry, match="Permission denied"):
+            save(disk, tide, "any")
+        check_all(small, snapshots)
+        assert 8 < fill(small, snapshots, range(10, 20))
+        check_all(small, snapshots)
+        set_read_only(folder, False)
+        rests.append(100.0)
+        assert 0 == fill(small, snapshots, range(20, 26))
+        check_all(small, snapshots)
+        for snapshot in snapshots.values():
+            small.discard(snapshot)
+    assert not list(folder.glob("??/*"))
+
+
+def test_disk_that_vanishes_and_comes_back(mounted: Mounted, tide: Tide) -> None:
+    """While it is away nothing is written in its place; what is on it is there when it is back.
+
+    Descriptors that were opened before may still reach it.
+    """
+    disk = DiskTier(mounted.place / "tier", limit_bytes=8 << 20, keeps_used=True)
+    save(disk, tide, "a")
+    with closing(disk):
+        mounted.vanish()
+        for number in range(3):
+            with suppress(TierRetry):
+                save(disk, tide, f"away {number}")
+            with pytest.raises((TierRetry, SnapshotMiss)):
+                disk.load("missing", tide.arena)
+            assert [] == list(mounted.place.iterdir())
+        mounted.come_back()
+        disk.load("a", tide.arena).lease.release()
+        save(disk, tide, "b")
+        assert [True, True] == [disk.contains(key) for key in "ab"]
+        assert bytes_in(mounted.place / "tier") == disk.stats.used_bytes
