@@ -165,3 +165,13 @@ def test_ranks_that_cannot_be_asked_are_counted_like_this_rank(
     """
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9)
     assert (4 * 3, 9) == HostMemory(None, 4, Ranks()).measure(3)
+
+
+def test_limit_of_all_ranks_holds_what_stands_beside_their_blocks() -> None:
+    """A rank's arena has its part of the limit, and of that part a sixteenth isn't blocks."""
+    device = CPUDevice(lanes=1)
+    pool = Pool.create(small_geometry(), device, page_count=2)
+    arena = HostMemory(256 << 20, 4, Ranks()).arena_for(pool)
+    assert 64 << 20 == arena.limit_bytes
+    assert 40 << 20 < arena.block_count * arena.block_bytes <= 60 << 20
+    device.close()

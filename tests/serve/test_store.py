@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -369,3 +369,12 @@ def test_hostile_progress_is_a_miss(text: str, temperature: float) -> None:
             needs_digests=True,
         )
     assert ([], [], before) == (request.output_ids, request.logit_digests, sampler.state)
+
+
+def test_limit_of_host_memory_holds_what_stands_beside_the_blocks() -> None:
+    """A sixteenth of it isn't blocks, but for seals and for what moves and tiers need."""
+    options = EngineOptions(kv_memory_bytes=1 << 20, host_memory_bytes=64 << 20)
+    with closing(Engine.build(tiny(), options)) as engine:
+        arena = engine.tide.arena
+        assert 64 << 20 == arena.limit_bytes
+        assert 40 << 20 < arena.block_count * arena.block_bytes <= 60 << 20
