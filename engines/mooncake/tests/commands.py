@@ -19,11 +19,16 @@ def write_prompts(folder: Path, count: int = 8) -> None:
     (folder / "prompts.jsonl").write_text(text, encoding="utf-8")
 
 
+def _patient() -> dict[str, str]:
+    """The environment, with Mooncake's own patience: a busy machine may be slow to answer."""
+    return {name: value for name, value in environment().items() if "TIMEOUT" not in name}
+
+
 def begin(folder: Path, *words: str) -> subprocess.Popen[str]:
     """Starts `kvtide` with these words, in a folder."""
     return subprocess.Popen(
         [*KVTIDE, *words],
-        cwd=folder, env=environment(), text=True,
+        cwd=folder, env=_patient(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

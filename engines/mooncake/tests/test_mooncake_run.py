@@ -36,7 +36,7 @@ def test_kv_comes_back_from_the_store(cluster: Cluster, tmp_path: Path) -> None:
     done = run(tmp_path, *ANSWER, *FILES, "--mooncake", cluster.address, "--verify")
     assert 0 == done.returncode, done.stderr
     report = report_in(tmp_path)
-    assert (True, 0) == (report["verified"], report["recomputed_tokens"])
+    assert (True, 0) == (report["verified"], report["recomputed_tokens"]), report
     assert 0 < report["tiers"]["mooncake"]["up_bytes"]
     assert 0 == cluster.object_count()
 
