@@ -127,12 +127,14 @@ class Scheduler:
         for request in list(self._running):
             if request not in self._running:
                 continue  # just retracted to make room for an older request
-            self.prefixes.read(request)
+            is_behind = request.stored + 1 < request.token_count  # beyond its newest token
+            if is_behind:
+                self.prefixes.read(request)
             count = self._next_count(request)
             # A chunk that doesn't fit waits as a whole: its length must not depend on others.
             if count > 1 and count > budget:
                 continue
-            keys = self.prefixes.keys_in(request, count)
+            keys = self.prefixes.keys_in(request, count) if is_behind else []
             if not computed.isdisjoint(keys[:1]):
                 continue  # another request computes the same tokens now, and it reads these then
             if not self._make_room(request, count):
@@ -146,7 +148,8 @@ class Scheduler:
     def note_computed(self, steps: Sequence[tuple[Request, int]]) -> None:
         """Takes a step that the model has run: its tokens have KV now, which others may read."""
         for request, count in steps:
-            self.stats.recomputed_tokens += max(0, min(count, request.lost - request.stored))
+            if request.lost > request.stored:
+                self.stats.recomputed_tokens += min(count, request.lost - request.stored)
             request.stored += count
             self.prefixes.share(request)
 
@@ -184,13 +187,15 @@ class Scheduler:
     def _make_room(self, request: Request, count: int) -> bool:
         """Acquires the pages for `count` more tokens. False if the request had to be retracted."""
         needed = self._pages_for(request.stored + count) - len(request.pages)
+        if needed <= 0:
+            return True
         while not self.prefixes.make_room(needed):
             assert self._options.on_pressure != "wait", "a request started without room for all"
             victim = self._running[-1]
             self.retract(victim)
             if victim is request:
                 return False
-        pages = self._pages.acquire(max(0, needed))
+        pages = self._pages.acquire(needed)
         assert pages is not None, "there is room"
         request.pages += pages
         return True
