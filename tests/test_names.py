@@ -82,7 +82,8 @@ def test_prose_names_existing_members() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["plugin", "plugin/sglang", "plugin/sglang/pools", "plugin/sglang/ordinary"]
+    "folder",
+    ["plugin", "plugin/sglang", "plugin/sglang/pools", "plugin/sglang/ordinary", "plugin/vllm"],
 )
 def test_folder_of_plugins_says_what_each_file_has(folder: str) -> None:
     """The folders have many files, and a reader begins with the list of them in `__init__.py`."""
@@ -92,7 +93,7 @@ def test_folder_of_plugins_says_what_each_file_has(folder: str) -> None:
     files = [file.stem for file in path.glob("*.py")]
     folders = [file.parent.name for file in path.glob("*/__init__.py")]
     wanted = {*files, *folders} - {"__init__"}
-    assert wanted - {"sglang"} <= {*listed}
+    assert wanted - {"sglang", "vllm"} <= {*listed}
     assert {*listed} <= wanted
 
 

@@ -3,41 +3,119 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
+
+from kvtide.plugin.vllm.settings import transfer_config
 
 SMOLLM2 = os.environ.get("KVTIDE_SMOLLM2", "")
 """The folder of the model's weights; `make test-vllm` sets it."""
 BLOCK_TOKENS = 128
 """How many tokens of SmolLM2 vLLM keeps in a block on a CPU."""
+BLOCK_BYTES = 23_040 * BLOCK_TOKENS
+"""The KV of a block of SmolLM2, in all layers."""
+
+
+@final
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of an answer, how many tokens of the prompt weren't computed, and why it ended."""
+
+    tokens: list[int]
+    cached_tokens: int
+    reason: str
+
+
+@final
+class Engine:
+    """A `vllm.LLM` with or without kvtide."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.counts: Counter[str] = Counter()
+        """What kvtide has counted so far, by the names of its metrics' middle parts."""
+
+    def answer(self, prompt: Sequence[int], token_count: int = 8) -> Answer:
+        """The answer to one prompt, a list of tokens."""
+        return self.answers([prompt], token_count)[0]
+
+    def answers(self, prompts: Sequence[Sequence[int]], token_count: int = 8) -> list[Answer]:
+        """The tokens that the model finds likeliest, for prompts that run together."""
+        from vllm import SamplingParams, TokensPrompt
+
+        wanted = SamplingParams(temperature=0, max_tokens=token_count, ignore_eos=True)
+        given = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        found = self.llm.generate(given, wanted, use_tqdm=False)
+        return [
+            Answer(
+                list(each.outputs[0].token_ids),
+                each.num_cached_tokens or 0,
+                str(each.outputs[0].finish_reason),
+            )
+            for each in found
+        ]
+
+    def forget_local(self) -> None:
+        """Makes vLLM forget what it has on the device, so that kvtide is asked."""
+        assert self.llm.reset_prefix_cache()
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore, in this process."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def store(self) -> Any:
+        """The BlockStore of the only rank."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().connector_worker.worker.store
+
+    @property
+    def books(self) -> Any:
+        """The scheduler's BlockBooks."""
+        return self.core.scheduler.connector.connector_scheduler.manager.books
 
 
 @contextmanager
-def opened(model: str = SMOLLM2, **options: Any) -> Iterator[Any]:
-    """An engine (`vllm.LLM`) that exists within the block; the next one may have other options."""
+def opened(model: str = SMOLLM2, **options: Any) -> Iterator[Engine]:
+    """An engine that exists within the block; the next one may have other options."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     assert model, "set KVTIDE_SMOLLM2 to the folder of the model, as `make test-vllm` does"
-    llm = LLM(
-        model,
-        **{"enforce_eager": True, "max_model_len": 2048, "num_gpu_blocks_override": 40, **options},
-    )
+    wanted = {"enforce_eager": True, "max_model_len": 2048, "num_gpu_blocks_override": 40}
+    engine: Engine | None = None
     try:
-        yield llm
+        engine = Engine(LLM(model, **{**wanted, **options}))
+        yield engine
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        if engine is not None:
+            engine.llm.llm_engine.engine_core.shutdown()
+            engine.llm = None
+        ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
 
 
-def answers(llm: Any, prompts: Sequence[Sequence[int]], token_count: int = 16) -> list[list[int]]:
-    """The tokens that the model finds likeliest after each prompt, which is a list of tokens."""
-    from vllm import SamplingParams, TokensPrompt
+@contextmanager
+def opened_with_kvtide(
+    model: str = SMOLLM2, *, policy: str = "recompute", settings: dict[str, str], **options: Any
+) -> Iterator[Engine]:
+    """An engine with kvtide's connector. Its counts are added up in `Engine.counts`."""
+    from vllm.config import KVTransferConfig
 
-    wanted = SamplingParams(temperature=0, max_tokens=token_count, ignore_eos=True)
-    given = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-    return [
-        list(found.outputs[0].token_ids) for found in llm.generate(given, wanted, use_tqdm=False)
-    ]
+    transfer = {**transfer_config(settings), "kv_load_failure_policy": policy}
+    with opened(model, kv_transfer_config=KVTransferConfig(**transfer), **options) as engine:
+        take_report = engine.store.take_report
+
+        def counted() -> Any:
+            report = take_report()
+            engine.counts += report.counts
+            return report
+
+        engine.store.take_report = counted
+        yield engine

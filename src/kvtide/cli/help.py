@@ -35,6 +35,10 @@ PLAN_EXAMPLES = {
     "kvtide plan Qwen/Qwen3-8B --tp 2": "",
     "kvtide plan model.gguf --tokens 4096": "",
 }
+VLLM_EXAMPLES = {
+    'vllm serve MODEL --kv-transfer-config "$(kvtide vllm --host-memory 8GiB)"': "",
+    "kvtide vllm --host-memory 8GiB --disk-dir kv --disk-memory 50GiB": "a restart finds it",
+}
 
 
 def epilog(examples: Mapping[str, str]) -> str:

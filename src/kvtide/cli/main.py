@@ -25,6 +25,7 @@ from kvtide.cli.help import (
     INSPECT_EXAMPLES,
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
+    VLLM_EXAMPLES,
     epilog,
 )
 from kvtide.cli.inspect import inspect
@@ -34,6 +35,7 @@ from kvtide.cli.plan import plan
 from kvtide.cli.run import run
 from kvtide.cli.serving import LibraryServing, Serving
 from kvtide.cli.usage import describe_usage
+from kvtide.cli.vllm import vllm
 from kvtide.errors import KvtideError, UsageError, first_line
 
 EXIT_FAILED = 1
@@ -51,6 +53,7 @@ app.command(epilog=epilog(RUN_EXAMPLES))(run)
 app.command(epilog=epilog(DOCTOR_EXAMPLES))(doctor)
 app.command(epilog=epilog(PLAN_EXAMPLES))(plan)
 app.command(epilog=epilog(INSPECT_EXAMPLES))(inspect)
+app.command(epilog=epilog(VLLM_EXAMPLES))(vllm)
 app.add_typer(bench, name="bench")
 
 

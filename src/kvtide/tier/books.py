@@ -81,6 +81,10 @@ class Books:
     def __contains__(self, name: str) -> bool:
         return name in self._files and name not in self._stuck
 
+    def names(self) -> list[str]:
+        """The names of all files that can be read."""
+        return [name for name in self._files if name not in self._stuck]
+
     def reserve(self, reserved: Reserved) -> None:
         """Lets files leave until there is room. Raises TierFull, before any leaves, and OSError."""
         size_bytes = reserved.size_bytes

@@ -114,6 +114,12 @@ class DiskTier(Tier):
             self._evicted_before + books.evicted,
         )
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of its files: `kvtide.tier.names.name_of` a key is in it if the tier has it."""
+        with self._change:
+            return frozenset(self._books.names())
+
     def contains(self, key: str) -> bool:
         """See Tier."""
         return name_of(key) in self._books and not self._is_lost

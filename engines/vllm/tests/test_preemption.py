@@ -1,0 +1,29 @@
+"""SmolLM2 with too few blocks on the device: preempted requests come back from host memory."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from vllm_engine import BLOCK_TOKENS, opened, opened_with_kvtide
+from watched_moves import WatchedMoves
+
+TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_num_seqs": 4, "max_model_len": 512}
+TOKENS = 140
+"""So many tokens an answer that each request needs a third block, which not all of them get."""
+PROMPTS = [Random(seed).choices(range(1000, 40_000), k=BLOCK_TOKENS + 120) for seed in range(4)]
+
+
+class TestPreemption:
+    def test_loads_what_was_saved_and_changes_no_answer(self) -> None:
+        with opened(**TIGHT) as engine:
+            expected = [answer.tokens for answer in engine.answers(PROMPTS, TOKENS)]
+
+        with opened_with_kvtide(settings={"host_memory": "256MiB"}, **TIGHT) as engine:
+            moves = WatchedMoves(engine.store)
+            found = [answer.tokens for answer in engine.answers(PROMPTS, TOKENS)]
+
+            # No two prompts begin alike, so only a request that was preempted has blocks to load.
+            assert moves.compared > 0
+            assert engine.counts["failed_loads"] == 0
+            assert expected == found

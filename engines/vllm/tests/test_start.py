@@ -1,0 +1,57 @@
+"""What is refused at the start, and whether the installed vLLM has what kvtide reads and calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_engine import opened_with_kvtide
+
+from kvtide.errors import UsageError
+from kvtide.plugin.refusals import Refused
+from kvtide.plugin.vllm import reads
+from kvtide.plugin.vllm.package import VLLM
+
+
+class TestReads:
+    def test_all_that_is_read_is_there(self) -> None:
+        assert [] == reads.what_is_gone()
+
+    def test_what_is_missing_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wanted = {"OffloadingWorker": ("wait", "yawn"), "NoClass": ("x",)}
+        monkeypatch.setattr(reads, "tables", lambda: [wanted])
+
+        assert ["class NoClass", "OffloadingWorker.yawn"] == reads.what_is_gone()
+
+    def test_this_version_is_tested(self) -> None:
+        assert VLLM.version in VLLM.tested
+
+
+class TestRefusals:
+    def test_of_host_memory_without_room_for_a_block_names_the_setting(self) -> None:
+        with (
+            pytest.raises(UsageError, match=r"host_memory: 1\.0 MiB for 1 ranks is no room"),
+            opened_with_kvtide(settings={"host_memory": "1MiB"}),
+        ):
+            pass
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"lora_config": object()}, "LoRA"),
+            ({"speculative_config": object()}, "draft"),
+            ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "kv_both"),
+        ],
+    )
+    def test_of_what_is_inexact_name_it(self, changed: dict[str, Any], said: str) -> None:
+        from kvtide.plugin.vllm.connector import refuse_what_is_inexact
+
+        usual = {
+            "lora_config": None,
+            "speculative_config": None,
+            "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
+        }
+        refuse_what_is_inexact(SimpleNamespace(**usual))
+        with pytest.raises(Refused, match=said):
+            refuse_what_is_inexact(SimpleNamespace(**{**usual, **changed}))

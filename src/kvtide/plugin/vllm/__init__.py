@@ -1,0 +1,35 @@
+"""vLLM's offloaded KV through kvtide: sealed, bounded, verified, and on a disk after a restart.
+
+    vllm serve MODEL --kv-transfer-config "$(kvtide vllm --host-memory 8GiB --disk-dir D)"
+
+connector     what vLLM makes in its scheduler and in each worker; loads may fail there
+spec          vLLM's questions to the scheduler's books, and its moves to a worker's store
+books         which blocks are in host memory, and which come back to it
+block_store   a rank's blocks: saves, loads, fetches
+writer        writes blocks to a tier; reader: brings them back
+groups        the blocks of a group of layers, as vLLM hands them over, as a pool
+open_store    opens a rank's store: pools, arena and disk
+identity      what decides the bytes of KV beside its tokens
+messages      what the scheduler tells the workers, and what they answer
+settings      what an operator sets
+package       vLLM's package; reads: whether the installed vLLM still has what kvtide reads
+"""
+
+from __future__ import annotations
+
+import logging
+
+
+def register() -> None:
+    """vLLM calls this in each of its processes, maybe more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    from kvtide.plugin.vllm.settings import CONNECTOR, SPEC
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "kvtide.plugin.vllm.connector", CONNECTOR)
+    if SPEC not in OffloadingSpecFactory._registry:
+        OffloadingSpecFactory.register_spec(SPEC, "kvtide.plugin.vllm.spec", SPEC)
+    # vLLM's log shows what its own loggers say, and those below them.
+    logging.getLogger("kvtide").parent = logging.getLogger("vllm")

@@ -1,0 +1,206 @@
+"""KvtideConnector: vLLM's OffloadingConnector, with loads that may fail.
+
+vLLM's connector ends the engine when a load fails. This one reports the request, which vLLM then
+computes again. It also carries orders to the workers and their reports back.
+
+    scheduler   build_connector_meta → Orders            update_connector_output ← BlockReport
+    worker      handle_preemptions   ← Orders            build_connector_worker_meta → BlockReport
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, cast, final
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvtide.plugin.reader import Table
+from kvtide.plugin.refusals import Refused
+from kvtide.plugin.vllm.messages import BlockReport, Orders, Start
+from kvtide.plugin.vllm.open_store import OpenStore, open_store
+from kvtide.plugin.vllm.reads import refuse_if_moved
+from kvtide.plugin.vllm.settings import SPEC, read_settings
+from kvtide.plugin.vllm.spec import KvtideManager, KvtideSpec, KvtideWorker
+from kvtide.tier import Namespace
+from kvtide.tier.names import name_of
+
+logger = logging.getLogger(__name__)
+
+READS: Table = {
+    "OffloadingConnector": (
+        *("connector_scheduler", "connector_worker", "register_kv_caches", "handle_preemptions"),
+        *("start_load_kv", "build_connector_meta", "build_connector_worker_meta"),
+        *("update_connector_output", "get_kv_connector_stats"),
+    ),
+    "KVConnectorBase_V1": (
+        *("get_transfer_results", "get_handshake_metadata"),
+        *("set_xfer_handshake_metadata_pp_aware", "bind_connector_metadata"),
+    ),
+    "OffloadingConnectorScheduler": ("manager",),
+    "OffloadingConnectorWorker": ("spec", "worker"),
+    "OffloadingConnectorMetadata": ("load_jobs", "store_jobs", "jobs_to_flush"),
+    "OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats", "aggregate"),
+    "TransferJob": ("req_id",),
+    "KVConnectorTransferResults": ("finished_recving", "failed_recving"),
+    "KVConnectorOutput": ("kv_connector_worker_meta",),
+    "VllmConfig": ("kv_transfer_config", "lora_config", "speculative_config"),
+    "KVTransferConfig": ("kv_connector_extra_config", "kv_role"),
+}
+"""What is read and called of vLLM's connector."""
+
+
+@dataclass
+class KvtideMetadata(OffloadingConnectorMetadata):
+    """What the scheduler sends to the workers in each step."""
+
+    orders: Orders = field(default_factory=Orders)
+
+
+@dataclass
+class KvtideWorkerMetadata(OffloadingWorkerMetadata):
+    """What a worker sends back in each step."""
+
+    report: BlockReport = field(default_factory=BlockReport)
+
+    def aggregate(self, other: Any) -> KvtideWorkerMetadata:
+        """Adds what another rank sends."""
+        both = super().aggregate(other)
+        report = BlockReport()
+        for sent in (self, other):
+            report.add(sent.report)
+        return KvtideWorkerMetadata(both.completed_jobs, both.transfer_stats, report)
+
+
+@final
+@dataclass
+class KvtideStart(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler before the first request."""
+
+    start: Start
+    namespace: Namespace
+
+
+class KvtideConnector(OffloadingConnector):
+    """vLLM makes one in the scheduler and one in each worker."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Raises UsageError for wrong settings, Refused for what can't be moved exactly."""
+        refuse_if_moved()
+        transfer = vllm_config.kv_transfer_config
+        transfer.kv_connector_extra_config.setdefault("spec_name", SPEC)
+        self._settings = read_settings(transfer.kv_connector_extra_config)
+        refuse_what_is_inexact(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._loads: dict[int, str] = {}
+        """The requests of loads under way, by job."""
+        self._open: OpenStore | None = None
+        if role == KVConnectorRole.WORKER:
+            spec = cast(KvtideSpec, self.connector_worker.spec)
+            spec.open_worker = partial(self._open_worker, vllm_config, spec)
+
+    # ---- worker --------------------------------------------------------------------------
+
+    def _open_worker(self, vllm_config: Any, spec: KvtideSpec, kv_caches: Any) -> KvtideWorker:
+        self._open = open_store(vllm_config, spec.config, self._settings, kv_caches)
+        return KvtideWorker(self._open.blocks, self._open.close)
+
+    @property
+    def _worker(self) -> KvtideWorker:
+        return cast(KvtideWorker, self.connector_worker.worker)
+
+    def get_handshake_metadata(self) -> KvtideStart | None:
+        """What the scheduler must know before the first request."""
+        return None if self._open is None else KvtideStart(self._open.start, self._open.namespace)
+
+    def handle_preemptions(self, kv_connector_metadata: KvtideMetadata) -> None:
+        """Follows the scheduler's orders; then does what vLLM does before a step."""
+        self._worker.store.follow(kv_connector_metadata.orders)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **rest: Any) -> None:
+        """Begins the loads of a step."""
+        jobs = self._connector_metadata.load_jobs
+        self._loads.update({job_id: job.req_id for job_id, job in jobs.items()})
+        super().start_load_kv(forward_context, **rest)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The requests whose loads have ended, and those among them whose KV isn't there."""
+        results = super().get_transfer_results(finished_req_ids)
+        failed, self._worker.failed_loads = self._worker.failed_loads, set()
+        results.failed_recving = {self._loads[job_id] for job_id in failed & self._loads.keys()}
+        ended = results.finished_recving
+        self._loads = {job: name for job, name in self._loads.items() if name not in ended}
+        return results
+
+    def build_connector_worker_meta(self) -> KvtideWorkerMetadata | None:
+        """What this worker sends to the scheduler after a step."""
+        if self.connector_worker is None:
+            return None
+        sent = super().build_connector_worker_meta()
+        report = self._worker.store.take_report()
+        if sent is None and not report:
+            return None
+        sent = sent or OffloadingWorkerMetadata()
+        return KvtideWorkerMetadata(sent.completed_jobs, sent.transfer_stats, report)
+
+    # ---- scheduler -----------------------------------------------------------------------
+
+    @property
+    def _manager(self) -> KvtideManager:
+        return cast(KvtideManager, self.connector_scheduler.manager)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """Opens the books with the least that a rank holds, and with what the first rank found.
+
+        Whether the others have the same a fetch tells.
+        """
+        first, *others = (metadata[rank] for rank in sorted(metadata))
+        starts = [told.start for told in (first, *others)]
+        start = Start(
+            min(start.block_count for start in starts),
+            first.start.names,
+            min(start.tier_blocks for start in starts),
+        )
+        namespace = first.namespace
+        self._manager.books.open(start, lambda key: name_of(namespace.key_of(key.hex())))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvtideMetadata:
+        """What the scheduler sends to the workers for a step."""
+        sent = super().build_connector_meta(scheduler_output)
+        fixed = {part.name: getattr(sent, part.name) for part in fields(sent)}
+        return KvtideMetadata(**fixed, orders=self._manager.books.take_orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Takes in what workers report; then notes the ends of their moves."""
+        sent = connector_output.kv_connector_worker_meta
+        if isinstance(sent, KvtideWorkerMetadata):
+            self._manager.books.note(sent.report)
+            self._manager.counts += sent.report.counts
+        super().update_connector_output(connector_output)
+
+
+def refuse_what_is_inexact(vllm_config: Any) -> None:
+    """Raises Refused for a server whose KV kvtide couldn't tell from other KV."""
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        raise Refused('kvtide saves and loads; set "kv_role" to "kv_both"')
+    if vllm_config.lora_config is not None:
+        raise Refused(
+            "vLLM tells the KV of LoRA adapters apart by their names alone, so new weights under "
+            "an old name would get old KV; serve without --enable-lora, or without kvtide"
+        )
+    if vllm_config.speculative_config is not None:
+        raise Refused(
+            "kvtide doesn't know the weights of a draft model, whose KV it would save; serve "
+            "without --speculative-config, or without kvtide"
+        )

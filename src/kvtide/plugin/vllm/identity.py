@@ -1,0 +1,147 @@
+"""Finds out what decides the bytes of KV beside its tokens, as a Namespace.
+
+Weights count by content: the revision of a model from the hub, or a hash of the model's files. A
+path would be the same for other weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from kvtide.errors import UsageError
+from kvtide.plugin.reader import Reader, Table
+from kvtide.plugin.versions import installed_version
+from kvtide.plugin.vllm.groups import BlockGroup
+from kvtide.plugin.vllm.package import VLLM
+from kvtide.plugin.vllm.settings import OffloadSettings
+from kvtide.tier import Namespace
+from kvtide.tier.namespace import salt_of
+
+READS: Table = {
+    "VllmConfig": (
+        *("model_config", "cache_config", "parallel_config", "load_config"),
+        "compilation_config",
+    ),
+    "ModelConfig": ("model", "hf_config", "dtype", "quantization?", "seed?"),
+    "CacheConfig": ("cache_dtype", "prefix_caching_hash_algo", "kv_cache_layout?"),
+    "ParallelConfig": (
+        *("rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("prefill_context_parallel_size", "decode_context_parallel_size"),
+        "data_parallel_index",
+    ),
+    "LoadConfig": ("load_format",),
+    "CompilationConfig": ("static_forward_context",),
+}
+"""What is read of vLLM's configuration."""
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+_READ_BYTES = 1 << 22
+# Where the model lies, and who wrote its configuration, decide nothing.
+_WITHOUT_EFFECT = ("_name_or_path", "transformers_version")
+
+
+def namespace_of(
+    vllm_config: Any, settings: OffloadSettings, groups: Sequence[BlockGroup], *, is_durable: bool
+) -> Namespace:
+    """The namespace of a rank's blocks. Reads the weights' files if blocks outlive the process.
+
+    Raises UsageError if there are no weights to hash.
+    """
+    reads = Reader(vllm_config, READS)
+    model, parallel = Reader(reads["model_config"], READS), Reader(reads["parallel_config"], READS)
+    sizes = [parallel[name] for name in READS["ParallelConfig"][1:-1]]
+    return Namespace(
+        model=_hash_of([_config_of(model["hf_config"])]),
+        weights=_weights_of(vllm_config, settings) if is_durable else "",
+        layout=_hash_of(group.pool.geometry.canonical for group in groups),
+        engine=_engine_of(vllm_config),
+        salt=salt_of(os.environ),
+        rank=f"{parallel['rank']}/{'/'.join(map(str, sizes))}",
+    )
+
+
+def _engine_of(vllm_config: Any) -> str:
+    """The versions and whatever else decides in which order bytes lie within a block."""
+    reads = Reader(vllm_config, READS)
+    model, cache = Reader(reads["model_config"], READS), Reader(reads["cache_config"], READS)
+    layers = Reader(reads["compilation_config"], READS)["static_forward_context"]
+    kinds = sorted({f"{type(layer).__name__} {_backend_of(layer)}" for layer in layers.values()})
+    decides = [
+        *("vLLM", VLLM.version, "torch", installed_version("torch")),
+        *(str(model["dtype"]), str(model["quantization"])),
+        *(str(cache["cache_dtype"]), str(cache["kv_cache_layout"])),
+        # A block's key is a hash of its tokens, which this algorithm makes.
+        str(cache["prefix_caching_hash_algo"]),
+        # The CPU's attention kernels order a block's bytes by what the CPU can do.
+        *(platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_tiles()),
+        *kinds,
+    ]
+    return json.dumps(decides)
+
+
+def _backend_of(layer: Any) -> str:
+    """The name of a layer's attention backend, if it has any."""
+    get = getattr(layer, "get_attn_backend", None)
+    return "" if get is None else str(get().__name__)
+
+
+def _has_tiles() -> str:
+    """Whether the CPU multiplies matrices in tiles, and torch can tell."""
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return str(has_tiles is not None and has_tiles())
+
+
+def _weights_of(vllm_config: Any, settings: OffloadSettings) -> str:
+    """The revision or a hash of the weights. Raises UsageError if there are none to hash."""
+    reads = Reader(vllm_config, READS)
+    model = Reader(reads["model_config"], READS)
+    if settings.weights:
+        return f"named {settings.weights}"
+    load_format = str(Reader(reads["load_config"], READS)["load_format"])
+    if load_format.endswith("dummy"):
+        return f"dummy {model['seed']}"
+    revision = getattr(model["hf_config"], "_commit_hash", None)
+    if revision:
+        return f"revision {revision}"
+    return f"files {_hash_of_files(Path(model['model']))}"
+
+
+def _hash_of_files(model: Path) -> str:
+    """A hash of the weights in a folder, or of one file. Reads all of them once."""
+    try:
+        found = sorted(model.rglob("*")) if model.is_dir() else [model]
+        files = [path for path in found if path.suffix in _WEIGHT_SUFFIXES and path.is_file()]
+        digest = xxhash.xxh3_128()
+        for path in files:
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+                while part := file.read(_READ_BYTES):
+                    digest.update(part)
+    except OSError as error:
+        raise UsageError(f"{model}: its weights can't be hashed: {error.strerror}") from error
+    if not files:
+        raise UsageError(
+            f"{model}: there are no files of weights to hash; name their revision with the setting "
+            "weights, or leave out disk_dir"
+        )
+    return digest.hexdigest()
+
+
+def _config_of(hf_config: Any) -> str:
+    config = json.loads(hf_config.to_json_string(use_diff=False))
+    return json.dumps({name: config[name] for name in sorted({*config} - {*_WITHOUT_EFFECT})})
+
+
+def _hash_of(texts: Iterable[str]) -> str:
+    digest = xxhash.xxh3_128()
+    for text in texts:
+        digest.update(f"{len(text)} ".encode() + text.encode())
+    return digest.hexdigest()

@@ -1,0 +1,165 @@
+"""open_store: makes a rank's store over vLLM's caches: the pools, the arena, and a disk below."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
+from kvtide.device import Device, open_device
+from kvtide.errors import UsageError
+from kvtide.plugin.refusals import Refused
+from kvtide.plugin.vllm.block_store import BlockStore, writes_at_once
+from kvtide.plugin.vllm.groups import BlockGroup
+from kvtide.plugin.vllm.identity import namespace_of
+from kvtide.plugin.vllm.messages import Start, group_of
+from kvtide.plugin.vllm.settings import OffloadSettings
+from kvtide.sizes import format_size
+from kvtide.tier import DiskTier, Namespace
+from kvtide.tier.folder import FolderInUse
+
+logger = logging.getLogger(__name__)
+
+_MOST_FOLDERS = 256
+
+
+@final
+@dataclass(frozen=True)
+class OpenStore:
+    """A rank's store, and what the scheduler must know of it."""
+
+    blocks: BlockStore
+    start: Start
+    namespace: Namespace
+    close: Callable[[], None]
+
+
+def open_store(
+    vllm_config: Any, config: Any, settings: OffloadSettings, kv_caches: Any
+) -> OpenStore:
+    """Opens the store of this rank. `config` is vLLM's OffloadingConfig.
+
+    Raises Refused or UsageError, which name the remedy, if there is no room for a block or the disk
+    can't be used; LayoutError for caches that can't be copied exactly. After an error nothing stays
+    open.
+    """
+    rank, rank_count = config.parallel.rank, config.parallel.world_size
+    device = open_device(_device_of(kv_caches).type)
+    disk: DiskTier | None = None
+    try:
+        groups = adopt_groups(kv_caches, device)
+        arena = _arena_for(groups, device, settings.host_memory_bytes, rank_count)
+        disk = open_disk(settings, rank, rank_count)
+        namespace = namespace_of(vllm_config, settings, groups, is_durable=disk is not None)
+        numbers = {group.group_id: number for number, group in enumerate(config.groups)}
+        blocks = BlockStore(groups, lambda key: numbers[group_of(key)], arena, namespace, disk)
+        start = _start_of(arena, groups, disk)
+        logger.info("kvtide %s", coverage(groups, arena, disk, start))
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        device.close()
+        raise
+
+    def close() -> None:
+        blocks.close()
+        if disk is not None:
+            disk.close()
+        device.close()
+
+    return OpenStore(blocks, start, namespace, close)
+
+
+def adopt_groups(kv_caches: Any, device: Device) -> list[BlockGroup]:
+    """The groups of vLLM's canonical caches. Raises LayoutError if they can't be moved exactly."""
+    return [
+        BlockGroup.adopt(
+            number,
+            [(kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs],
+            device,
+        )
+        for number, refs in enumerate(kv_caches.group_data_refs)
+    ]
+
+
+def coverage(
+    groups: Sequence[BlockGroup], arena: HostArena, disk: DiskTier | None, start: Start
+) -> str:
+    """What is covered and how much fits, in words."""
+    layers = ", ".join(str(len(group.pool.buffers)) for group in groups)
+    below = (
+        "no disk below it"
+        if disk is None
+        else f"a disk below it up to {format_size(disk.stats.limit_bytes)}, with "
+        f"{disk.stats.snapshots} blocks from before"
+    )
+    return (
+        f"saves {len(groups)} groups of layers ({layers} layers); host memory up to "
+        f"{format_size(arena.limit_bytes)} on this rank, for {start.block_count} blocks; {below}"
+    )
+
+
+def _device_of(kv_caches: Any) -> torch.device:
+    """The device of the caches. Raises Refused without any, or with several."""
+    devices = {cache.tensor.device for cache in kv_caches.tensors}
+    if len(devices) != 1:
+        raise Refused(f"kvtide moves the caches of one device, and here are {len(devices)}")
+    return torch.device(devices.pop())
+
+
+def _arena_for(
+    groups: Sequence[BlockGroup], device: Device, limit_bytes: int | None, rank_count: int
+) -> HostArena:
+    """The arena of this rank: an equal part. Raises UsageError if not even a block fits."""
+    buffers = [buffer for group in groups for buffer in group.pool.buffers]
+    together = (
+        default_host_bytes(untouched_bytes_of(buffers)) if limit_bytes is None else limit_bytes
+    )
+    block_bytes = max(group.block_bytes for group in groups)
+    share = together // rank_count
+    if share < block_bytes:
+        raise UsageError(
+            f"host_memory: {format_size(together)} for {rank_count} ranks is no room for a block "
+            f"of {format_size(block_bytes)}; give each rank room for some blocks"
+        )
+    return HostArena(device, limit_bytes=share, block_bytes=block_bytes)
+
+
+def open_disk(settings: OffloadSettings, rank: int, rank_count: int) -> DiskTier | None:
+    """This rank's folder on the disk, if there is a disk. Raises UsageError if it can't be used."""
+    if settings.disk_dir is None:
+        return None
+    folder, together = settings.disk_dir / "vllm", settings.disk_memory_bytes
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if together is None:
+            together = shutil.disk_usage(folder).free // 4
+    except OSError as error:
+        raise UsageError(f"disk_dir: {folder}: {error.strerror}") from error
+    for path in _folders(folder, rank, rank_count):
+        try:
+            return DiskTier(path, limit_bytes=together // rank_count)
+        except FolderInUse:
+            continue
+    raise UsageError(f"disk_dir: all {_MOST_FOLDERS} folders of rank {rank} in {folder} are in use")
+
+
+def _folders(folder: Path, rank: int, rank_count: int) -> list[Path]:
+    """The folders that a rank may use; a second engine on the same disk takes the second."""
+    return [folder / f"{rank}-of-{rank_count}-{number}" for number in range(_MOST_FOLDERS)]
+
+
+def _start_of(arena: HostArena, groups: Sequence[BlockGroup], disk: DiskTier | None) -> Start:
+    if disk is None:
+        return Start(arena.block_count)
+    # A block that leaves while it is being written has memory until the write ends.
+    room = max(1, arena.block_count - writes_at_once(arena))
+    least = min(group.block_bytes for group in groups)
+    return Start(room, disk.names, disk.stats.limit_bytes // least)

@@ -1,0 +1,119 @@
+"""TierReader: brings blocks from a tier to host memory, in threads of its own, and checks them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, final
+
+from kvtide.arena import Lease
+from kvtide.device import Job
+from kvtide.errors import KvtideError, SnapshotDamaged, first_line
+from kvtide.plugin.vllm.groups import BlockGroup
+from kvtide.seal import Seal
+from kvtide.snapshot import Snapshot, chunk_views
+from kvtide.tier import Tier
+from kvtide.tier.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A read under way into a lease of one block."""
+
+    started: float
+    job: Job[Seal]
+    lease: Lease
+
+
+class Fetched(NamedTuple):
+    """A block that came, or didn't, and whether the tier's was damaged."""
+
+    key: bytes
+    snapshot: Snapshot | None
+    is_damaged: bool
+
+
+@final
+class TierReader:
+    """Reads blocks of a tier, each at most `deadline_s`; until a late read ends none begins."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        workers: Workers,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._fetches: dict[bytes, _Fetch] = {}
+        self._late: list[_Fetch] = []
+
+    def begin(self, key: bytes, group: BlockGroup, name: str, lease: Lease) -> bool:
+        """Begins to read the block of that name into the lease; False if the tier hangs."""
+        self._late = [fetch for fetch in self._late if not fetch.job.done()]
+        if self._late:
+            return False
+        job = self._workers.start(partial(_get, self._tier, group, name, lease))
+        lease.use(job)
+        self._fetches[key] = _Fetch(self._clock(), job, lease)
+        return True
+
+    def withdraw(self, key: bytes) -> None:
+        """Nobody wants the block any more. Its memory is free when the read has ended."""
+        fetch = self._fetches.pop(key, None)
+        if fetch is not None:
+            fetch.lease.release()
+
+    def withdraw_all(self) -> None:
+        """Nobody wants any block any more."""
+        for key in tuple(self._fetches):
+            self.withdraw(key)
+
+    def take_ended(self) -> Iterator[Fetched]:
+        """The reads that have ended since the last call, or take too long."""
+        for key, fetch in list(self._fetches.items()):
+            is_late = self._clock() - fetch.started > self._deadline_s
+            if fetch.job.done() or is_late:
+                del self._fetches[key]
+                yield self._end(key, fetch)
+
+    def close(self) -> None:
+        """Ends the threads; waits for those that read, together at most `deadline_s`."""
+        self.withdraw_all()
+        self._workers.close(self._deadline_s)
+
+    def _end(self, key: bytes, fetch: _Fetch) -> Fetched:
+        is_damaged = False
+        if not fetch.job.done():
+            logger.warning("kvtide: a tier gave no answer in %.1f s", self._deadline_s)
+            self._late.append(fetch)
+        else:
+            try:
+                return Fetched(key, Snapshot(fetch.job.wait(), fetch.lease), False)
+            except SnapshotDamaged as error:
+                logger.warning("kvtide: a block in a tier is damaged: %s", first_line(error))
+                is_damaged = True
+            except KvtideError as error:
+                logger.debug("kvtide: no block in a tier: %s", first_line(error))
+            except Exception:
+                logger.exception("kvtide: a tier failed")
+        fetch.lease.release()
+        return Fetched(key, None, is_damaged)
+
+
+def _get(tier: Tier, group: BlockGroup, name: str, lease: Lease) -> Seal:
+    """In a thread: reads a block into its lease."""
+
+    def make_room(seal: Seal) -> list[memoryview]:
+        group.check(seal, name)
+        return chunk_views(lease, seal)
+
+    return tier.get(name, make_room)

@@ -1,0 +1,88 @@
+"""What an operator sets: the JSON of `--kv-transfer-config`, which `kvtide vllm` prints.
+
+host_memory   the host memory of all ranks of an engine together, such as 24GiB
+disk_dir      a folder for blocks that have no room there; each rank has a folder in it
+disk_memory   the disk space of all ranks together, such as 200GiB
+weights       the name of the weights' revision; by default a hash of the model's files
+salt_file     a file with the tenant's secret: who doesn't have it can't find the tenant's KV
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from kvtide.errors import UsageError, shortened
+from kvtide.sizes import parse_memory
+
+CONNECTOR = "KvtideConnector"
+SPEC = "KvtideSpec"
+_TEXTS = ("host_memory", "disk_dir", "disk_memory", "weights")
+OF_VLLM = ("spec_name", "offload_prompt_only", "self_describing_kv_events")
+"""OffloadSettings of vLLM's own connector that have their meaning here, too."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OffloadSettings:
+    """The settings, checked."""
+
+    host_memory_bytes: int | None = None
+    """The limit of all arenas of the engine together; None means a share of the free memory."""
+    disk_dir: Path | None = None
+    """The folder for blocks that have no room in host memory; None means no disk."""
+    disk_memory_bytes: int | None = None
+    """The limit of all ranks' files together; None means a quarter of what is free there."""
+    weights: str = ""
+    """The name of the weights' revision; empty means that the model's files are hashed."""
+
+
+def read_settings(extra: Mapping[str, Any]) -> OffloadSettings:
+    """The settings in a `kv_connector_extra_config`. Raises UsageError, which names what is wrong.
+
+    A name that isn't known is an error: otherwise an operator would notice only under load that a
+    setting has no effect.
+    """
+    unknown = sorted(set(extra) - {*_TEXTS, *OF_VLLM})
+    if unknown:
+        known = ", ".join((*_TEXTS, *OF_VLLM))
+        raise UsageError(
+            f"kv_connector_extra_config: {shortened(unknown[0])!r} isn't known; accepted: {known}"
+        )
+    texts = {name: extra[name] for name in _TEXTS if name in extra}
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text:
+            raise UsageError(f"{name}: {text!r} isn't a text")
+    if "disk_memory" in texts and "disk_dir" not in texts:
+        raise UsageError("disk_memory is the limit of a folder; name it with disk_dir")
+    sizes = {name: _size(name, texts) for name in ("host_memory", "disk_memory")}
+    return OffloadSettings(
+        sizes["host_memory"],
+        Path(texts["disk_dir"]) if "disk_dir" in texts else None,
+        sizes["disk_memory"],
+        texts.get("weights", ""),
+    )
+
+
+def transfer_config(texts: Mapping[str, str]) -> dict[str, Any]:
+    """What `--kv-transfer-config` takes, for settings by name. Raises UsageError as above."""
+    extra = {"spec_name": SPEC, **texts}
+    read_settings(extra)
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        # Damaged KV is computed again; vLLM's default would end the request with an error.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _size(name: str, texts: Mapping[str, str]) -> int | None:
+    if name not in texts:
+        return None
+    size_bytes = parse_memory(texts[name], name=name)
+    if not size_bytes:
+        raise UsageError(f"{name}: {shortened(texts[name])!r} is no room for any block")
+    return size_bytes

@@ -1,0 +1,233 @@
+"""A rank's blocks: off the device and back, through a disk, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtide.arena import HostArena
+from kvtide.device import CPUDevice
+from kvtide.plugin.vllm.block_store import BlockStore, Pairs
+from kvtide.plugin.vllm.groups import BlockGroup
+from kvtide.plugin.vllm.messages import BlockReport, Orders
+from kvtide.seal import Seal
+from kvtide.snapshot import MakeRoom
+from kvtide.tier import DiskTier, Namespace, Tier
+
+A, B, C = b"a\0", b"b\0", b"c\1"
+BLOCKS, POISON = 6, 0x5A
+
+
+class Caches:
+    """Two groups: two layers with padding behind each block, and one layer."""
+
+    def __init__(self) -> None:
+        make = torch.Generator().manual_seed(0)
+        wide = torch.randint(-128, 128, (2, BLOCKS, 40), dtype=torch.int8, generator=make)
+        narrow = torch.randint(-128, 128, (BLOCKS, 24), dtype=torch.int8, generator=make)
+        self.layers = [(wide[0], 32), (wide[1], 32), (narrow, 24)]
+        self.device = CPUDevice(lanes=1)
+        self.groups = [
+            BlockGroup.adopt(number, layers, self.device)
+            for number, layers in enumerate((self.layers[:2], self.layers[2:]))
+        ]
+
+    def bytes_of(self, group: int, block: int) -> list[bytes]:
+        """The bytes of a block in each layer of its group, without padding."""
+        layers = self.layers[:2] if group == 0 else self.layers[2:]
+        return [tensor[block, :size].numpy().tobytes() for tensor, size in layers]
+
+    def poison(self) -> None:
+        """Overwrites all blocks, and the padding too."""
+        for tensor, _ in self.layers:
+            tensor.fill_(POISON)
+
+
+@contextmanager
+def opened(
+    caches: Caches, tier: Tier | None = None, *, block_count: int = 8, deadline_s: float = 60
+) -> Iterator[BlockStore]:
+    """A store over the caches with room for `block_count` blocks."""
+    arena = HostArena(caches.device, limit_bytes=64 * block_count, block_bytes=64)
+    names = Namespace(model="m", weights="w", layout="l")
+    store = BlockStore(
+        caches.groups, lambda key: key[-1], arena, names, tier, deadline_s=deadline_s
+    )
+    yield store
+    store.close()
+    assert not arena.used_bytes
+    caches.device.close()
+
+
+def moved(store: BlockStore, job_id: int) -> tuple[bool, BlockReport]:
+    """Whether a move went well, and what the store reports of it."""
+    store.wait([job_id])
+    (ended,) = store.take_ended()
+    assert ended.job_id == job_id
+    return ended.went_well, store.take_report()
+
+
+def fetched(store: BlockStore, *keys: bytes) -> BlockReport:
+    """What the store reports of a fetch, once it has ended."""
+    store.follow(Orders(fetch=list(keys)))
+    report = BlockReport()
+    while len(report.fetched) + len(report.missing) < len(keys):
+        report.add(store.take_report())
+    return report
+
+
+SAVED: Sequence[Pairs] = [[(A, 1), (B, 2)], [(C, 3)]]
+LOADED: Sequence[Pairs] = [[(A, 5), (B, 4)], [(C, 1)]]
+
+
+class TestMoves:
+    def test_give_blocks_of_all_groups_back_at_other_places(self) -> None:
+        caches = Caches()
+        expected = [caches.bytes_of(0, 1), caches.bytes_of(0, 2), caches.bytes_of(1, 3)]
+        with opened(caches) as store:
+            store.save(1, SAVED)
+            assert moved(store, 1)[0]
+            caches.poison()
+            store.load(2, LOADED)
+            assert moved(store, 2)[0]
+
+        found = [caches.bytes_of(0, 5), caches.bytes_of(0, 4), caches.bytes_of(1, 1)]
+        assert expected == found
+        untouched = [caches.bytes_of(0, block) for block in (0, 1, 2, 3)]
+        assert {bytes([POISON]) * 32} == {part for parts in untouched for part in parts}
+        padding = {int(value) for tensor, size in caches.layers[:2] for value in tensor[5, size:]}
+        assert {POISON} == padding
+
+    def test_of_a_damaged_block_write_nothing_and_tell_which_it_is(self) -> None:
+        caches = Caches()
+        with opened(caches) as store:
+            store.save(1, [*SAVED[:1], []])
+            moved(store, 1)
+            store._held[B].lease.blocks[0].bytes_view(1)[0] ^= 1
+            caches.poison()
+            store.load(2, [*LOADED[:1], []])
+            went_well, report = moved(store, 2)
+
+        assert (False, {B}) == (went_well, report.lost)
+        assert (1, 1) == (report.counts["damaged_blocks"], report.counts["failed_loads"])
+        assert {bytes([POISON]) * 32} == {*caches.bytes_of(0, 5), *caches.bytes_of(0, 4)}
+
+    def test_of_a_block_that_isnt_here_fail_alone(self) -> None:
+        with opened(Caches()) as store:
+            store.load(1, [[(A, 1)], []])
+            went_well, report = moved(store, 1)
+
+        assert (False, {A}) == (went_well, report.lost)
+
+    def test_without_room_save_the_first_blocks(self) -> None:
+        with opened(Caches(), block_count=1) as store:
+            store.save(1, [*SAVED[:1], []])
+            _, report = moved(store, 1)
+
+        assert {B} == report.lost
+        assert (1, 1) == (report.counts["saved_blocks"], report.counts["unsaved_blocks"])
+
+    def test_of_block_zero_are_refused(self) -> None:
+        """vLLM's block 0 belongs to nobody, so a move of it is a mistake."""
+        with opened(Caches()) as store:
+            store.save(1, [[(A, 0)], []])
+            went_well, report = moved(store, 1)
+
+        assert (False, {A}) == (went_well, report.lost)
+
+
+class TestDisk:
+    def test_has_the_blocks_for_the_next_store(self, tmp_path: Path) -> None:
+        caches, tier = Caches(), DiskTier(tmp_path, limit_bytes=1 << 20)
+        expected = caches.bytes_of(0, 2)
+        with opened(caches, tier) as store:
+            store.save(1, SAVED)
+            moved(store, 1)
+        caches = Caches()
+        caches.poison()
+        with opened(caches, tier) as store:
+            report = fetched(store, A, B, C)
+            store.load(1, LOADED)
+            assert moved(store, 1)[0]
+        tier.close()
+
+        assert {A, B, C} == {*report.fetched}
+        assert expected == caches.bytes_of(0, 4)
+
+    def test_gives_no_damaged_block(self, tmp_path: Path) -> None:
+        tier = DiskTier(tmp_path, limit_bytes=1 << 20)
+        with opened(Caches(), tier) as store:
+            store.save(1, [[(A, 1)], []])
+            moved(store, 1)
+        (path,) = tmp_path.rglob("*.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-4096] ^= 1
+        path.write_bytes(content)
+        with opened(Caches(), tier) as store:
+            report = fetched(store, A)
+            again = fetched(store, A)
+        tier.close()
+
+        assert ({A}, 1) == (report.missing, report.counts["damaged_blocks"])
+        assert ({A}, 0) == (again.missing, again.counts["damaged_blocks"])
+
+    def test_isnt_asked_again_for_what_was_saved_before_a_reset(self, tmp_path: Path) -> None:
+        """vLLM resets its caches when weights have changed."""
+        tier = DiskTier(tmp_path, limit_bytes=1 << 20)
+        with opened(Caches(), tier) as store:
+            store.save(1, [[(A, 1)], []])
+            moved(store, 1)
+        with opened(Caches(), tier) as store:
+            before = fetched(store, A)
+            store.follow(Orders(forgets_all=True))
+            after = fetched(store, A)
+        tier.close()
+
+        assert ({A}, {A}) == ({*before.fetched}, after.missing)
+
+
+class HungTier(Tier):
+    """A tier whose reads hang until `go` is set."""
+
+    name = "hung"
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def contains(self, key: str) -> bool:
+        return True
+
+    def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
+        """Takes anything, and keeps nothing."""
+
+    def get(self, key: str, make_room: MakeRoom) -> Seal:
+        self.go.wait()
+        raise OSError("it hung")
+
+    def remove(self, key: str) -> None:
+        """Has nothing."""
+
+
+class TestHungTier:
+    def test_costs_a_fetch_its_deadline_and_the_next_nothing(self) -> None:
+        tier = HungTier()
+        with opened(Caches(), tier, deadline_s=0.05) as store:
+            assert {A} == fetched(store, A).missing
+            store.follow(Orders(fetch=[B]))
+            assert {B} == store.take_report().missing
+            tier.go.set()
+
+
+@pytest.mark.parametrize("width", [7, 32])
+def test_blocks_of_any_width_are_adopted(width: int) -> None:
+    """Padding is no KV, whatever follows it."""
+    device = CPUDevice(lanes=1)
+    group = BlockGroup.adopt(0, [(torch.zeros(3, 40, dtype=torch.int8), width)], device)
+
+    assert width == group.block_bytes
+    device.close()

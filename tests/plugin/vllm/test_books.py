@@ -1,0 +1,177 @@
+"""The scheduler's books of blocks: who is here, who comes, who leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvtide.plugin.vllm.books import BlockBooks, BlockPlace
+from kvtide.plugin.vllm.messages import BlockReport, Start
+
+A, B, C = b"a", b"b", b"c"
+
+
+def opened(
+    block_count: int, *, rank_count: int = 1, names: str = "", tier_blocks: int = 8
+) -> BlockBooks:
+    """Books with room for `block_count` blocks, whose keys are the names of `names`."""
+    books = BlockBooks(rank_count)
+    books.open(Start(block_count, frozenset(names.split()), tier_blocks), bytes.decode)
+    return books
+
+
+def save(books: BlockBooks, *keys: bytes) -> list[bytes]:
+    """Saves blocks, and gives those that are here now."""
+    books.begin_save(keys)
+    return books.end_save(keys)
+
+
+def step(books: BlockBooks, count: int = 1) -> None:
+    """Goes some steps of the scheduler on."""
+    for _ in range(count):
+        books.end_step()
+
+
+class TestSaves:
+    def test_makes_room_by_what_was_used_least_recently(self) -> None:
+        books = opened(2, tier_blocks=0)
+        save(books, A, B)
+        books.look_up(A)
+        step(books, 2)
+
+        assert [C] == books.begin_save([C])
+        assert [B] == books.take_orders().forget
+        assert BlockPlace.SAVING is books.look_up(C)
+
+    def test_takes_the_first_where_not_all_have_room(self) -> None:
+        books = opened(1)
+
+        assert [A] == books.begin_save([A, B, C])
+
+    def test_never_drives_out_what_is_offered_with_it(self) -> None:
+        books = opened(1)
+        save(books, A)
+
+        assert [] == books.begin_save([A, B])
+        assert BlockPlace.HERE is books.look_up(A)
+
+    def test_that_a_worker_lost_is_nowhere(self) -> None:
+        books = opened(2, tier_blocks=0)
+        books.begin_save([A, B])
+        books.note(BlockReport(lost={B}))
+
+        assert [A] == books.end_save([A, B])
+        assert BlockPlace.NOWHERE is books.look_up(B)
+
+    def test_of_a_block_that_comes_takes_its_place(self) -> None:
+        """The request computed it because the block before is gone; the tier's may be damaged."""
+        books = opened(1, names="a")
+        books.look_up(A)
+
+        assert [A] == books.begin_save([A])
+        assert [A] == books.take_orders().forget
+        books.note(BlockReport(missing={A}))
+        assert [A] == books.end_save([A])
+        assert not books.is_waiting
+
+
+class TestLoads:
+    def test_keep_their_blocks_until_they_end(self) -> None:
+        books = opened(1, tier_blocks=0)
+        save(books, A)
+        books.begin_load([A])
+        step(books, 3)
+        assert [] == books.begin_save([B])
+
+        books.end_load([A])
+        assert [B] == books.begin_save([B])
+
+    def test_that_failed_lose_the_blocks_that_are_bad(self) -> None:
+        books = opened(2, tier_blocks=0)
+        save(books, A, B)
+        books.begin_load([A, B])
+        books.note(BlockReport(lost={A}))
+        books.end_load([A, B])
+
+        assert BlockPlace.NOWHERE is books.look_up(A)
+        assert BlockPlace.HERE is books.look_up(B)
+        assert [A] == books.take_orders().forget
+
+
+class TestFetches:
+    def test_begin_for_what_an_earlier_process_left(self) -> None:
+        books = opened(2, names="a")
+
+        assert BlockPlace.COMING is books.look_up(A)
+        assert BlockPlace.NOWHERE is books.look_up(B)
+        assert [A] == books.take_orders().fetch
+        assert books.is_waiting
+
+    def test_end_when_all_ranks_have_the_block(self) -> None:
+        books = opened(2, rank_count=2, names="a")
+        books.look_up(A)
+        books.note(BlockReport(fetched=Counter([A])))
+        assert BlockPlace.COMING is books.look_up(A)
+
+        books.note(BlockReport(fetched=Counter([A])))
+        assert BlockPlace.HERE is books.look_up(A)
+        assert books.came_from_tier(A)
+
+    @pytest.mark.parametrize("was_saved_here", [False, True])
+    def test_that_find_nothing_are_not_begun_again(self, was_saved_here: bool) -> None:
+        books = opened(1, names="a")
+        if was_saved_here:
+            save(books, A)
+            save(books, B)
+        assert BlockPlace.COMING is books.look_up(A) or not was_saved_here
+        books.look_up(A)
+        books.note(BlockReport(missing={A}))
+
+        assert BlockPlace.NOWHERE is books.look_up(A)
+        books.take_orders()
+        assert not books.is_waiting
+
+    def test_do_not_drive_out_blocks_that_the_same_request_waits_for(self) -> None:
+        """A request with more blocks than there is room for gets the first, and isn't stuck."""
+        books = opened(1, names="a b")
+        for _ in range(3):
+            assert BlockPlace.COMING is books.look_up(A)
+            assert BlockPlace.NOWHERE is books.look_up(B)
+            step(books)
+        books.note(BlockReport(fetched=Counter([A])))
+
+        assert BlockPlace.HERE is books.look_up(A)
+        assert BlockPlace.NOWHERE is books.look_up(B)
+
+    def test_of_what_left_host_memory_begin_while_a_tier_may_have_it(self) -> None:
+        books = opened(1)
+        save(books, A)
+        save(books, B)
+
+        step(books, 2)
+        assert BlockPlace.COMING is books.look_up(A)
+
+    def test_are_remembered_for_as_many_blocks_as_the_tier_holds(self) -> None:
+        books = opened(1, tier_blocks=1)
+        save(books, A)
+        save(books, B)
+        step(books, 2)
+
+        assert BlockPlace.NOWHERE is books.look_up(A)
+
+
+class TestClear:
+    def test_leaves_nothing_to_be_found(self) -> None:
+        books = opened(2, names="c")
+        save(books, A)
+        books.begin_load([A])
+        books.look_up(C)
+        books.clear()
+
+        assert books.take_orders().forgets_all
+        assert [BlockPlace.NOWHERE] * 2 == [books.look_up(key) for key in (A, C)]
+        books.end_load([A])
+        books.note(BlockReport(fetched=Counter([C])))
+        assert not len(books)
+        assert not books.is_waiting

@@ -1,0 +1,166 @@
+"""What decides the bytes of KV under vLLM: other weights at the same path have another name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtide.device import CPUDevice
+from kvtide.errors import UsageError
+from kvtide.plugin.vllm.groups import BlockGroup
+from kvtide.plugin.vllm.identity import namespace_of
+from kvtide.plugin.vllm.settings import OffloadSettings
+from kvtide.tier import Namespace
+from kvtide.tier.namespace import SALT
+
+
+class Fields:
+    """An object with the fields that it is given."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+class VllmConfig(Fields): ...
+
+
+class ModelConfig(Fields): ...
+
+
+class CacheConfig(Fields): ...
+
+
+class ParallelConfig(Fields): ...
+
+
+class LoadConfig(Fields): ...
+
+
+class CompilationConfig(Fields): ...
+
+
+def config_for(model: Path, **changed: Any) -> VllmConfig:
+    """vLLM's configuration for a model in a folder; `changed` are fields of any part."""
+    hf_config = {"layers": changed.pop("layers", 2), "_name_or_path": str(model)}
+    values = {
+        "model": str(model),
+        "hf_config": SimpleNamespace(
+            to_json_string=lambda use_diff: json.dumps(hf_config),
+            _commit_hash=changed.pop("revision", None),
+        ),
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "seed": 0,
+        "cache_dtype": "auto",
+        "prefix_caching_hash_algo": "sha256",
+        "kv_cache_layout": "LBHNC",
+        "rank": 0,
+        "world_size": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "data_parallel_index": 0,
+        "load_format": "auto",
+        "static_forward_context": {},
+        **changed,
+    }
+    parts = {
+        "model_config": ModelConfig(**values),
+        "cache_config": CacheConfig(**values),
+        "parallel_config": ParallelConfig(**values),
+        "load_config": LoadConfig(**values),
+        "compilation_config": CompilationConfig(**values),
+    }
+    return VllmConfig(**parts)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with weights."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def named(
+    config: VllmConfig,
+    settings: OffloadSettings = OffloadSettings(),  # noqa: B008 - it is frozen
+    *,
+    width: int = 32,
+) -> Namespace:
+    """The namespace of blocks of `width` bytes that outlive the process."""
+    device = CPUDevice(lanes=1)
+    group = BlockGroup.adopt(0, [(torch.zeros(3, 40, dtype=torch.int8), width)], device)
+    device.close()
+    return namespace_of(config, settings, [group], is_durable=True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layers": 3},
+        {"dtype": torch.float16},
+        {"cache_dtype": "fp8"},
+        {"quantization": "awq"},
+        {"kv_cache_layout": "BLHNC"},
+        {"prefix_caching_hash_algo": "xxhash"},
+        {"rank": 1},
+        {"world_size": 2, "tensor_parallel_size": 2},
+        {"world_size": 2, "pipeline_parallel_size": 2},
+        {"decode_context_parallel_size": 2},
+        {"revision": "1234"},
+        {"load_format": "dummy"},
+        {"static_forward_context": {"layer": object()}},
+    ],
+)
+def test_whatever_decides_a_byte_makes_another_namespace(
+    changed: dict[str, Any], model: Path
+) -> None:
+    """Each field by itself does."""
+    assert named(config_for(model)) == named(config_for(model))
+    assert named(config_for(model)) != named(config_for(model, **changed))
+    assert named(config_for(model)) != named(config_for(model), width=31)
+
+
+def test_new_weights_at_an_old_path_are_others(model: Path) -> None:
+    """Though the file has the same size and time."""
+    before = named(config_for(model))
+    about = (model / "model.safetensors").stat()
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    os.utime(model / "model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
+
+    assert before.weights != named(config_for(model)).weights
+
+
+def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) -> None:
+    """A path decides nothing."""
+    before = named(config_for(model))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "model.safetensors").write_bytes(b"weights")
+    (elsewhere / "notes.txt").write_text("no weights")
+
+    assert before == named(config_for(elsewhere))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    """Unless the operator names them, or nothing outlives the process."""
+    with pytest.raises(UsageError, match="no files of weights"):
+        named(config_for(tmp_path))
+    assert "named r1" == named(config_for(tmp_path), OffloadSettings(weights="r1")).weights
+    found = namespace_of(config_for(tmp_path), OffloadSettings(), [], is_durable=False)
+    assert "" == found.weights
+
+
+def test_a_tenants_salt_changes_every_key(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who doesn't have it finds nothing."""
+    before = named(config_for(model)).key_of("a")
+    monkeypatch.setenv(SALT, "secret")
+
+    assert before != named(config_for(model)).key_of("a")

@@ -1,0 +1,37 @@
+"""The disk below vLLM's blocks: a folder for each rank, and for each engine that uses it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtide.errors import UsageError
+from kvtide.plugin.vllm.open_store import open_disk
+from kvtide.plugin.vllm.settings import OffloadSettings
+
+
+def test_ranks_and_engines_have_folders_of_their_own(tmp_path: Path) -> None:
+    """A second engine on the same folder doesn't fail; the next one after both takes the first."""
+    settings = OffloadSettings(disk_dir=tmp_path, disk_memory_bytes=1 << 20)
+    tiers = [open_disk(settings, rank, 2) for rank in (0, 1, 0)]
+    limits = [tier.stats.limit_bytes for tier in tiers if tier is not None]
+    for tier in tiers:
+        assert tier is not None
+        tier.close()
+
+    assert [1 << 19] * 3 == limits
+    found = sorted(path.name for path in (tmp_path / "vllm").iterdir())
+    assert ["0-of-2-0", "0-of-2-1", "1-of-2-0"] == found
+    again = open_disk(settings, 0, 2)
+    assert again is not None
+    with closing(again):
+        assert 3 == len(list((tmp_path / "vllm").iterdir()))
+
+
+def test_a_folder_that_cant_be_made_is_named(tmp_path: Path) -> None:
+    """An operator's mistake ends the start, and not the first save."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="disk_dir"):
+        open_disk(OffloadSettings(disk_dir=tmp_path / "file"), 0, 1)

@@ -1,0 +1,31 @@
+"""The settings of vLLM's connector: an unknown name is an error, and so is a wrong type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtide.errors import UsageError
+from kvtide.plugin.vllm.settings import OffloadSettings, read_settings
+
+
+def test_without_any_setting_a_share_of_the_memory_is_used() -> None:
+    """Names of vLLM's own have no effect here."""
+    assert OffloadSettings() == read_settings({"spec_name": "KvtideSpec"})
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"host_memroy": "8GiB"}, "'host_memroy' isn't known"),
+        ({"blocks_per_chunk": 4}, "'blocks_per_chunk' isn't known"),
+        ({"host_memory": 8}, "host_memory: 8 isn't a text"),
+        ({"disk_dir": None}, "disk_dir: None isn't a text"),
+        ({"disk_dir": "kv", "disk_memory": "none"}, "disk_memory"),
+    ],
+)
+def test_a_setting_without_effect_is_an_error(extra: dict[str, Any], said: str) -> None:
+    """It names the setting."""
+    with pytest.raises(UsageError, match=said):
+        read_settings(extra)
