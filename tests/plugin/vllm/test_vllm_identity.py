@@ -129,7 +129,7 @@ def test_whatever_decides_a_byte_makes_another_namespace(
 
 
 def test_new_weights_at_an_old_path_are_others(model: Path) -> None:
-    """Though the file has the same size and time."""
+    """A file of the same size and time isn't the same file."""
     before = named(config_for(model))
     about = (model / "model.safetensors").stat()
     (model / "model.safetensors").write_bytes(b"WEIGHTS")
