@@ -5,7 +5,7 @@
     KVTIDE_DISK_MEMORY       the disk space of all ranks on this host together, such as 200GiB
     KVTIDE_MOONCAKE          the Mooncake store of KV that has no room on the disk: its master as
                              host:port, or a file of Mooncake's settings
-    KVTIDE_TIER_SECONDS      how long a step may wait for the disk and the store, such as 5
+    KVTIDE_TIER_SECONDS      how long a step may wait for both, for one request, such as 5
     KVTIDE_CONFIG            the path of a file with other variables; the environment wins
 
 An engine's plugin adds variables. An invalid value is an error that names it. Otherwise an operator
@@ -63,7 +63,7 @@ class Below:
     mooncake: MooncakeSettings | None = None
     """The Mooncake store for what the disk doesn't take; None means no store."""
     wait_s: float = WAIT_S
-    """How many seconds a step may wait for tiers."""
+    """How many seconds a step may wait for tiers, for one request."""
 
 
 def read_values(
