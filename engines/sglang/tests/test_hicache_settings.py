@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hicache_case import config, keys_values, storage
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvtide.errors import UsageError
 from kvtide.plugin.sglang.hicache import hooks
@@ -84,4 +85,19 @@ def test_a_pool_without_pages_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_storage_without_its_hooks_does_not_start() -> None:
     """It wouldn't learn that weights were changed in place."""
     with pytest.raises(UsageError, match=r"update_weights_from_disk.*as a plugin"):
+        hooks.require_hooks()
+
+
+def test_a_function_that_sglang_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without a storage has no use for it, and a storage names it."""
+    registered: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
+    hooks.register_storage_hooks()
+    assert len(registered) == len(hooks._HOOKS)
+    gone = "sglang.srt.managers.cache_controller.HiCacheController.gone"
+    monkeypatch.setitem(hooks._HOOKS, gone, hooks._reset)
+    registered.clear()
+    hooks.register_storage_hooks()
+    assert len(registered) == len(hooks._HOOKS) - 1
+    with pytest.raises(UsageError, match=r"HiCacheController\.gone"):
         hooks.require_hooks()

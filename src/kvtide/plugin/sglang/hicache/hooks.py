@@ -21,11 +21,15 @@ _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 
 
 def register_storage_hooks() -> None:
-    """Registers the hooks with SGLang, which applies them when it loads its plugins."""
+    """Registers the hooks with SGLang, which applies them when it loads its plugins.
+
+    A function that this SGLang doesn't have matters only to a storage: see require_hooks.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook in _HOOKS.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+        if _function(target) is not None:
+            HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def require_hooks() -> None:
@@ -38,11 +42,16 @@ def require_hooks() -> None:
         )
 
 
-def _is_in_place(target: str, hook: Hook) -> bool:
+def _function(target: str) -> Any:
+    """The function of that name, or None if this SGLang has none."""
     try:
-        function = pkgutil.resolve_name(target)
+        return pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
-        return False
+        return None
+
+
+def _is_in_place(target: str, hook: Hook) -> bool:
+    function = _function(target)
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is hook for cell in cells):
