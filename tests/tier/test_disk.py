@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -979,6 +980,32 @@ def test_closed_tier_holds_its_lock_for_the_call_under_way(
         with pytest.raises(TierRetry, match="closed"):
             call()
     assert tier().contains("a")
+
+
+def test_close_does_not_wait_for_a_call_that_hangs(
+    tier: Callable[..., DiskTier], tide: Tide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even for one that hangs while it changes the books; its end gives the lock back."""
+    monkeypatch.setattr(disk_module, "_CLOSE_WAIT_S", 0.01)
+    disk = tier()
+    save(disk, tide, "a")
+    begun, gate = threading.Event(), threading.Event()
+    whole = os.unlink
+
+    def hang(*values: Any, **more: Any) -> None:
+        begun.set()
+        gate.wait()
+        whole(*values, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", hang)
+        removing = threading.Thread(target=disk.remove, args=("a",))
+        removing.start()
+        begun.wait()
+        disk.close()
+        gate.set()
+        removing.join()
+    assert not tier().contains("a")
 
 
 def test_lost_folder_is_opened_again_when_no_call_uses_it(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,10 +16,12 @@ from kvtide.device import CPUDevice
 from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss
 from kvtide.layout import GQA
 from kvtide.pool import Pool
+from kvtide.seal import Seal
+from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Spill, retries
 from kvtide.tier import spill as spill_module
-from tier.faulty_tiers import SimulatedJob
+from tier.faulty_tiers import FaultyTier, SimulatedJob
 from tier.simulation import BLOCK_BYTES, KINDS, SLOT_COUNT, TOKEN_BYTES, World, walk
 
 STEPS = {"memory": 10_000, "disk": 2_000, "mooncake": 2_000, "disk over mooncake": 2_000}
@@ -440,3 +443,44 @@ def test_what_is_discarded_while_it_moves_leaves_nothing(
         spill.close()
     assert 0 == arena.used_bytes
     assert not list((tmp_path / "tier").glob("??/*"))
+
+
+class HungTier(FaultyTier):
+    """Hangs in `put` until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 1 << 20)
+        self.gate = threading.Event()
+
+    def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
+        self.gate.wait()
+        super().put(key, seal, chunks)
+
+
+def test_threads_that_hang_in_one_tier_do_not_keep_another(device: CPUDevice) -> None:
+    """With real threads: all that is saved comes back, and the end waits for nothing that hangs."""
+    geometry = GQA.bind(dtype="uint8", token=4, layer=2, head=2, head_dim=8, v_head_dim=8)
+    pool = Pool.create(geometry, device, page_count=SLOT_COUNT // 4)
+    arena = HostArena(device, limit_bytes=8 * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    hung, well = HungTier(), FaultyTier(random.Random(0), 1 << 20)
+    spill = Spill(arena, [hung, well], deadline_s=0.1)
+    tide = Tide(pool, arena, spill=spill)
+    snapshots: dict[int, Snapshot] = {}
+    refused = 0
+    for value in range(20):
+        for buffer in pool.buffers:
+            buffer.fill_(value)
+        try:
+            snapshots[value] = tide.offload(range(16))
+        except ArenaFull:
+            refused += 1  # while what hangs holds its memory
+    assert refused <= 3
+    for value, snapshot in snapshots.items():
+        tide.restore(snapshot, range(40, 56))
+        for buffer in pool.buffers:
+            assert bool((buffer.view(2, SLOT_COUNT, -1)[:, 40:56] == value).all())
+    for snapshot in snapshots.values():
+        tide.discard(snapshot)
+    spill.close()
+    assert {} == well.kept
+    hung.gate.set()

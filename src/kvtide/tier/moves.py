@@ -31,7 +31,8 @@ class Move:
     ) -> None:
         self.room = room
         """The memory into which it is read; None for a move down."""
-        self.tier: RetriedTier | None = next(iter(tiers), None)
+        asked = tiers if room is not None else [tier for tier in tiers if tier.takes]
+        self.tier: RetriedTier | None = next(iter(asked), None)
         """Whom it asks: at the end who took the snapshot, or gave it back."""
         self.refusals: list[tuple[RetriedTier, KvtideError]] = []
         """Who didn't take it, and why."""

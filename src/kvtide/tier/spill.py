@@ -235,6 +235,8 @@ class Spill:
             if entry.may_leave:
                 self._give_away(entry)
                 return True
+            if now >= until:
+                continue  # a move that nobody has time for isn't late
             if entry.is_due(now) and self._may_write(entry):
                 self._write(entry)
             if entry.move is not None and not entry.move.is_late:
@@ -250,8 +252,10 @@ class Spill:
         self._entries.change(entry, State.BELOW)
 
     def _write_one(self, until: float) -> bool:
-        """Waits for a move, or for a write that it begins; False if there is none."""
+        """Waits for a move, or for a write that it begins; False if there is none, or no time."""
         now = self._clock()
+        if now >= until:
+            return False
         due = (entry for entry in self._entries.near.values() if entry.is_due(now))
         for entry in islice(filter(self._may_write, due), 1):
             self._write(entry)
@@ -293,6 +297,7 @@ class Spill:
             if self._has_ended(job, tier, until):
                 seal: Seal | None = job.wait()
                 return seal
+            tier.note_late(job)
             tier.counts.missed(self._too_late())
         except Exception as error:
             tier.counts.missed(error)
@@ -306,15 +311,11 @@ class Spill:
         self._moving.append(entry)
 
     def _has_ended(self, job: Job[Any], tier: RetriedTier | None, until: float) -> bool:
-        """Waits for a job that asks a tier; whether it has ended. If not, the tier hangs."""
+        """Waits for a job that asks a tier, unless that hangs; whether it has ended."""
         is_hung = tier is not None and tier.is_hung
         timeout_s = 0.0 if is_hung else until - self._clock()
         # A clock that was set meanwhile changes the wait, and doesn't make it endless.
-        if self._workers.settle(job, min(max(timeout_s, 0.0), self._deadline_s)):
-            return True
-        if tier is not None:
-            tier.note_late(job)
-        return False
+        return self._workers.settle(job, min(max(timeout_s, 0.0), self._deadline_s))
 
     def _wait_for(self, entry: SpillEntry, until: float) -> None:
         """Waits for an entry's move and notes its end, or that it is late."""
@@ -358,9 +359,12 @@ class Spill:
 
     def _note_late(self, entry: SpillEntry, move: Move) -> None:
         move.is_late = True
+        if move.tier is None:
+            return
+        move.tier.note_late(move.job)  # the one that it asks by now
         if move.room is not None:
             self._note_miss(entry, move, move.room, self._too_late())
-        elif move.tier is not None:
+        else:
             move.tier.counts.refused(self._too_late())
 
     def _note_failure(self, entry: SpillEntry, move: Move, error: Exception) -> None:
