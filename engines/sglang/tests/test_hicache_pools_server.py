@@ -39,7 +39,7 @@ def test_pages_of_all_pools_come_back(name: str, tmp_path: Path) -> None:
             step("asked", requests=LONGER),
         ],
         server=SERVERS[name],
-        storage={"deadline_s": 0.3},
+        storage={"deadline_s": 4},
     )
     assert run.exit_code == 0, run.log[-8000:]
     first, found, _, computed = run.results

@@ -91,7 +91,7 @@ def first(place: Place, killed: Run) -> Run:
             "rest": ("rest", 1.0),
             "answering": step("asked", requests=ASKED),
         },
-        storage={"deadline_s": 0.5},
+        storage={"deadline_s": 4},
     )
     assert run.run.exit_code == 0, run.run.log[-8000:]
     return run
