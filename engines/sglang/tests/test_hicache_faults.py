@@ -264,7 +264,9 @@ def test_nobody_waits_for_a_store_that_does_not_say_what_it_has(
     hasty: Storage, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A question is bounded as a read is; the next call doesn't even ask."""
+    hasty._moves._deadline_s = 60.0
     assert put(hasty, pool, (0,)) == [True]
+    hasty._moves._deadline_s = 0.2
     with hanging(monkeypatch, "contains"):
         assert hasty.batch_exists(names(COUNT)) == 0
         hasty._moves._deadline_s = 10_000.0
