@@ -208,11 +208,11 @@ class TierTests(ABC):
         chunks = _save(tier, tide, "a", 9)
         size_bytes = self.stored_bytes(tier, "a")
         found = 0
-        for place in range(0, size_bytes, 1 + size_bytes // 400):
+        for place in range(0, size_bytes, self.damage_step):
             self.set_stored(tier, "a", place, 0)
             found += self._reads_are_right(tier, tide, chunks)
             assert chunks == _save(tier, tide, "a", 9)
-        assert found >= sum(map(len, chunks)) // (1 + size_bytes // 400)
+        assert found >= sum(map(len, chunks)) // self.damage_step
 
     def _reads_are_right(self, tier: Tier, tide: Tide, chunks: list[bytes]) -> bool:
         """Whether the damage was found. A damaged snapshot is never tried again."""
