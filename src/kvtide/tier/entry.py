@@ -74,6 +74,12 @@ class SpillEntry:
         """Whether it is in a tier, too, and no move uses its memory."""
         return self.state is State.WRITTEN and not self.snapshot.lease.in_use
 
+    @property
+    def origin(self) -> str | None:
+        """The name of the tier that it comes from, or came from ahead; None if it never left."""
+        is_from_there = self.is_ahead or self.state in (State.BELOW, State.READING)
+        return self.tier.name if is_from_there and self.tier is not None else None
+
     def is_due(self, now: float) -> bool:
         """Whether it can be written now."""
         return (

@@ -133,10 +133,7 @@ class Spill:
     def tier_of(self, snapshot: Snapshot) -> str | None:
         """The name of the tier that it comes from, or came from ahead; None if the arena has it."""
         entry = self._entries.used(snapshot)
-        if entry is None or entry.tier is None:
-            return None
-        is_from_there = entry.is_ahead or entry.state in (State.BELOW, State.READING)
-        return entry.tier.name if is_from_there else None
+        return None if entry is None else entry.origin
 
     def require(self, snapshot: Snapshot) -> None:
         """Brings a snapshot back to the arena, and waits for that.
