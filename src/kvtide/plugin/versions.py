@@ -39,12 +39,18 @@ def tables_in(packages: Sequence[str]) -> list[Table]:
 
 
 def refuse_if_gone(
-    title: str, found: str, tested: Sequence[str], what_is_gone: Callable[[], Sequence[str]]
+    title: str,
+    found: str,
+    tested: Sequence[str],
+    what_is_gone: Callable[[], Sequence[str]],
+    *,
+    names_all: str,
 ) -> None:
     """Raises Refused if an engine's version isn't tested and lacks something that kvtide reads.
 
     `found` is the installed version. `what_is_gone` lists the missing names (`source.gone`). It is
-    only called for an untested version, since it takes seconds.
+    only called for an untested version, since it takes seconds. `names_all` is the command that
+    prints all of them.
     """
     if found in tested:
         return
@@ -61,5 +67,5 @@ def refuse_if_gone(
         named = ", ".join(lost[:_NAMED_COUNT]) + (f" and {more} more" if more > 0 else "")
         raise Refused(
             f"{title} {found} lacks what kvtide reads: {named}; {known}; "
-            f"`kvtide doctor --{title.lower()}` names all that is gone"
+            f"`{names_all}` names all that is gone"
         )

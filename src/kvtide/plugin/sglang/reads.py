@@ -29,4 +29,10 @@ def what_is_gone() -> list[str]:
 
 def refuse_if_moved() -> None:
     """Raises Refused if this SGLang is untested and lacks something that kvtide reads."""
-    refuse_if_gone(SGLANG.title, SGLANG.version, SGLANG.tested, what_is_gone)
+    refuse_if_gone(
+        SGLANG.title,
+        SGLANG.version,
+        SGLANG.tested,
+        what_is_gone,
+        names_all="kvtide doctor --sglang",
+    )

@@ -27,4 +27,10 @@ def what_is_gone() -> list[str]:
 
 def refuse_if_moved() -> None:
     """Raises Refused if this vLLM is untested and lacks something that kvtide reads."""
-    refuse_if_gone(VLLM.title, VLLM.version, VLLM.tested, what_is_gone)
+    refuse_if_gone(
+        VLLM.title,
+        VLLM.version,
+        VLLM.tested,
+        what_is_gone,
+        names_all='python -c "from kvtide.plugin.vllm import reads; print(reads.what_is_gone())"',
+    )
