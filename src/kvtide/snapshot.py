@@ -110,7 +110,11 @@ class Snapshot:
 
     @classmethod
     def below(cls, arena: HostArena, seal: Seal) -> Snapshot | None:
-        """A snapshot that is in a tier alone; None if the arena has no room for its seal."""
+        """A snapshot that is in a tier alone; None if the arena has no room for its seal.
+
+        Raises SnapshotMiss if a chunk is larger than the arena's blocks.
+        """
+        _require_fit(arena, seal)
         try:
             charge = charge_for(arena, seal, len(seal.used_bytes))
         except ArenaFull:
@@ -215,15 +219,20 @@ def _copied(seal: Seal, chunks: Sequence[memoryview | bytes], make_room: MakeRoo
 def _make_room(
     lease: Lease, arena: HostArena, note: Callable[[Charge], None], seal: Seal
 ) -> list[memoryview]:
+    _require_fit(arena, seal)
+    note(charge_for(arena, seal, len(seal.used_bytes)))
+    lease.extend(len(seal.used_bytes))
+    return chunk_views(lease, seal)
+
+
+def _require_fit(arena: HostArena, seal: Seal) -> None:
+    """Raises SnapshotMiss for a chunk that would reach into the block behind its own."""
     largest = max(seal.used_bytes, default=0)
     if largest > arena.block_bytes:
         raise SnapshotMiss(
             f"snapshot has chunks of {largest} bytes, the arena's blocks hold {arena.block_bytes}; "
             "give the arena larger blocks, or recompute this request"
         )
-    note(charge_for(arena, seal, len(seal.used_bytes)))
-    lease.extend(len(seal.used_bytes))
-    return chunk_views(lease, seal)
 
 
 def chunk_views(lease: Lease, seal: Seal) -> list[memoryview]:

@@ -484,3 +484,38 @@ def test_threads_that_hang_in_one_tier_do_not_keep_another(device: CPUDevice) ->
     spill.close()
     assert {} == well.kept
     hung.gate.set()
+
+
+@pytest.mark.parametrize(("block_bytes", "fits"), [(1024, True), (256, False)])
+def test_arena_of_smaller_blocks_is_never_written_beyond_one(
+    device: CPUDevice, tmp_path: Path, block_bytes: int, fits: bool
+) -> None:
+    """What an earlier process left in larger chunks is a miss, and no other lease changes."""
+    geometry = GQA.bind(dtype="uint8", token=4, layer=2, head=2, head_dim=8, v_head_dim=8)
+    pool = Pool.create(geometry, device, page_count=SLOT_COUNT // 4)
+    arena = HostArena(device, limit_bytes=4096, block_bytes=1024)
+    with (
+        closing(DiskTier(tmp_path / "tier", limit_bytes=1 << 20)) as disk,
+        closing(Spill(arena, [disk], name_of=str)) as spill,
+    ):
+        tide = Tide(pool, arena, spill=spill)
+        snapshot = tide.offload(range(16), key="one")
+        assert 1 == spill.leave()
+        tide.discard(snapshot)
+    arena = HostArena(device, limit_bytes=4096, block_bytes=block_bytes)
+    first, others = arena.lease(1), arena.lease(arena.block_count - 1)
+    for block in others.blocks:
+        block.bytes_view(block_bytes)[:] = bytes([7]) * block_bytes
+    first.release()
+    with (
+        closing(DiskTier(tmp_path / "tier", limit_bytes=1 << 20)) as disk,
+        closing(Spill(arena, [disk])) as spill,
+    ):
+        tide, found = Tide(pool, arena, spill=spill), spill.find("one")
+        if found is not None:
+            tide.restore(found, range(16), key="one")
+            tide.discard(found)
+        misses = spill.stats.tiers["disk"].misses["gone"]
+        assert (fits, int(not fits)) == (found is not None, misses)
+    assert all(bytes([7]) * block_bytes == bytes(b.bytes_view(block_bytes)) for b in others.blocks)
+    others.release()

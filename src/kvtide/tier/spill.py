@@ -83,7 +83,11 @@ class Spill:
         until = self._until()
         for tier in self._tiers:
             seal = self._seal_in(tier, name, until)
-            snapshot = None if seal is None else Snapshot.below(self._arena, seal)
+            try:
+                snapshot = None if seal is None else Snapshot.below(self._arena, seal)
+            except SnapshotMiss as error:  # an arena of another size wrote it
+                tier.counts.missed(error)
+                continue
             if snapshot is not None:
                 entry = SpillEntry(snapshot, name, State.BELOW)
                 entry.tier = tier
