@@ -114,7 +114,7 @@ class Snapshot:
 
         Raises SnapshotMiss if a chunk is larger than the arena's blocks.
         """
-        _require_fit(arena, seal)
+        _require_fit(arena.block_bytes, seal)
         try:
             charge = charge_for(arena, seal, len(seal.used_bytes))
         except ArenaFull:
@@ -219,23 +219,27 @@ def _copied(seal: Seal, chunks: Sequence[memoryview | bytes], make_room: MakeRoo
 def _make_room(
     lease: Lease, arena: HostArena, note: Callable[[Charge], None], seal: Seal
 ) -> list[memoryview]:
-    _require_fit(arena, seal)
+    _require_fit(arena.block_bytes, seal)
     note(charge_for(arena, seal, len(seal.used_bytes)))
     lease.extend(len(seal.used_bytes))
     return chunk_views(lease, seal)
 
 
-def _require_fit(arena: HostArena, seal: Seal) -> None:
+def _require_fit(block_bytes: int, seal: Seal) -> None:
     """Raises SnapshotMiss for a chunk that would reach into the block behind its own."""
     largest = max(seal.used_bytes, default=0)
-    if largest > arena.block_bytes:
+    if largest > block_bytes:
         raise SnapshotMiss(
-            f"snapshot has chunks of {largest} bytes, the arena's blocks hold {arena.block_bytes}; "
+            f"snapshot has chunks of {largest} bytes, the arena's blocks hold {block_bytes}; "
             "give the arena larger blocks, or recompute this request"
         )
 
 
 def chunk_views(lease: Lease, seal: Seal) -> list[memoryview]:
-    """Writable views of the used bytes of each chunk, in the blocks of a lease, a block a chunk."""
+    """Writable views of the used bytes of each chunk, in the blocks of a lease, a block a chunk.
+
+    Raises SnapshotMiss if a chunk is larger than a block: its view would be other blocks' memory.
+    """
+    _require_fit(lease.block_bytes, seal)
     blocks = zip(lease.blocks, seal.used_bytes, strict=True)
     return [block.bytes_view(size_bytes) for block, size_bytes in blocks]

@@ -242,6 +242,11 @@ class Lease:
         return () if self._is_released else tuple(self._blocks)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of each block."""
+        return self._arena.block_bytes
+
+    @property
     def released(self) -> bool:
         """Whether `release` was called."""
         return self._is_released
