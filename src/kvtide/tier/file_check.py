@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from kvtide.device.threads import QueuedJob, Threads
 from kvtide.errors import SnapshotDamaged
 from kvtide.seal import Seal, Span
 from kvtide.tier.file_form import (
@@ -21,6 +21,9 @@ from kvtide.tier.file_form import (
 )
 from kvtide.tier.file_io import aligned_memory, read_all, through_cache_unless_aligned
 from kvtide.tier.names import name_of
+
+if TYPE_CHECKING:
+    from kvtide.device.threads import QueuedJob, Threads
 
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 16 << 20
@@ -77,6 +80,8 @@ def read_chunks(file: int, form: FileForm, seal: Seal, chunks: Sequence[memoryvi
 @cache
 def _checker() -> Threads:
     """One thread for all files: it checks many times as fast as a disk reads."""
+    from kvtide.device.threads import Threads  # with torch, which `kvtide inspect` doesn't need
+
     return Threads(1, "kvtide-check")
 
 
