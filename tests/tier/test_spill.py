@@ -221,6 +221,20 @@ def test_second_tier_takes_what_the_first_refuses(make_world: MakeWorld) -> None
     assert {} == world.tiers[0].kept
 
 
+def test_another_snapshot_under_the_key_is_a_miss_and_stays(make_world: MakeWorld) -> None:
+    """Another process may have put its own there, which is whole, and no damage."""
+    world = make_world()
+    snapshots = [world.save(value) for value in range(8)]
+    kept = world.tiers[0].kept
+    first, *others = kept
+    kept[first] = kept[others[0]]
+    with pytest.raises(SnapshotMiss, match="has another snapshot under this key"):
+        world.load(snapshots[0], 0)
+    assert first in kept
+    for snapshot in snapshots:
+        world.tide.discard(snapshot)
+
+
 def test_hung_tier_costs_one_call_its_deadline(make_world: MakeWorld) -> None:
     """Later calls don't wait for it; the late answers are noted, and leak nothing."""
     world = make_world(hangs=1.0)
