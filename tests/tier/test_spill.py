@@ -533,3 +533,4 @@ def test_arena_of_smaller_blocks_is_never_written_beyond_one(
         assert (fits, int(not fits)) == (found is not None, misses)
     assert all(bytes([7]) * block_bytes == bytes(b.bytes_view(block_bytes)) for b in others.blocks)
     others.release()
+    assert not list((tmp_path / "tier").glob("??/*"))

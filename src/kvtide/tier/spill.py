@@ -87,6 +87,7 @@ class Spill:
                 snapshot = None if seal is None else Snapshot.below(self._arena, seal)
             except SnapshotMiss as error:  # an arena of another size wrote it
                 tier.counts.missed(error)
+                tier.forget(name)
                 continue
             if snapshot is not None:
                 entry = SpillEntry(snapshot, name, State.BELOW)
