@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from kvtide.pool import Pool
 from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
-from kvtide.tier import MooncakeTier, Tier, mooncake
+from kvtide.tier import MooncakeTier, Tier, mooncake, mooncake_client
 from kvtide.tier.mooncake_client import TRANSFER_FAILED, UNREACHABLE
 from tier.fake_mooncake import FakeStore
 
@@ -230,6 +232,37 @@ def test_memory_comes_back_only_when_nothing_moves(
     store.node_code = 0
     assert [bytes(chunk) for chunk in snapshot.chunks] == load(tier, "a", tide)
     assert [True, False] == [client.is_closed for client in store.clients]
+
+
+def test_a_call_that_hangs_does_not_keep_its_process(
+    tier: MooncakeTier,
+    store: FakeStore,
+    tide: Tide,
+    snapshot: Snapshot,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end leaves it the client, and so the memory that it writes to, until it has ended."""
+    monkeypatch.setattr(mooncake_client, "_CLOSE_WAIT_S", 0.01)
+    tier.save("a", snapshot)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hang(_: int) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+
+    store.before_read = hang
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(load, tier, "a", tide)
+        assert begun.wait(60)
+        closing_it = threading.Thread(target=tier.close, daemon=True)
+        closing_it.start()
+        closing_it.join(10)
+        was_held = closing_it.is_alive(), store.clients[0].is_closed
+        store.before_read = lambda _: None
+        goes_on.set()
+        assert [bytes(chunk) for chunk in snapshot.chunks] == reading.result()
+    assert (False, False) == was_held
+    assert store.clients[0].is_closed
 
 
 def test_a_write_that_fails_can_be_repeated(

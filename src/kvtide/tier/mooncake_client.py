@@ -20,6 +20,7 @@ import numpy as np
 from kvtide.errors import ProcessForked, TierRetry
 from kvtide.tier.file_io import batches
 
+_CLOSE_WAIT_S = 5.0
 UNKNOWN = -1
 NO_ROOM = -200
 UNREACHABLE = -600
@@ -121,17 +122,19 @@ class _Range:
 
 
 class _OpenClient:
-    """An open client. `users` counts the calls under way."""
+    """An open client. `users` counts the calls under way; the last one closes what is left."""
 
     def __init__(self, store: StoreClient) -> None:
         self.store = store
         self.users = 0
-        self.is_closed = False
+        self.is_left = self.is_closed = False
         self._ranges: dict[int, _Range] = {}
         self._change = threading.Lock()
 
     def close(self) -> None:
-        """Gives all memory back and closes the client; no call is under way."""
+        """Gives all memory back and closes the client; no call is under way. Repeatable."""
+        if self.is_closed:
+            return
         self.is_closed = True
         for address in tuple(self._ranges):
             self.store.unregister_buffer(address)
@@ -260,12 +263,19 @@ class MooncakeClient:
         return self._settled(session, code)
 
     def close(self) -> None:
-        """Waits for the calls under way and closes the client. Repeatable."""
+        """Closes the client when the calls under way have ended. Repeatable.
+
+        Waits some seconds for them. A call that hangs keeps its memory, and nobody else waiting.
+        """
         if os.getpid() != self._process:
             return  # the parent still uses it
         with self._change:
-            if self._session is not None:
-                self._close(self._session)
+            session, self._session = self._session, None
+            if session is None:
+                return
+            session.is_left = True
+            if self._change.wait_for(lambda: not session.users, _CLOSE_WAIT_S):
+                session.close()
 
     def require_own_process(self) -> None:
         """Raises ProcessForked in a child of the process that opened the client.
@@ -288,6 +298,8 @@ class MooncakeClient:
         finally:
             with self._change:
                 session.users -= 1
+                if session.is_left and not session.users:
+                    session.close()
                 self._change.notify_all()
 
     def _settled(self, session: _OpenClient, code: int) -> int:
@@ -302,8 +314,7 @@ class MooncakeClient:
         if self._session is session:
             self._session = None
         self._change.wait_for(lambda: not session.users)
-        if not session.is_closed:
-            session.close()
+        session.close()
 
 
 def _only(codes: Sequence[int]) -> int:
