@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -369,6 +369,18 @@ def test_hostile_progress_is_a_miss(text: str, temperature: float) -> None:
             needs_digests=True,
         )
     assert ([], [], before) == (request.output_ids, request.logit_digests, sampler.state)
+
+
+@pytest.mark.parametrize(("name", "key"), [("a", "k"), ("b", "k"), ("a", "l")])
+def test_progress_of_another_request_is_a_miss(name: str, key: str) -> None:
+    """A file of it may lie under this request's name."""
+    params = SamplingParams(max_new_tokens=8)
+    request, other = Request("a", [1, 2, 3], params, key="k"), Request(name, [], params, key=key)
+    other.output_ids = [7]
+    text, sampler = progress.to_text(other, Sampler(params)), Sampler(params)
+    with nullcontext() if (name, key) == ("a", "k") else pytest.raises(SnapshotMiss):
+        progress.take_over(text, 3, request, sampler, vocab_size=260, needs_digests=False)
+    assert ([7] if (name, key) == ("a", "k") else []) == request.output_ids
 
 
 def test_limit_of_host_memory_holds_what_stands_beside_the_blocks() -> None:
