@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,29 @@ def test_a_page_under_the_name_of_another_is_damaged(
     assert put(store, pool) == WHOLE
     file_of(tmp_path, store, 1).write_bytes(file_of(tmp_path, store, 0).read_bytes())
     assert [True, False, *WHOLE[2:]] == get(store, pool)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"key": "x"}, {"geometry": ""}, {"token_count": 9}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_file_whose_seal_is_of_another_page_is_a_miss(
+    change: dict[str, Any], store: Storage, pool: Any
+) -> None:
+    """Its key is the page's and its checksums are right, so only the seal itself tells."""
+    assert put(store, pool) == WHOLE
+    assert store._places is not None
+    disk = store._places.disk
+    assert disk is not None
+    key = store._identity.keys_of(store._pools["kv"], names(COUNT))[2]
+    rooms = [memoryview(bytearray(store._pools["kv"].size_bytes))]
+    seal = disk.get(key, lambda seal: rooms)
+    if "geometry" in change:
+        change = {"geometry": seal.geometry.replace('"kv"', '"other"')}
+    disk.put(key, replace(seal, **change), rooms)
+    assert [True, True, False, True, True, True] == get(store, pool)
+    assert 1 == store._counts.pages["miss"]
 
 
 def test_on_a_full_disk_the_oldest_pages_leave(
