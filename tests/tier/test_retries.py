@@ -205,6 +205,27 @@ def test_removal_that_comes_late_spares_what_was_put_meanwhile(rig: Rig) -> None
     assert {} == rig.below.kept
 
 
+@pytest.mark.parametrize("why", ["resting", "full"])
+def test_put_that_fails_leaves_what_is_to_be_removed(rig: Rig, why: str) -> None:
+    """The older bytes under the key are still unwanted: the new ones are in another tier."""
+    for key in "abc":
+        rig.put(key)
+    rig.tier.forget("a")
+    if why == "resting":
+        rig.below.is_away = True
+        rig.fails(rig.tier.remove, "b", "c")
+        rig.fails(rig.put, "a")
+        rig.below.is_away = False
+        rig.clock.now += REST_S
+    else:
+        limit_bytes, rig.below.limit_bytes = rig.below.limit_bytes, 0
+        with pytest.raises(TierFull):
+            rig.put("a")
+        rig.below.limit_bytes = limit_bytes
+    rig.tier.tidy()
+    assert "a" not in rig.below.kept
+
+
 def test_what_is_to_be_removed_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is away for long doesn't let the list of such keys grow."""
     monkeypatch.setattr(retries, "_MOST_LEFTOVERS", 2)

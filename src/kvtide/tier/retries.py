@@ -90,6 +90,7 @@ class RetriedTier(Tier):
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier. What a write that failed may have left is removed later."""
         with self._tidying:  # what is being removed may have this key
+            was_unwanted = key in self._leftovers
             self._leftovers.pop(key, None)
         tries: list[None] = []
 
@@ -101,7 +102,7 @@ class RetriedTier(Tier):
             self._ask(self._writes, key, put)
         except KvtideError as error:
             is_clean = len(tries) == 1 and isinstance(error, TierFull)
-            if tries and not is_clean:
+            if was_unwanted or (tries and not is_clean):
                 self.forget(key)
             raise
         self._remove_leftover()
