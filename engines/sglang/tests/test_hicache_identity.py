@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from itertools import product
@@ -247,6 +248,35 @@ def test_servers_on_one_folder_have_folders_of_their_own(
     again, _ = server(monkeypatch, tmp_path)
     assert again.batch_exists(names(COUNT)) == COUNT
     again.close()
+
+
+def test_tenants_neither_find_nor_clear_each_others_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a folder named by a hash of its secret; the keys in it depend on the secret, too."""
+
+    def tenants_server(salt: str) -> tuple[Any, Any]:
+        monkeypatch.setenv("KVTIDE_SALT", salt)
+        return server(monkeypatch, tmp_path)
+
+    first, pool = tenants_server("secret of the first")
+    assert first.batch_set_v1(names(COUNT), rows_of(pool, PAGES)) == WHOLE
+    first.close()
+    (folder,) = tmp_path.iterdir()
+    assert "secret" not in folder.name
+    second, _ = tenants_server("secret of the second")
+    assert second.batch_exists(names(COUNT)) == 0
+    second.clear()
+    second.close()
+    again, _ = tenants_server("secret of the first")
+    assert again.batch_exists(names(COUNT)) == COUNT
+    again.close()
+    (other,) = {*tmp_path.iterdir()} - {folder}
+    shutil.rmtree(other)
+    folder.rename(other)
+    second, _ = tenants_server("secret of the second")
+    assert second.batch_exists(names(COUNT)) == 0
+    second.close()
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[tuple[Any, dict[str, Any]]]:

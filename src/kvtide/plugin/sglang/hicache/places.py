@@ -5,10 +5,14 @@
 Where all ranks have the same KV (latents), SGLang lets one rank write. The others read its folder
 without a lock: a file there is whole or not at all, and each byte of it is checked. Servers with
 the same folder D get folders of their own, by the last number, and read each other's in this way.
+
+A tenant has its own folder in D, `hicache-` and a hash of its secret: whoever clears or fills the
+one in use doesn't touch another tenant's pages.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +29,7 @@ from kvtide.tier.file_check import read_chunks, read_seal
 from kvtide.tier.folder import FolderInUse
 from kvtide.tier.mooncake import MooncakeTier
 from kvtide.tier.names import SUFFIX, name_of, opened_file, opened_folder, opened_root
+from kvtide.tier.namespace import Namespace, salt_of
 from kvtide.tier.retries import RetriedTier
 from kvtide.tier.store import default_disk_bytes
 
@@ -153,7 +158,7 @@ def _read(folder: Path, key: str, make_room: MakeRoom) -> Seal:
 
 def _made(folder: Path) -> Path:
     """The folder for pages in an operator's folder; both are made. Raises UsageError."""
-    root = folder / FOLDER
+    root = folder / f"{FOLDER}{_tenant()}"
     try:
         for path in (folder, root):
             path.mkdir(mode=0o700, exist_ok=True)
@@ -162,6 +167,13 @@ def _made(folder: Path) -> Path:
             f"{OPTION}: disk_dir: cannot use the folder {folder}: {error.strerror or error}"
         ) from error
     return root
+
+
+def _tenant() -> str:
+    """What a tenant's folder is named by; nothing without a secret."""
+    salt = salt_of(os.environ)
+    space = Namespace(model="", weights="", layout="", salt=salt)
+    return f"-{space.key_of('').partition('/')[0]}" if salt else ""
 
 
 def _open_disk(root: Path, shard: str, limit_bytes: int) -> DiskTier:
