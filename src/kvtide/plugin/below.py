@@ -11,7 +11,7 @@ from kvtide.arena import HostArena
 from kvtide.errors import UsageError
 from kvtide.plugin.environment import Below
 from kvtide.tier import DiskTier, Store
-from kvtide.tier.folder import FolderInUse
+from kvtide.tier.folder import first_free
 from kvtide.tier.mooncake_connect import check_mooncake
 from kvtide.tier.names import LOCK
 from kvtide.tier.store import default_disk_bytes
@@ -49,22 +49,23 @@ def _with_disk(arena: HostArena, below: Below, disk_dir: Path, rank_count: int) 
     together = below.disk_bytes
     if together is None:
         together = default_disk_bytes(disk_dir)
-    for number in range(_MOST_FOLDERS):
-        folder = disk_dir / f"{_PREFIX}{number}"
-        if folder.exists() and not _is_ours(folder):
-            continue
-        with suppress(FolderInUse):
-            return Store(
-                arena,
-                folder,
-                together // rank_count,
-                mooncake=below.mooncake,
-                deadline_s=below.wait_s,
-            )
-    raise UsageError(
-        f"none of {_MOST_FOLDERS} folders {_PREFIX}… in {disk_dir} is free; give each server a "
-        "folder of its own"
+    folders = (disk_dir / f"{_PREFIX}{number}" for number in range(_MOST_FOLDERS))
+    store = first_free(
+        (folder for folder in folders if not folder.exists() or _is_ours(folder)),
+        lambda folder: Store(
+            arena,
+            folder,
+            together // rank_count,
+            mooncake=below.mooncake,
+            deadline_s=below.wait_s,
+        ),
     )
+    if store is None:
+        raise UsageError(
+            f"none of {_MOST_FOLDERS} folders {_PREFIX}… in {disk_dir} is free; give each server a "
+            "folder of its own"
+        )
+    return store
 
 
 def _clear(disk_dir: Path) -> None:

@@ -13,10 +13,10 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 from kvtide.errors import UsageError
 from kvtide.tier.file_io import are_aligned, takes_direct_io, write_all
@@ -42,9 +42,22 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_TRIES = 4
 _LOCK_WAIT_S = 0.05
 
+Opened = TypeVar("Opened")
+
 
 class FolderInUse(UsageError):
     """Another process, or another tier of this process, uses the folder."""
+
+
+def first_free(folders: Iterable[Path], open_in: Callable[[Path], Opened]) -> Opened | None:
+    """What `open_in` opens in the first of these folders that isn't in use; None if all are.
+
+    `open_in` raises FolderInUse for a folder that is in use. Its other errors come through.
+    """
+    for folder in folders:
+        with suppress(FolderInUse):
+            return open_in(folder)
+    return None
 
 
 FileEntry = tuple[float, str, int]

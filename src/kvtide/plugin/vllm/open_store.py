@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -23,7 +23,8 @@ from kvtide.plugin.vllm.messages import Start, group_of
 from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.sizes import format_size
 from kvtide.tier import DiskTier, Namespace
-from kvtide.tier.folder import FolderInUse
+from kvtide.tier.folder import first_free
+from kvtide.tier.store import default_disk_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -140,15 +141,16 @@ def open_disk(settings: OffloadSettings, rank: int, rank_count: int) -> DiskTier
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if together is None:
-            together = shutil.disk_usage(folder).free // 4
+            together = default_disk_bytes(folder)
     except OSError as error:
         raise UsageError(f"disk_dir: {folder}: {error.strerror}") from error
-    for path in _folders(folder, rank, rank_count):
-        try:
-            return DiskTier(path, limit_bytes=together // rank_count)
-        except FolderInUse:
-            continue
-    raise UsageError(f"disk_dir: all {_MOST_FOLDERS} folders of rank {rank} in {folder} are in use")
+    open_in = partial(DiskTier, limit_bytes=together // rank_count)
+    disk = first_free(_folders(folder, rank, rank_count), open_in)
+    if disk is None:
+        raise UsageError(
+            f"disk_dir: all {_MOST_FOLDERS} folders of rank {rank} in {folder} are in use"
+        )
+    return disk
 
 
 def _folders(folder: Path, rank: int, rank_count: int) -> list[Path]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -26,7 +27,7 @@ from kvtide.snapshot import MakeRoom
 from kvtide.tier.base import Tier
 from kvtide.tier.disk import DiskTier
 from kvtide.tier.file_check import read_chunks, read_seal
-from kvtide.tier.folder import FolderInUse
+from kvtide.tier.folder import first_free
 from kvtide.tier.mooncake import MooncakeTier
 from kvtide.tier.names import SUFFIX, name_of, opened_file, opened_folder, opened_root
 from kvtide.tier.namespace import Namespace, salt_of
@@ -178,12 +179,13 @@ def _tenant() -> str:
 
 def _open_disk(root: Path, shard: str, limit_bytes: int) -> DiskTier:
     """The tier in the first folder of a shard that nobody uses. Raises UsageError."""
-    for number in range(_MOST_FOLDERS):
-        try:
-            return DiskTier(root / f"{shard}.{number}", limit_bytes=limit_bytes)
-        except FolderInUse:
-            continue
-    raise UsageError(f"{OPTION}: disk_dir: all {_MOST_FOLDERS} folders {root / shard}.* are in use")
+    folders = (root / f"{shard}.{number}" for number in range(_MOST_FOLDERS))
+    disk = first_free(folders, partial(DiskTier, limit_bytes=limit_bytes))
+    if disk is None:
+        raise UsageError(
+            f"{OPTION}: disk_dir: all {_MOST_FOLDERS} folders {root / shard}.* are in use"
+        )
+    return disk
 
 
 def _retried(tier: Tier) -> RetriedTier:
