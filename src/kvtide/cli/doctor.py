@@ -1,9 +1,10 @@
-"""`kvtide doctor`: tries whether kvtide works on a device or in SGLang. Run it there first."""
+"""`kvtide doctor`: tries whether kvtide works on a device, in SGLang or in vLLM."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,6 +44,24 @@ def doctor(
             "--sglang", help="Instead: is kvtide active in this SGLang, and exact for its pools?"
         ),
     ] = False,
+    vllm: Annotated[
+        bool,
+        typer.Option(
+            "--vllm", help="Instead: does this vLLM find kvtide, and is it exact for its blocks?"
+        ),
+    ] = False,
+    transfer: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-transfer-config",
+            help="With --vllm: what the server is to get; `kvtide vllm` prints it.",
+            show_default="kvtide's defaults",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="With --vllm: also say how many tokens of this model fit."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Test a device: what kvtide needs of it, an exact copy of every layout, and its speed."""
@@ -50,10 +69,19 @@ def doctor(
     from kvtide.doctor.finding import count_failed
 
     page = ConsolePage(Console(quiet=as_json, file=sys.stdout))
+    of_device = {"--device": device, "--simulate": simulate, "--schedule": schedule, "--size": size}
+    of_vllm = {"--kv-transfer-config": transfer, "--model": model}
     if sglang:
-        given = {"--device": device, "--simulate": simulate, "--schedule": schedule, "--size": size}
-        report = _sglang_report([option for option, value in given.items() if value])
+        _refuse("--sglang looks at SGLang, not at a device", of_device)
+        _refuse("--sglang looks at SGLang, not at vLLM", {"--vllm": vllm, **of_vllm})
+        from kvtide.doctor.sglang import SGLangReport
+
+        report: Report = SGLangReport()
+    elif vllm:
+        _refuse("--vllm looks at vLLM, not at a device", of_device)
+        report = _vllm_report(transfer, model)
     else:
+        _refuse("the doctor looks at a device unless you give --vllm", of_vllm)
         report = _device_report(device, check_schedule(schedule, simulate=simulate), size)
     report.examine(page)
     if as_json:
@@ -74,12 +102,17 @@ def _device_report(name: str | None, schedule: str | None, size: str | None) -> 
     return DeviceReport(name, schedule=schedule, size_bytes=size_bytes)
 
 
-def _sglang_report(device_options: list[str]) -> Report:
-    """Raises UsageError if SGLang isn't installed, and for options that concern a device."""
-    if device_options:
-        raise UsageError(
-            f"--sglang looks at SGLang, not at a device; leave out {' and '.join(device_options)}"
-        )
-    from kvtide.doctor.sglang import SGLangReport
+def _vllm_report(transfer: str | None, model: str | None) -> Report:
+    """Raises UsageError if vLLM isn't installed, and for settings or a model that it can't read."""
+    from kvtide.cli.plan import read_config
+    from kvtide.doctor.vllm import VllmReport
+    from kvtide.models.cache import cache_of
 
-    return SGLangReport()
+    return VllmReport(transfer, None if model is None else cache_of(read_config(model)))
+
+
+def _refuse(why: str, options: Mapping[str, object]) -> None:
+    """Raises UsageError for options that concern something else."""
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise UsageError(f"{why}; leave out {' and '.join(given)}")

@@ -26,6 +26,7 @@ DOCTOR_EXAMPLES = {
     "kvtide doctor": "the accelerator here",
     "kvtide doctor --device npu --json": "",
     "kvtide doctor --sglang": "this environment's SGLang",
+    "kvtide doctor --vllm --model MODEL": "this environment's vLLM, and how much fits",
 }
 INSPECT_EXAMPLES = {
     "kvtide inspect kv": "",

@@ -34,7 +34,7 @@ def findings_of(below: Below) -> list[Finding]:
     """Whether what is set can be used. Changes nothing on the disk."""
     found = []
     if below.disk_dir is not None:
-        found.append(("the disk below host memory", _why_no_disk(below.disk_dir)))
+        found.append(("the disk below host memory", why_no_disk(below.disk_dir)))
     if below.mooncake is not None:
         try:
             reason = None
@@ -71,7 +71,8 @@ def _existing(folder: Path) -> Path:
     return folder if folder.exists() else folder.parent
 
 
-def _why_no_disk(folder: Path) -> str | None:
+def why_no_disk(folder: Path) -> str | None:
+    """Why a server can't use the folder; None if it can. Changes nothing on the disk."""
     place = _existing(folder)
     if not place.is_dir():
         return f"{place} isn't a folder"

@@ -12,6 +12,7 @@ open_store    opens a rank's store: pools, arena and disk
 identity      what decides the bytes of KV beside its tokens
 messages      what the scheduler tells the workers, and what they answer
 settings      what an operator sets
+cases         small caches of each form, for the doctor's round trips
 package       vLLM's package; reads: whether the installed vLLM still has what kvtide reads
 """
 
