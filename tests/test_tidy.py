@@ -41,6 +41,7 @@ ORDER = (
     ("npu", "plugin", "serve"),
     ("measure",),
     ("doctor",),
+    ("server",),
     ("cli",),
     ("__main__",),
 )

@@ -105,6 +105,11 @@ class PrefixCache:
         return len(self._idle) * self._block_pages
 
     @property
+    def blocks_here(self) -> list[PrefixBlock]:
+        """The blocks that are on the device."""
+        return [block for block in self._blocks.values() if block.pages]
+
+    @property
     def block_count(self) -> int:
         """How many blocks there are, on the device and below."""
         return len(self._blocks)

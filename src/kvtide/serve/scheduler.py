@@ -170,6 +170,11 @@ class Scheduler:
         """The requests that hold pages, oldest first."""
         return tuple(self._running)
 
+    @property
+    def retracted(self) -> tuple[Request, ...]:
+        """The requests that gave up their pages and wait to come back, oldest first."""
+        return tuple(self._retracted)
+
     # ---- taking pages away -----------------------------------------------------------
 
     def retract(self, request: Request) -> None:
