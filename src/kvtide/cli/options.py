@@ -206,6 +206,7 @@ class OutputOptions:
         False
     )
     report: Annotated[Path | None, _output("Write one JSON object of counts here.")] = None
+    html: Annotated[Path | None, _output("Write a page here that shows what happened when.")] = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats
     from kvtide.serve.request import Request
     from kvtide.serve.selfcheck import RowCheck
+    from kvtide.server.events import Event
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,8 @@ class Outcome:
     error: Exception | None = None
     suspended: int = 0
     """How many requests have their KV in tiers, for a later run that goes on with them."""
+    events: Sequence[Event] = ()
+    """What happened when, if that was recorded."""
 
     @classmethod
     def nothing(cls) -> Outcome:

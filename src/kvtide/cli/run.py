@@ -53,6 +53,7 @@ def run(
         verify=output.verify,
         out=None if output.out == Path("-") else output.out,
         report=output.report,
+        html=output.html,
         prompt=source.prompt,
         input_format=source.input_format.value,
         special_tokens=source.special_tokens,
@@ -167,11 +168,12 @@ def _check_files(settings: RunSettings) -> None:
         check_writable(settings.out, option="--out")
         _claim(seen, "--out", settings.out)
         _claim(seen, "the part of --out", part_of(settings.out))
-    if settings.report is not None:
-        check_writable(settings.report, option="--report")
-        _claim(seen, "--report", settings.report)
-        if holds_answers(settings.report):
-            raise UsageError(f"--report: {settings.report} holds answers; give another name")
+    for option, path in (("--report", settings.report), ("--html", settings.html)):
+        if path is not None:
+            check_writable(path, option=option)
+            _claim(seen, option, path)
+            if holds_answers(path):
+                raise UsageError(f"{option}: {path} holds answers; give another name")
 
 
 def _claim(seen: dict[str, str], name: str, path: Path) -> None:

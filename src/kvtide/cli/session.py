@@ -18,6 +18,7 @@ from kvtide.cli.displays import make_display
 from kvtide.cli.interrupt import Ended, Interrupt
 from kvtide.cli.outcome import Answered, Outcome, Work
 from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
+from kvtide.cli.recording import Recording, write_page
 from kvtide.cli.report import describe_check, make_report, summarize, write_report
 from kvtide.cli.rows import answer_row
 from kvtide.cli.serving import Serving
@@ -55,6 +56,8 @@ class RunSettings:
     out: Path | None
     """None is standard output."""
     report: Path | None
+    html: Path | None = None
+    """Where the page goes that shows the run."""
     prompt: str | None = None
     """The only prompt, in place of those in `source`."""
     input_format: str = "auto"
@@ -199,6 +202,7 @@ class _Session:
         if engine.exact_check is not None:
             self._display.say(describe_check(engine.exact_check), event="exact_mode")
         work_of = {request: work for work in left for request in work.requests}
+        recording = None if self._settings.html is None else Recording(engine)
 
         def write(finished: Sequence[Request]) -> None:
             for request in finished:
@@ -207,8 +211,11 @@ class _Session:
                 if work.has_ended and work.prompt.id not in self._written:
                     self._write(work)
             self._answers.sync_if_due()
+            if recording is not None:
+                recording.note()
 
-        return self._drive(engine, [*work_of], "answering", echo=echo, on_step=write)
+        outcome = self._drive(engine, [*work_of], "answering", echo=echo, on_step=write)
+        return outcome if recording is None else replace(outcome, events=recording.end())
 
     def _write(self, work: Work) -> None:
         row = answer_row(work.prompt, work.requests, model=self._settings.model)
@@ -355,7 +362,7 @@ def _conclude(
 def _report(
     settings: RunSettings, answered: Answered, verdict: Verdict | None
 ) -> dict[str, object]:
-    """Makes the report, and writes it if there is a `--report`."""
+    """Makes the report; writes it if there is a `--report`, and the page of an `--html`."""
     report = make_report(
         answered.counts,
         answered.outcome,
@@ -365,4 +372,6 @@ def _report(
     )
     if settings.report is not None:
         write_report(settings.report, report)
+    if settings.html is not None and verdict is None:  # which comes when the page is there
+        write_page(settings.html, settings.model, answered.outcome)
     return report
