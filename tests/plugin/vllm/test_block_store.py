@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from kvtide.tier import DiskTier, Namespace, Tier
 
 A, B, C = b"a\0", b"b\0", b"c\1"
 BLOCKS, POISON = 6, 0x5A
+THREADS = 4
+"""How many blocks a store reads side by side."""
 
 
 class Caches:
@@ -50,13 +53,18 @@ class Caches:
 
 @contextmanager
 def opened(
-    caches: Caches, tier: Tier | None = None, *, block_count: int = 8, deadline_s: float = 60
+    caches: Caches,
+    tier: Tier | None = None,
+    *,
+    block_count: int = 8,
+    deadline_s: float = 60,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[BlockStore]:
     """A store over the caches with room for `block_count` blocks."""
     arena = HostArena(caches.device, limit_bytes=64 * block_count, block_bytes=64)
     names = Namespace(model="m", weights="w", layout="l")
     store = BlockStore(
-        caches.groups, lambda key: key[-1], arena, names, tier, deadline_s=deadline_s
+        caches.groups, lambda key: key[-1], arena, names, tier, deadline_s=deadline_s, clock=clock
     )
     yield store
     store.close()
@@ -192,12 +200,13 @@ class TestDisk:
 
 
 class HungTier(Tier):
-    """A tier whose reads hang until `go` is set."""
+    """A tier whose reads hang until `let_go` lets them fail."""
 
     name = "hung"
 
     def __init__(self) -> None:
-        self.go = threading.Event()
+        self._change = threading.Condition()
+        self._begun = self._let_go = 0
 
     def contains(self, key: str) -> bool:
         return True
@@ -206,11 +215,25 @@ class HungTier(Tier):
         """Takes anything, and keeps nothing."""
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
-        self.go.wait()
+        with self._change:
+            number, self._begun = self._begun, self._begun + 1
+            self._change.notify_all()
+            self._change.wait_for(lambda: number < self._let_go)
         raise OSError("it hung")
 
     def remove(self, key: str) -> None:
         """Has nothing."""
+
+    def wait_for(self, count: int) -> None:
+        """Blocks until so many reads have begun."""
+        with self._change:
+            self._change.wait_for(lambda: self._begun >= count)
+
+    def let_go(self, count: int) -> None:
+        """Lets the first so many reads fail."""
+        with self._change:
+            self._let_go = count
+            self._change.notify_all()
 
 
 class TestHungTier:
@@ -220,7 +243,52 @@ class TestHungTier:
             assert {A} == fetched(store, A).missing
             store.follow(Orders(fetch=[B]))
             assert {B} == store.take_report().missing
-            tier.go.set()
+            tier.let_go(1)
+
+    def test_ends_fetches_that_wait_for_a_thread_with_the_first_that_is_late(self) -> None:
+        tier, now = HungTier(), [0.0]
+        keys = [bytes([number, 0]) for number in range(THREADS + 2)]
+        with opened(Caches(), tier, deadline_s=5, clock=lambda: now[0]) as store:
+            store.follow(Orders(fetch=keys))
+            tier.wait_for(THREADS)
+            now[0] = 6
+            assert {*keys} == store.take_report().missing
+            tier.let_go(THREADS)
+
+    def test_is_not_what_a_fetch_that_waits_for_a_thread_says(self) -> None:
+        """Many blocks take longer than one may."""
+        tier, now = HungTier(), [0.0]
+        keys = [bytes([number, 0]) for number in range(THREADS + 1)]
+        with opened(Caches(), tier, deadline_s=5, clock=lambda: now[0]) as store:
+            store.follow(Orders(fetch=keys))
+            tier.wait_for(THREADS)
+            now[0] = 4
+            tier.let_go(THREADS)
+            tier.wait_for(THREADS + 1)
+            missing: set[bytes] = set()
+            while len(missing) < THREADS:
+                missing |= store.take_report().missing
+            now[0] = 8
+            assert not store.take_report().missing
+            tier.let_go(THREADS + 1)
+
+
+class TestWaitForFetches:
+    def test_returns_when_all_have_ended(self) -> None:
+        tier = HungTier()
+        with opened(Caches(), tier) as store:
+            store.follow(Orders(fetch=[A, B]))
+            tier.let_go(2)
+            store.wait_for_fetches(60)
+            assert {A, B} == store.take_report().missing
+
+    def test_returns_at_last_while_one_hangs(self) -> None:
+        tier = HungTier()
+        with opened(Caches(), tier) as store:
+            store.follow(Orders(fetch=[A]))
+            store.wait_for_fetches(0.01)
+            assert not store.take_report()
+            tier.let_go(1)
 
 
 @pytest.mark.parametrize("width", [7, 32])

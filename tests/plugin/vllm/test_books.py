@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvtide.plugin.vllm.books import BlockBooks, BlockPlace
+from kvtide.plugin.vllm.books import Asker, BlockBooks, BlockPlace
 from kvtide.plugin.vllm.messages import BlockReport, Start
 
 A, B, C = b"a", b"b", b"c"
@@ -27,6 +27,11 @@ def save(books: BlockBooks, *keys: bytes) -> list[bytes]:
     return books.end_save(keys)
 
 
+def place_of(books: BlockBooks, key: bytes) -> BlockPlace:
+    """What a request of its own is told of a block."""
+    return books.look_up(key, Asker())
+
+
 def step(books: BlockBooks, count: int = 1) -> None:
     """Goes some steps of the scheduler on."""
     for _ in range(count):
@@ -37,12 +42,12 @@ class TestSaves:
     def test_makes_room_by_what_was_used_least_recently(self) -> None:
         books = opened(2, tier_blocks=0)
         save(books, A, B)
-        books.look_up(A)
+        place_of(books, A)
         step(books, 2)
 
         assert [C] == books.begin_save([C])
         assert [B] == books.take_orders().forget
-        assert BlockPlace.SAVING is books.look_up(C)
+        assert BlockPlace.SAVING is place_of(books, C)
 
     def test_takes_the_first_where_not_all_have_room(self) -> None:
         books = opened(1)
@@ -54,7 +59,7 @@ class TestSaves:
         save(books, A)
 
         assert [] == books.begin_save([A, B])
-        assert BlockPlace.HERE is books.look_up(A)
+        assert BlockPlace.HERE is place_of(books, A)
 
     def test_that_a_worker_lost_is_nowhere(self) -> None:
         books = opened(2, tier_blocks=0)
@@ -62,12 +67,12 @@ class TestSaves:
         books.note(BlockReport(lost={B}))
 
         assert [A] == books.end_save([A, B])
-        assert BlockPlace.NOWHERE is books.look_up(B)
+        assert BlockPlace.NOWHERE is place_of(books, B)
 
     def test_of_a_block_that_comes_takes_its_place(self) -> None:
         """The request computed it because the block before is gone; the tier's may be damaged."""
         books = opened(1, names="a")
-        books.look_up(A)
+        place_of(books, A)
 
         assert [A] == books.begin_save([A])
         assert [A] == books.take_orders().forget
@@ -94,8 +99,8 @@ class TestLoads:
         books.note(BlockReport(lost={A}))
         books.end_load([A, B])
 
-        assert BlockPlace.NOWHERE is books.look_up(A)
-        assert BlockPlace.HERE is books.look_up(B)
+        assert BlockPlace.NOWHERE is place_of(books, A)
+        assert BlockPlace.HERE is place_of(books, B)
         assert [A] == books.take_orders().forget
 
 
@@ -103,19 +108,19 @@ class TestFetches:
     def test_begin_for_what_an_earlier_process_left(self) -> None:
         books = opened(2, names="a")
 
-        assert BlockPlace.COMING is books.look_up(A)
-        assert BlockPlace.NOWHERE is books.look_up(B)
+        assert BlockPlace.COMING is place_of(books, A)
+        assert BlockPlace.NOWHERE is place_of(books, B)
         assert [A] == books.take_orders().fetch
         assert books.is_waiting
 
     def test_end_when_all_ranks_have_the_block(self) -> None:
         books = opened(2, rank_count=2, names="a")
-        books.look_up(A)
+        place_of(books, A)
         books.note(BlockReport(fetched=Counter([A])))
-        assert BlockPlace.COMING is books.look_up(A)
+        assert BlockPlace.COMING is place_of(books, A)
 
         books.note(BlockReport(fetched=Counter([A])))
-        assert BlockPlace.HERE is books.look_up(A)
+        assert BlockPlace.HERE is place_of(books, A)
         assert books.came_from_tier(A)
 
     @pytest.mark.parametrize("was_saved_here", [False, True])
@@ -124,11 +129,11 @@ class TestFetches:
         if was_saved_here:
             save(books, A)
             save(books, B)
-        assert BlockPlace.COMING is books.look_up(A) or not was_saved_here
-        books.look_up(A)
+        assert BlockPlace.COMING is place_of(books, A) or not was_saved_here
+        place_of(books, A)
         books.note(BlockReport(missing={A}))
 
-        assert BlockPlace.NOWHERE is books.look_up(A)
+        assert BlockPlace.NOWHERE is place_of(books, A)
         books.take_orders()
         assert not books.is_waiting
 
@@ -136,13 +141,13 @@ class TestFetches:
         """A request with more blocks than there is room for gets the first, and isn't stuck."""
         books = opened(1, names="a b")
         for _ in range(3):
-            assert BlockPlace.COMING is books.look_up(A)
-            assert BlockPlace.NOWHERE is books.look_up(B)
+            assert BlockPlace.COMING is place_of(books, A)
+            assert BlockPlace.NOWHERE is place_of(books, B)
             step(books)
         books.note(BlockReport(fetched=Counter([A])))
 
-        assert BlockPlace.HERE is books.look_up(A)
-        assert BlockPlace.NOWHERE is books.look_up(B)
+        assert BlockPlace.HERE is place_of(books, A)
+        assert BlockPlace.NOWHERE is place_of(books, B)
 
     def test_of_what_left_host_memory_begin_while_a_tier_may_have_it(self) -> None:
         books = opened(1)
@@ -150,7 +155,7 @@ class TestFetches:
         save(books, B)
 
         step(books, 2)
-        assert BlockPlace.COMING is books.look_up(A)
+        assert BlockPlace.COMING is place_of(books, A)
 
     def test_are_remembered_for_as_many_blocks_as_the_tier_holds(self) -> None:
         books = opened(1, tier_blocks=1)
@@ -158,7 +163,40 @@ class TestFetches:
         save(books, B)
         step(books, 2)
 
-        assert BlockPlace.NOWHERE is books.look_up(A)
+        assert BlockPlace.NOWHERE is place_of(books, A)
+
+
+class TestWaiting:
+    def test_ends_with_the_last_block_that_a_request_was_told_to_wait_for(self) -> None:
+        books, asker = opened(3, rank_count=1, names="a b"), Asker()
+        for key in (A, B):
+            books.look_up(key, asker)
+        assert books.must_wait(asker)
+        assert not books.must_wait(Asker())
+
+        books.note(BlockReport(fetched=Counter([A])))
+        assert books.must_wait(asker)
+        books.note(BlockReport(fetched=Counter([B])))
+        assert not books.must_wait(asker)
+
+    def test_ends_for_a_block_that_no_tier_has(self) -> None:
+        books, asker = opened(1, names="a"), Asker()
+        books.look_up(A, asker)
+        books.note(BlockReport(missing={A}))
+
+        assert not books.must_wait(asker)
+
+    def test_keeps_the_blocks_that_came_first(self) -> None:
+        books, asker = opened(2, names="a b c"), Asker()
+        for key in (A, B):
+            books.look_up(key, asker)
+        books.note(BlockReport(fetched=Counter([A])))
+        for _ in range(3):
+            step(books)
+            assert books.must_wait(asker)
+
+        assert BlockPlace.NOWHERE is place_of(books, C)
+        assert BlockPlace.HERE is books.look_up(A, asker)
 
 
 class TestClear:
@@ -166,11 +204,11 @@ class TestClear:
         books = opened(2, names="c")
         save(books, A)
         books.begin_load([A])
-        books.look_up(C)
+        place_of(books, C)
         books.clear()
 
         assert books.take_orders().forgets_all
-        assert [BlockPlace.NOWHERE] * 2 == [books.look_up(key) for key in (A, C)]
+        assert [BlockPlace.NOWHERE] * 2 == [place_of(books, key) for key in (A, C)]
         books.end_load([A])
         books.note(BlockReport(fetched=Counter([C])))
         assert not len(books)

@@ -5,7 +5,8 @@ load    every byte is checked → a move to the device
 fetch   a thread reads and checks the file → here
 
 The scheduler decides what is here (BlockBooks); this class does as it says, and reports what went
-otherwise. One thread calls, the worker's; each call returns at once, except `wait` and `close`.
+otherwise. One thread calls, the worker's; each call returns at once, but for those that wait, and
+`close`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvtide.plugin.vllm.writer import TierWriter
 from kvtide.seal import Span
 from kvtide.snapshot import Snapshot
 from kvtide.tier import Namespace, Tier
-from kvtide.tier.workers import ThreadWorkers, Workers
+from kvtide.tier.workers import ThreadWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class _Move:
 class BlockStore:
     """Keeps blocks of some groups in an arena, and writes them through to a tier.
 
-    `group_of` gives the number of a key's group. A fetch that takes longer than `deadline_s` counts
-    as a miss, and until it has ended no other begins.
+    `group_of` gives the number of a key's group. A block that takes the tier longer than
+    `deadline_s` counts as a miss, and until that read has ended no other begins.
     """
 
     def __init__(
@@ -90,8 +91,6 @@ class BlockStore:
         *,
         deadline_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
-        readers: Workers | None = None,
-        writers: Workers | None = None,
     ) -> None:
         self._groups = groups
         self._group_of = group_of
@@ -101,10 +100,10 @@ class BlockStore:
         self._reader: TierReader | None = None
         self._writer: TierWriter | None = None
         if tier is not None:
-            readers = readers or ThreadWorkers(_READS_AT_ONCE, deadline_s)
+            readers = ThreadWorkers(_READS_AT_ONCE, deadline_s)
             self._reader = TierReader(tier, readers, deadline_s, clock)
             count = writes_at_once(arena)
-            writers = writers or ThreadWorkers(count, deadline_s)
+            writers = ThreadWorkers(count, deadline_s)
             self._writer = TierWriter(tier, writers, count, deadline_s)
         # On a CPU the copy takes this machine's cores anyway: a thread of its own would only wait.
         self._at_once = all(group.pool.device.torch_device.type == "cpu" for group in groups)
@@ -153,6 +152,11 @@ class BlockStore:
                     part.job.wait()
                 except Exception as error:
                     logger.debug("kvtide: a move failed: %s", first_line(error))
+
+    def wait_for_fetches(self, at_most_s: float) -> None:
+        """Blocks until all fetches have ended, or for so long."""
+        if self._reader is not None:
+            self._reader.wait(at_most_s)
 
     # ---- what happened -------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import final
 
@@ -30,13 +30,24 @@ class BlockPlace(Enum):
 
 @final
 @dataclass(slots=True)
+class Asker:
+    """A request that looks blocks up."""
+
+    asked_at: int = -2
+    """The last step in which it did."""
+    awaited: bytes | None = None
+    """A block for which it was told to wait."""
+
+
+@final
+@dataclass(slots=True)
 class Entry:
-    """A block's entry. While `readers` loads use it, or a request has just asked, it stays."""
+    """A block's entry. While `readers` loads use it, or its asker still asks, it stays."""
 
     place: BlockPlace
-    asked_at: int = -2
-    """The last step in which a request looked it up."""
-    awaited: int = 0
+    asker: Asker = field(default_factory=Asker)
+    """The last request that looked it up."""
+    awaited_ranks: int = 0
     """How many ranks haven't yet said that it came."""
     readers: int = 0
     is_lost: bool = False
@@ -81,16 +92,30 @@ class BlockBooks:
 
     # ---- loads ---------------------------------------------------------------------------
 
-    def look_up(self, key: bytes) -> BlockPlace:
+    def look_up(self, key: bytes, asker: Asker) -> BlockPlace:
         """Where a block is. One that may be in a tier begins to come, if there is room for it."""
         entry = self._entries.get(key)
         if entry is None and self._may_be_below(key):
             entry = self._begin_fetch(key)
         if entry is None or entry.is_lost:
             return BlockPlace.NOWHERE
-        entry.asked_at = self._step
+        asker.asked_at, entry.asker = self._step, asker
+        if entry.place is not BlockPlace.HERE:
+            asker.awaited = key
         self._entries.move_to_end(key)
         return entry.place
+
+    def must_wait(self, asker: Asker) -> bool:
+        """Whether a request still waits for a block, so that looking all up again is idle.
+
+        The blocks that it asked for before count as asked for again.
+        """
+        entry = None if asker.awaited is None else self._entries.get(asker.awaited)
+        if entry is None or entry.is_lost or entry.place is BlockPlace.HERE:
+            asker.awaited = None
+            return False
+        asker.asked_at = self._step
+        return True
 
     def came_from_tier(self, key: bytes) -> bool:
         """Whether a block that is here came from a tier since the process began."""
@@ -164,8 +189,8 @@ class BlockBooks:
         for key, rank_count in report.fetched.items():
             entry = self._entries.get(key)
             if entry is not None and entry.place is BlockPlace.COMING:
-                entry.awaited -= rank_count
-                if entry.awaited <= 0:
+                entry.awaited_ranks -= rank_count
+                if entry.awaited_ranks <= 0:
                     self._coming -= 1
                     entry.place, entry.came_from_tier = BlockPlace.HERE, True
                     self._note_below(key)
@@ -195,7 +220,7 @@ class BlockBooks:
     def _begin_fetch(self, key: bytes) -> Entry | None:
         if not self._make_room(()):
             return None
-        entry = self._entries[key] = Entry(BlockPlace.COMING, self._step, awaited=self._rank_count)
+        entry = self._entries[key] = Entry(BlockPlace.COMING, awaited_ranks=self._rank_count)
         self._coming += 1
         self._orders.fetch.append(key)
         return entry
@@ -217,7 +242,7 @@ class BlockBooks:
         for others, and would wait forever if these drove out the first.
         """
         for key, entry in self._entries.items():
-            is_asked_for = entry.asked_at >= self._step - 1
+            is_asked_for = entry.asker.asked_at >= self._step - 1
             is_still = entry.place is BlockPlace.HERE and not entry.readers
             if is_still and not is_asked_for and key not in offered:
                 yield key

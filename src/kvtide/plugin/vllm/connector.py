@@ -37,11 +37,14 @@ from kvtide.tier.names import name_of
 
 logger = logging.getLogger(__name__)
 
+IDLE_WAIT_S = 0.01
+"""How long a step that computes nothing waits for fetches. A new request waits as long at most."""
+
 READS: Table = {
     "OffloadingConnector": (
         *("connector_scheduler", "connector_worker", "register_kv_caches", "handle_preemptions"),
         *("start_load_kv", "build_connector_meta", "build_connector_worker_meta"),
-        *("update_connector_output", "get_kv_connector_stats"),
+        *("update_connector_output", "get_kv_connector_stats", "get_num_new_matched_tokens"),
     ),
     "KVConnectorBase_V1": (
         *("get_transfer_results", "get_handshake_metadata"),
@@ -53,8 +56,12 @@ READS: Table = {
     "OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats", "aggregate"),
     "TransferJob": ("req_id",),
     "KVConnectorTransferResults": ("finished_recving", "failed_recving"),
+    "SchedulerOutput": ("total_num_scheduled_tokens",),
+    "ParallelConfig": ("data_parallel_size",),
     "KVConnectorOutput": ("kv_connector_worker_meta",),
-    "VllmConfig": ("kv_transfer_config", "lora_config", "speculative_config"),
+    "VllmConfig": (
+        *("kv_transfer_config", "lora_config", "speculative_config", "parallel_config"),
+    ),
     "KVTransferConfig": ("kv_connector_extra_config", "kv_role"),
 }
 """What is read and called of vLLM's connector."""
@@ -65,6 +72,8 @@ class KvtideMetadata(OffloadingConnectorMetadata):
     """What the scheduler sends to the workers in each step."""
 
     orders: Orders = field(default_factory=Orders)
+    is_empty: bool = False
+    """Whether the step computes nothing, so that whoever waits for a fetch holds up nobody."""
 
 
 @dataclass
@@ -105,6 +114,9 @@ class KvtideConnector(OffloadingConnector):
         self._loads: dict[int, str] = {}
         """The requests of loads under way, by job."""
         self._open: OpenStore | None = None
+        # The step of one engine holds up the others where several go in step.
+        is_alone = vllm_config.parallel_config.data_parallel_size == 1
+        self._idle_wait_s = IDLE_WAIT_S if is_alone else 0.0
         if role == KVConnectorRole.WORKER:
             spec = cast(KvtideSpec, self.connector_worker.spec)
             spec.open_worker = partial(self._open_worker, vllm_config, spec)
@@ -141,6 +153,8 @@ class KvtideConnector(OffloadingConnector):
         results.failed_recving = {self._loads[job_id] for job_id in failed & self._loads.keys()}
         ended = results.finished_recving
         self._loads = {job: name for job, name in self._loads.items() if name not in ended}
+        if self._connector_metadata.is_empty and not ended:
+            self._worker.store.wait_for_fetches(self._idle_wait_s)
         return results
 
     def build_connector_worker_meta(self) -> KvtideWorkerMetadata | None:
@@ -175,11 +189,23 @@ class KvtideConnector(OffloadingConnector):
         namespace = first.namespace
         self._manager.books.open(start, lambda key: name_of(namespace.key_of(key.hex())))
 
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens a request can load; None while it waits for a block."""
+        if self._manager.must_wait(request.request_id):
+            return None, False
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return found
+
     def build_connector_meta(self, scheduler_output: Any) -> KvtideMetadata:
         """What the scheduler sends to the workers for a step."""
         sent = super().build_connector_meta(scheduler_output)
         fixed = {part.name: getattr(sent, part.name) for part in fields(sent)}
-        return KvtideMetadata(**fixed, orders=self._manager.books.take_orders())
+        is_empty = not scheduler_output.total_num_scheduled_tokens
+        return KvtideMetadata(**fixed, orders=self._manager.books.take_orders(), is_empty=is_empty)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Takes in what workers report; then notes the ends of their moves."""

@@ -29,7 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.vllm.block_store import BlockStore, Pairs
-from kvtide.plugin.vllm.books import BlockBooks, BlockPlace
+from kvtide.plugin.vllm.books import Asker, BlockBooks, BlockPlace
 from kvtide.plugin.vllm.messages import COUNTS, names_of
 
 READS: Table = {
@@ -40,9 +40,10 @@ READS: Table = {
     "OffloadingCacheConfig": ("blocks_per_chunk",),
     "OffloadingManager": (
         *("lookup", "get_load_source", "prepare_load", "complete_load", "prepare_store"),
-        *("complete_store", "on_new_request", "on_schedule_end", "has_pending_work"),
-        *("reset_cache", "get_stats"),
+        *("complete_store", "on_new_request", "on_request_finished", "on_schedule_end"),
+        *("has_pending_work", "reset_cache", "get_stats"),
     ),
+    "ReqContext": ("req_id",),
     "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
     "OffloadingConnectorStats": ("increase_counter",),
     "GPULoadStoreSpec": ("block_ids", "group_sizes"),
@@ -78,12 +79,18 @@ class KvtideManager(OffloadingManager):
 
     def __init__(self, books: BlockBooks) -> None:
         self.books = books
+        self._askers: dict[str, Asker] = {}
+        """By the names of requests that haven't finished."""
         self.counts: Counter[str] = Counter()
         """What workers counted since the last `get_stats`."""
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a block can be loaded, or may be in a later step."""
-        return _RESULTS[self.books.look_up(key)]
+        return _RESULTS[self.books.look_up(key, self._asker(req_context.req_id))]
+
+    def must_wait(self, req_id: str) -> bool:
+        """Whether a request needn't look its blocks up, since one of them is still on its way."""
+        return self.books.must_wait(self._asker(req_id))
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """The tier that a block came from."""
@@ -114,6 +121,10 @@ class KvtideManager(OffloadingManager):
         """New blocks are saved as they come; those that were found are saved already."""
         return RequestOffloadingContext()
 
+    def on_request_finished(self, req_context: Any) -> None:
+        """The request looks nothing up any more."""
+        self._askers.pop(req_context.req_id, None)
+
     def on_schedule_end(self, context: Any) -> None:
         """A step of the scheduler has ended."""
         self.books.end_step()
@@ -135,6 +146,9 @@ class KvtideManager(OffloadingManager):
             stats.increase_counter(*names_of([name]), count)
         self.counts = Counter()
         return stats
+
+    def _asker(self, req_id: str) -> Asker:
+        return self._askers.setdefault(req_id, Asker())
 
 
 @final
