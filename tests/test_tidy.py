@@ -39,6 +39,7 @@ ORDER = (
     ("tide",),
     ("models", "conformance"),
     ("npu", "plugin", "serve"),
+    ("prompts",),
     ("measure",),
     ("doctor",),
     ("server",),

@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvtide.cli.prompts import Prompt
 from kvtide.cli.rows import answer_row
+from kvtide.prompts import Prompt
 from kvtide.serve.request import SamplingParams, StepLogprobs, TokenLogprob
 from support.fake_serving import make_request
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from kvtide.cli.prompts import Prompt
-from kvtide.cli.requests import requests_of
 from kvtide.errors import UsageError
+from kvtide.prompts import Prompt
+from kvtide.prompts.requests import requests_of
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.engine import Engine, EngineOptions, EngineStats
 from kvtide.serve.fetch import Progress

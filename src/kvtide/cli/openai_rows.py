@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from kvtide.cli.prompts import Prompt
+from kvtide.prompts import Prompt
 
 if TYPE_CHECKING:
     from kvtide.serve.request import Request, StepLogprobs, TokenLogprob

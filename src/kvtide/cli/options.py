@@ -17,8 +17,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from kvtide.cli.config import defaults_of, read_config
-from kvtide.cli.prompts import LARGEST_NEW_TOKENS, MOST_LOGPROBS, MOST_SAMPLES
 from kvtide.models.names import BUILT_IN
+from kvtide.prompts import LARGEST_NEW_TOKENS, MOST_LOGPROBS, MOST_SAMPLES
 
 
 class OnPressure(str, Enum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtide.cli.answers.base import Kept
-from kvtide.cli.prompts import Prompt
+from kvtide.prompts import Prompt
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import EngineStats

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtide.cli.openai_rows import openai_row
-from kvtide.cli.prompts import Prompt
+from kvtide.prompts import Prompt
 
 if TYPE_CHECKING:
     from kvtide.serve.request import Request, StepLogprobs, TokenLogprob

@@ -19,10 +19,10 @@ from kvtide.cli.options import (
     SamplingOptions,
     flattened,
 )
-from kvtide.cli.prompts import LARGEST_SEED, check_temperature
 from kvtide.cli.serving import check_schedule
 from kvtide.cli.session import RunSettings, execute
 from kvtide.errors import UsageError
+from kvtide.prompts import LARGEST_SEED, check_temperature
 from kvtide.sizes import parse_memory, parse_size
 from kvtide.tier import MooncakeSettings
 from kvtide.tier.namespace import salt_of

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvtide.cli.prompts import Prompt
-from kvtide.cli.requests import requests_of
 from kvtide.cli.simulated import simulate
 from kvtide.errors import UsageError
+from kvtide.prompts import Prompt
+from kvtide.prompts.requests import requests_of
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineOptions

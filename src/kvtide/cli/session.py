@@ -17,13 +17,13 @@ from kvtide.cli.display import Display, Event
 from kvtide.cli.displays import make_display
 from kvtide.cli.interrupt import Ended, Interrupt
 from kvtide.cli.outcome import Answered, Outcome, Work
-from kvtide.cli.prompts import Prompt, read_prompts, single_prompt
 from kvtide.cli.recording import Recording, write_page
 from kvtide.cli.report import describe_check, make_report, summarize, write_report
 from kvtide.cli.rows import answer_row
 from kvtide.cli.serving import Serving
 from kvtide.cli.verify import KeptLine, Verdict, compare_runs, reference_options, reference_requests
 from kvtide.errors import KvtideError
+from kvtide.prompts import Prompt, read_prompts, single_prompt
 from kvtide.sizes import counted
 
 if TYPE_CHECKING:

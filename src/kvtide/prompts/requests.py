@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtide.cli.prompts import Prompt
+from kvtide.prompts import Prompt
 
 if TYPE_CHECKING:
     from kvtide.serve.request import Request, SamplingParams

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.cli.prompts import BODY_KEYS, KEYS, Prompt, parse_prompt, read_prompts
 from kvtide.errors import UsageError
+from kvtide.prompts import BODY_KEYS, KEYS, Prompt, parse_prompt, read_prompts
 
 USER = {"role": "user", "content": "Hi"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "prompts.md"

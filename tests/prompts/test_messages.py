@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvtide.cli.prompts import Prompt, parse_prompt
 from kvtide.errors import UsageError
+from kvtide.prompts import Prompt, parse_prompt
 
 CALL = {
     "id": "c1",

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.cli.prompts import BODY_KEYS, Prompt, parse_batch_line
 from kvtide.errors import UsageError
+from kvtide.prompts import BODY_KEYS, Prompt, parse_batch_line
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Hi"}

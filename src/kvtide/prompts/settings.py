@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtide.cli.prompts.fields import (
+from kvtide.prompts.fields import (
     check_int,
     check_number,
     check_temperature,

@@ -6,16 +6,16 @@ A line is `{"id": "a", "prompt": "..."}` or `{"id": "b", "messages": [{"role": "
 
 from __future__ import annotations
 
-from kvtide.cli.prompts.fields import (
+from kvtide.prompts.fields import (
     check_text,
     decode,
     parse_object,
     refuse,
     refuse_unknown_keys,
 )
-from kvtide.cli.prompts.messages import check_messages, check_tools
-from kvtide.cli.prompts.prompt import Prompt
-from kvtide.cli.prompts.settings import (
+from kvtide.prompts.messages import check_messages, check_tools
+from kvtide.prompts.prompt import Prompt
+from kvtide.prompts.settings import (
     COMMON,
     LOGPROBS,
     NEW_TOKENS,

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from kvtide.cli.prompts.fields import parse_object, quote, refuse
-from kvtide.cli.prompts.lines import parse_prompt, parse_text_line
-from kvtide.cli.prompts.openai import is_batch_line, parse_batch_line
-from kvtide.cli.prompts.prompt import Prompt
 from kvtide.errors import UsageError
+from kvtide.prompts.fields import parse_object, quote, refuse
+from kvtide.prompts.lines import parse_prompt, parse_text_line
+from kvtide.prompts.openai import is_batch_line, parse_batch_line
+from kvtide.prompts.prompt import Prompt
 
 
 def read_prompts(source: str, *, input_format: str = "auto", sample_count: int = 1) -> list[Prompt]:

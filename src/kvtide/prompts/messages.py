@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvtide.cli.prompts.fields import (
+from kvtide.prompts.fields import (
     check_list,
     check_object,
     check_text,
@@ -20,7 +20,7 @@ from kvtide.cli.prompts.fields import (
     refuse,
     refuse_unknown_keys,
 )
-from kvtide.cli.prompts.prompt import Message
+from kvtide.prompts.prompt import Message
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "system": ("role", "content", "name"),

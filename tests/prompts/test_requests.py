@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 
-from kvtide.cli.prompts import Prompt, parse_prompt
-from kvtide.cli.requests import requests_of
+from kvtide.prompts import Prompt, parse_prompt
+from kvtide.prompts.requests import requests_of
 from kvtide.serve.request import SamplingParams
 
 WARM = SamplingParams(temperature=1.0, seed=7)

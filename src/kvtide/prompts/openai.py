@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvtide.cli.prompts.fields import (
+from kvtide.errors import shortened
+from kvtide.prompts.fields import (
     check_bool,
     check_list,
     check_object,
@@ -20,17 +21,16 @@ from kvtide.cli.prompts.fields import (
     refuse,
     refuse_unknown_keys,
 )
-from kvtide.cli.prompts.lines import message_of
-from kvtide.cli.prompts.messages import check_messages, check_tools
-from kvtide.cli.prompts.prompt import Message, Prompt
-from kvtide.cli.prompts.settings import (
+from kvtide.prompts.lines import message_of
+from kvtide.prompts.messages import check_messages, check_tools
+from kvtide.prompts.prompt import Message, Prompt
+from kvtide.prompts.settings import (
     COMMON,
     LOGPROBS,
     NEW_TOKENS,
     read_sample_count,
     read_settings,
 )
-from kvtide.errors import shortened
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _CHAT_SETTINGS = {**COMMON, "max_completion_tokens": ("max_new_tokens", NEW_TOKENS)}
