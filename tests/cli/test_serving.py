@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvtide.cli.serving import LibraryServing, encode_prompt
+from kvtide.cli.serving import LibraryServing
 from kvtide.errors import UsageError
 from kvtide.prompts import Prompt, parse_prompt
+from kvtide.prompts.requests import encode_prompt
 from kvtide.serve.models import OpenModel, open_model
 from kvtide.serve.request import SamplingParams
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.errors import UsageError
-from kvtide.prompts import BODY_KEYS, Prompt, parse_batch_line
+from kvtide.prompts import BODY_KEYS, FieldError, Prompt, parse_batch_line, read_body
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Hi"}
@@ -187,3 +187,29 @@ def test_any_body_gives_a_prompt_or_a_usage_error(body: dict[str, Any], is_chat:
         assert str(error).startswith("f, line 1: ")  # noqa: PT017 - either outcome is right
     else:
         assert prompt.messages
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", {"temperature": -1}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("stop[1]", {"stop": ["a", ""]}),
+        ("messages[0].role", {"messages": [{"role": "nobody", "content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+        ("messages[0].colour", {"messages": [{"role": "user", "content": "x", "colour": 1}]}),
+        ("messages", {"messages": []}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("logit_bias", {"logit_bias": {"5": 1}}),
+        ("max_completion_tokens", {"max_tokens": 5, "max_completion_tokens": 5}),
+        ("tools[0].function.strict", {"tools": [{"function": {"name": "a", "strict": True}}]}),
+        ("colour", {"colour": 1}),
+    ],
+)
+def test_an_error_of_a_body_names_its_field(field: str, values: dict[str, object]) -> None:
+    """A server tells its client which field it means, beside what is wrong with it."""
+    body = {"messages": [{"role": "user", "content": "x"}], **values}
+    with pytest.raises(FieldError) as caught:
+        read_body(body, "a", "here", is_chat=True)
+    assert field == caught.value.field
+    assert field.rpartition(".")[2] in caught.value.what

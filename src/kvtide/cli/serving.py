@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvtide.cli.simulated import simulate
 from kvtide.errors import UsageError
 from kvtide.prompts import Prompt
-from kvtide.prompts.requests import requests_of
+from kvtide.prompts.requests import make_requests
 
 if TYPE_CHECKING:
     from kvtide.serve.engine import Engine, EngineOptions
@@ -120,15 +120,9 @@ class LibraryServing:
         special_tokens: bool = False,
     ) -> list[Request]:
         """See Serving."""
-        from kvtide.serve.lengths import reason_too_long
-
-        is_raw = prompt.is_raw or model.tokenizer.chat_template is None
-        error = reason_too_long(model, prompt.messages, prompt.tools, is_raw=is_raw)
-        prompt_ids = [] if error else encode_prompt(model, prompt, special_tokens=special_tokens)
-        requests = requests_of(prompt, prompt_ids, params, sample_count)
-        for request in requests:
-            request.error = error
-        return requests
+        return make_requests(
+            model, prompt, params, sample_count=sample_count, special_tokens=special_tokens
+        )
 
     def build_engine(
         self,
@@ -151,30 +145,3 @@ def check_schedule(schedule: str | None, *, simulate: bool) -> str | None:
     if schedule is not None and not simulate:
         raise UsageError("--schedule is for a simulated device; add --simulate")
     return (schedule or "lazy") if simulate else None
-
-
-def encode_prompt(model: OpenModel, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
-    """The prompt's token ids, in the model's chat template if it has one.
-
-    With `special_tokens` the text of a special token in a prompt is that token. Raises UsageError,
-    with the prompt's place, if the model can't take the prompt.
-    """
-    from kvtide.serve.chat import encode_chat, encode_text
-
-    has_template = model.tokenizer.chat_template is not None
-    try:
-        if prompt.is_chat and not has_template:
-            raise UsageError(
-                f"the model {model.name} has no chat template, so it can't take 'messages'; "
-                "write a 'prompt'"
-            )
-        if prompt.is_raw or not has_template:
-            text = prompt.messages[0]["content"]
-            ids = encode_text(model, text, special_tokens=special_tokens)
-        else:
-            ids = encode_chat(model, prompt.messages, prompt.tools, special_tokens=special_tokens)
-        if not ids:
-            raise UsageError(f"the prompt has no tokens for the model {model.name}")
-    except UsageError as error:
-        raise UsageError(f"{prompt.where}: {error}") from error
-    return ids

@@ -13,6 +13,20 @@ LEAST_TEMPERATURE = 0.01
 LARGEST_TEMPERATURE = 100.0
 
 
+class FieldError(UsageError):
+    """What is wrong at a place, such as a line of a file, and in which field of it.
+
+    `field` is the field's name, such as `messages[0].role`; None where it is the whole object.
+    """
+
+    def __init__(self, where: str, what: str, field: str | None) -> None:
+        super().__init__(where, what, field)
+        self.where, self.what, self.field = where, what, field
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
 def decode(raw: bytes, where: str) -> str:
     """The text of one line."""
     try:
@@ -54,30 +68,30 @@ def _refuse_constant(name: str) -> NoReturn:
 def check_object(value: object, name: str, where: str) -> dict[str, Any]:
     """The value, which must be a JSON object."""
     if not isinstance(value, dict):
-        refuse(where, f"'{name}' is {kind_of(value)}, not an object")
+        refuse(where, f"'{name}' is {kind_of(value)}, not an object", name)
     return value
 
 
 def check_list(value: object, name: str, where: str) -> list[Any]:
     """The value, which must be a list with something in it."""
     if not isinstance(value, list):
-        refuse(where, f"'{name}' is {kind_of(value)}, not a list")
+        refuse(where, f"'{name}' is {kind_of(value)}, not a list", name)
     if not value:
-        refuse(where, f"'{name}' is empty")
+        refuse(where, f"'{name}' is empty", name)
     return value
 
 
 def check_text(value: object, name: str, where: str, *, may_be_empty: bool = False) -> str:
     """The value, which must be a string of whole characters."""
     if not isinstance(value, str):
-        refuse(where, f"'{name}' is {kind_of(value)}, not a string")
+        refuse(where, f"'{name}' is {kind_of(value)}, not a string", name)
     if not value and not may_be_empty:
-        refuse(where, f"'{name}' is empty")
+        refuse(where, f"'{name}' is empty", name)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         # JSON can contain half a surrogate pair (\ud800), which isn't a character.
-        refuse(where, f"'{name}' has half a surrogate pair at character {error.start + 1}")
+        refuse(where, f"'{name}' has half a surrogate pair at character {error.start + 1}", name)
     return value
 
 
@@ -86,19 +100,21 @@ def check_whole_characters(value: object, name: str, where: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        refuse(where, f"'{name}' has half a surrogate pair")
+        refuse(where, f"'{name}' has half a surrogate pair", name)
     except RecursionError:
-        refuse(where, f"'{name}' is nested too deeply")
+        refuse(where, f"'{name}' is nested too deeply", name)
 
 
 def check_int(value: object, name: str, where: str, *, least: int, largest: int) -> int:
     """The value, which must be a whole number from `least` to `largest`."""
     # In Python a bool is an int, but true isn't a number of tokens.
     if isinstance(value, bool) or not isinstance(value, int):
-        refuse(where, f"'{name}' is {kind_of(value)}, not a whole number")
+        refuse(where, f"'{name}' is {kind_of(value)}, not a whole number", name)
     if not least <= value <= largest:
         refuse(
-            where, f"'{name}' is {shortened(str(value), 60)}; it must be from {least} to {largest}"
+            where,
+            f"'{name}' is {shortened(str(value), 60)}; it must be from {least} to {largest}",
+            name,
         )
     return value
 
@@ -106,7 +122,7 @@ def check_int(value: object, name: str, where: str, *, least: int, largest: int)
 def check_number(value: object, name: str, where: str) -> float:
     """The value, which must be a number; one that is too large for a float is infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        refuse(where, f"'{name}' is {kind_of(value)}, not a number")
+        refuse(where, f"'{name}' is {kind_of(value)}, not a number", name)
     try:
         return float(value)
     except OverflowError:
@@ -116,7 +132,7 @@ def check_number(value: object, name: str, where: str) -> float:
 def check_bool(value: object, name: str, where: str) -> bool:
     """The value, which must be true or false."""
     if not isinstance(value, bool):
-        refuse(where, f"'{name}' is {kind_of(value)}, not true or false")
+        refuse(where, f"'{name}' is {kind_of(value)}, not true or false", name)
     return value
 
 
@@ -142,7 +158,8 @@ def refuse_unknown_keys(
     for key in fields:
         if key not in known:
             has = f"{name} has an " if name else ""
-            refuse(where, f"{has}unknown key {quote(key)}; known are {', '.join(known)}")
+            field = f"{name}.{key}" if name else key
+            refuse(where, f"{has}unknown key {quote(key)}; known are {', '.join(known)}", field)
 
 
 def kind_of(value: object) -> str:
@@ -164,6 +181,6 @@ def quote(text: str) -> str:
     return json.dumps(shortened(text, 60))
 
 
-def refuse(where: str, what: str) -> NoReturn:
-    """Raises UsageError that begins with the line's place."""
-    raise UsageError(f"{where}: {what}")
+def refuse(where: str, what: str, field: str | None = None) -> NoReturn:
+    """Raises FieldError, whose message begins with the line's place."""
+    raise FieldError(where, what, field)

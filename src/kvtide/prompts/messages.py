@@ -43,12 +43,12 @@ def check_messages(value: object, where: str, *, prefix: str = "") -> tuple[Mess
 
 def _message(value: object, name: str, where: str) -> Message:
     if not isinstance(value, dict):
-        refuse(where, f"{name} is {kind_of(value)}, not an object with 'role' and 'content'")
+        refuse(where, f"{name} is {kind_of(value)}, not an object with 'role' and 'content'", name)
     if "role" not in value:
-        refuse(where, f"{name} lacks a 'role'")
+        refuse(where, f"{name} lacks a 'role'", name)
     role = check_text(value["role"], f"{name}.role", where)
     if role not in _KEYS:
-        refuse(where, f"{name}.role is {quote(role)}; known are {', '.join(_KEYS)}")
+        refuse(where, f"{name}.role is {quote(role)}; known are {', '.join(_KEYS)}", f"{name}.role")
     fields = {key: held for key, held in value.items() if key not in _UNSET or held}
     refuse_unknown_keys(fields, _KEYS[role], where, name=name)
     message: dict[str, Any] = {"role": role, "content": _content(fields, name, where)}
@@ -69,7 +69,7 @@ def _content(fields: Mapping[str, object], name: str, where: str) -> str:
     if value is None and fields.get("tool_calls"):
         return ""
     if "content" not in fields:
-        refuse(where, f"{name} lacks a 'content'")
+        refuse(where, f"{name} lacks a 'content'", name)
     # A tool may have nothing to say.
     may_be_empty = fields["role"] in ("assistant", "tool")
     if isinstance(value, list):
@@ -83,7 +83,7 @@ def _part(value: object, name: str, where: str) -> str:
     part = check_object(value, name, where)
     kind = check_text(part.get("type"), f"{name}.type", where)
     if kind != "text":
-        refuse(where, f"{name}.type is {quote(kind)}; only text is taken")
+        refuse(where, f"{name}.type is {quote(kind)}; only text is taken", f"{name}.type")
     refuse_unknown_keys(part, ("type", "text"), where, name=name)
     return check_text(part.get("text"), f"{name}.text", where, may_be_empty=True)
 
@@ -101,7 +101,7 @@ def _tool_call(value: object, name: str, where: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            refuse(where, f"'{name}.function.arguments' is not JSON")
+            refuse(where, f"'{name}.function.arguments' is not JSON", f"{name}.function.arguments")
     arguments = check_object(arguments, f"{name}.function.arguments", where)
     check_whole_characters(arguments, f"{name}.function.arguments", where)
     return {**checked, "function": {"name": function["name"], "arguments": arguments}}
@@ -119,7 +119,8 @@ def _tool(value: object, name: str, where: str) -> Message:
     refuse_unknown_keys(tool, ("type", "function"), where, name=name)
     function = _function(tool, name, where)
     if function.get("strict"):
-        refuse(where, f"'{name}.function.strict' is set, and kvtide doesn't constrain answers")
+        field = f"{name}.function.strict"
+        refuse(where, f"'{field}' is set, and kvtide doesn't constrain answers", field)
     check_whole_characters(function, f"{name}.function", where)
     return tool
 
@@ -128,7 +129,7 @@ def _function(fields: Mapping[str, Any], name: str, where: str) -> dict[str, Any
     kind = fields.get("type", "function")
     if kind != "function":
         shown = quote(kind) if isinstance(kind, str) else kind_of(kind)
-        refuse(where, f"{name}.type is {shown}; only function is known")
+        refuse(where, f"{name}.type is {shown}; only function is known", f"{name}.type")
     function = check_object(fields.get("function"), f"{name}.function", where)
     check_text(function.get("name"), f"{name}.function.name", where)
     return function

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtide.errors import shortened
 from kvtide.prompts.fields import (
@@ -94,74 +94,117 @@ def parse_batch_line(raw: bytes, *, where: str) -> Prompt:
     if url not in (CHAT_URL, TEXT_URL):
         refuse(where, f"'url' is {quote(url)}; known are {CHAT_URL}, {TEXT_URL}")
     body = check_object(fields["body"], "body", where)
-    is_chat = url == CHAT_URL
-    _check_keys(body, _CHAT_KEYS if is_chat else _TEXT_KEYS, where)
     prompt_id = check_text(fields["custom_id"], "custom_id", where)
-    if is_chat:
-        return _chat(prompt_id, body, where)
+    return read_body(body, prompt_id, where, is_chat=url == CHAT_URL, prefix="body.")
+
+
+def read_body(
+    body: Mapping[str, Any],
+    prompt_id: str,
+    where: str,
+    *,
+    is_chat: bool,
+    prefix: str = "",
+    obeyed: tuple[str, ...] = (),
+) -> Prompt:
+    """What the body of a call asks for, of `/v1/chat/completions` if `is_chat`.
+
+    `prefix` stands before the names of fields in errors. The caller obeys the keys in `obeyed`
+    itself. Raises FieldError, whose message begins with `where`.
+    """
+    place = _Place(where, prefix)
+    _check_keys(body, (*(_CHAT_KEYS if is_chat else _TEXT_KEYS), *obeyed), place)
+    return _chat(body, prompt_id, place) if is_chat else _completion(body, prompt_id, place)
+
+
+class _Place(NamedTuple):
+    """Where a body is, and what stands before the names of its fields."""
+
+    where: str
+    prefix: str
+
+    def name(self, key: str) -> str:
+        """The name of a field of the body, as errors have it."""
+        return f"{self.prefix}{key}"
+
+    @property
+    def body(self) -> str:
+        """What errors call the body."""
+        return self.prefix.removesuffix(".") or "the body"
+
+
+def _completion(body: Mapping[str, Any], prompt_id: str, place: _Place) -> Prompt:
     return Prompt(
-        where=where,
+        where=place.where,
         id=prompt_id,
-        messages=_text(body, where),
+        messages=_text(body, place),
         is_chat=False,
         is_openai=True,
-        settings=read_settings(body, _TEXT_SETTINGS, where, prefix="body."),
-        sample_count=read_sample_count(body, where, prefix="body."),
+        settings=read_settings(body, _TEXT_SETTINGS, place.where, prefix=place.prefix),
+        sample_count=read_sample_count(body, place.where, prefix=place.prefix),
     )
 
 
-def _chat(prompt_id: str, body: Mapping[str, Any], where: str) -> Prompt:
+def _chat(body: Mapping[str, Any], prompt_id: str, place: _Place) -> Prompt:
+    where, prefix = place
     if "messages" not in body:
-        refuse(where, "body lacks 'messages'")
+        refuse(where, f"{place.body} lacks 'messages'", place.name("messages"))
     tools = body.get("tools") or ()
-    settings = read_settings(body, _CHAT_SETTINGS, where, prefix="body.")
+    settings = read_settings(body, _CHAT_SETTINGS, where, prefix=prefix)
     return Prompt(
         where=where,
         id=prompt_id,
-        messages=check_messages(body["messages"], where, prefix="body."),
+        messages=check_messages(body["messages"], where, prefix=prefix),
         is_chat=True,
         is_openai=True,
-        tools=check_tools(tools, where, prefix="body.") if tools else (),
-        settings=settings | _chat_logprobs(body, where),
-        sample_count=read_sample_count(body, where, prefix="body."),
+        tools=check_tools(tools, where, prefix=prefix) if tools else (),
+        settings=settings | _chat_logprobs(body, place),
+        sample_count=read_sample_count(body, where, prefix=prefix),
     )
 
 
-def _chat_logprobs(body: Mapping[str, object], where: str) -> dict[str, int | None]:
+def _chat_logprobs(body: Mapping[str, object], place: _Place) -> dict[str, int | None]:
     """`logprobs` says whether they are wanted, `top_logprobs` of how many likeliest tokens."""
-    top = body.get("top_logprobs")
-    count = 0 if top is None else LOGPROBS(top, "body.top_logprobs", where)
+    name, top = place.name("top_logprobs"), body.get("top_logprobs")
+    count = 0 if top is None else LOGPROBS(top, name, place.where)
     wanted = body.get("logprobs")
-    if wanted is not None and check_bool(wanted, "body.logprobs", where):
+    if wanted is not None and check_bool(wanted, place.name("logprobs"), place.where):
         return {"logprobs": count}
     if top is not None:
-        refuse(where, "has 'body.top_logprobs', which needs 'body.logprobs' to be true")
+        refuse(
+            place.where, f"has '{name}', which needs '{place.name('logprobs')}' to be true", name
+        )
     return {} if wanted is None else {"logprobs": None}
 
 
-def _text(body: Mapping[str, object], where: str) -> tuple[Message, ...]:
-    value = body.get("prompt")
+def _text(body: Mapping[str, object], place: _Place) -> tuple[Message, ...]:
+    name, value = place.name("prompt"), body.get("prompt")
     if isinstance(value, list):
-        prompts = check_list(value, "body.prompt", where)
+        prompts = check_list(value, name, place.where)
         if len(prompts) > 1:
             refuse(
-                where, f"'body.prompt' has {len(prompts)} entries; write one prompt, as a string"
+                place.where,
+                f"'{name}' has {len(prompts)} entries; write one prompt, as a string",
+                name,
             )
         value = prompts[0]
-    return message_of(check_text(value, "body.prompt", where))
+    return message_of(check_text(value, name, place.where))
 
 
-def _check_keys(body: Mapping[str, object], obeyed: tuple[str, ...], where: str) -> None:
+def _check_keys(body: Mapping[str, object], obeyed: tuple[str, ...], place: _Place) -> None:
     """Refuses what would change the answer and isn't obeyed. Null is as if absent."""
     known = (*obeyed, *_HARMLESS, *_NEUTRAL, *_REFUSED)
     for key, value in body.items():
+        name = place.name(key)
         if key not in known:
-            refuse(where, f"body has an unknown key {quote(key)}; obeyed are {', '.join(obeyed)}")
+            said = f"{place.body} has an unknown key {quote(key)}; obeyed are {', '.join(obeyed)}"
+            refuse(place.where, said, name)
         if value is None or key in obeyed or key in _HARMLESS:
             continue
         if key in _REFUSED:
-            refuse(where, f"'body.{key}' asks for something that kvtide can't do; leave it out")
+            said = f"'{name}' asks for something that kvtide can't do; leave it out"
+            refuse(place.where, said, name)
         if value not in _NEUTRAL[key]:
             shown = shortened(json.dumps(value), 60)
             neutral = " or ".join(json.dumps(other) for other in _NEUTRAL[key])
-            refuse(where, f"'body.{key}' is {shown}; kvtide can only do {neutral}")
+            refuse(place.where, f"'{name}' is {shown}; kvtide can only do {neutral}", name)

@@ -6,10 +6,65 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvtide.errors import UsageError
 from kvtide.prompts import Prompt
 
 if TYPE_CHECKING:
+    from kvtide.serve.models import OpenModel
     from kvtide.serve.request import Request, SamplingParams
+
+
+def make_requests(
+    model: OpenModel,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    sample_count: int = 1,
+    special_tokens: bool = False,
+) -> list[Request]:
+    """The requests for the answers to a prompt, in the order of the answers.
+
+    `params` and `sample_count` hold where the prompt says nothing else. With `special_tokens` the
+    text of a special token in a prompt is that token. Requests for a prompt whose length alone
+    shows that it can't fit have an `error` and no tokens. Raises UsageError if the model can't take
+    the prompt.
+    """
+    from kvtide.serve.lengths import reason_too_long
+
+    is_raw = prompt.is_raw or model.tokenizer.chat_template is None
+    error = reason_too_long(model, prompt.messages, prompt.tools, is_raw=is_raw)
+    prompt_ids = [] if error else encode_prompt(model, prompt, special_tokens=special_tokens)
+    requests = requests_of(prompt, prompt_ids, params, sample_count)
+    for request in requests:
+        request.error = error
+    return requests
+
+
+def encode_prompt(model: OpenModel, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
+    """The prompt's token ids, in the model's chat template if it has one.
+
+    With `special_tokens` the text of a special token in a prompt is that token. Raises UsageError,
+    with the prompt's place, if the model can't take the prompt.
+    """
+    from kvtide.serve.chat import encode_chat, encode_text
+
+    has_template = model.tokenizer.chat_template is not None
+    try:
+        if prompt.is_chat and not has_template:
+            raise UsageError(
+                f"the model {model.name} has no chat template, so it can't take 'messages'; "
+                "write a 'prompt'"
+            )
+        if prompt.is_raw or not has_template:
+            text = prompt.messages[0]["content"]
+            ids = encode_text(model, text, special_tokens=special_tokens)
+        else:
+            ids = encode_chat(model, prompt.messages, prompt.tools, special_tokens=special_tokens)
+        if not ids:
+            raise UsageError(f"the prompt has no tokens for the model {model.name}")
+    except UsageError as error:
+        raise UsageError(f"{prompt.where}: {error}") from error
+    return ids
 
 
 def requests_of(

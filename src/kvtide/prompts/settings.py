@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvtide.errors import UsageError
 from kvtide.prompts.fields import (
     check_int,
     check_number,
@@ -31,13 +32,17 @@ def whole(least: int, largest: int) -> Check:
 
 
 def _temperature(value: object, name: str, where: str) -> float:
-    return check_temperature(check_number(value, name, where), name=f"{where}: '{name}'")
+    number = check_number(value, name, where)
+    try:
+        return check_temperature(number, name=f"'{name}'")
+    except UsageError as error:
+        refuse(where, str(error), name)
 
 
 def _top_p(value: object, name: str, where: str) -> float:
     number = check_number(value, name, where)
     if not 0 < number <= 1:
-        refuse(where, f"'{name}' is {number}; it must be above 0 and at most 1")
+        refuse(where, f"'{name}' is {number}; it must be above 0 and at most 1", name)
     return number
 
 
@@ -45,9 +50,11 @@ def _stop(value: object, name: str, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         return (check_text(value, name, where),)
     if not isinstance(value, list):
-        refuse(where, f"'{name}' is {kind_of(value)}, not a string or a list of strings")
+        refuse(where, f"'{name}' is {kind_of(value)}, not a string or a list of strings", name)
     if len(value) > _MOST_STOPS:
-        refuse(where, f"'{name}' has {len(value)} strings; it must have at most {_MOST_STOPS}")
+        refuse(
+            where, f"'{name}' has {len(value)} strings; it must have at most {_MOST_STOPS}", name
+        )
     return tuple(check_text(word, f"{name}[{n}]", where) for n, word in enumerate(value))
 
 
@@ -82,7 +89,8 @@ def read_settings(
         if fields.get(key) is None:
             continue
         if setting in keys:
-            refuse(where, f"has both '{prefix}{keys[setting]}' and '{prefix}{key}'; keep one")
+            said = f"has both '{prefix}{keys[setting]}' and '{prefix}{key}'; keep one"
+            refuse(where, said, f"{prefix}{key}")
         keys[setting] = key
         settings[setting] = check(fields[key], f"{prefix}{key}", where)
     return settings

@@ -1,0 +1,88 @@
+"""Answers as OpenAI's API reference shapes them: the chat completion and the completion object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtide.serve.request import Request, StepLogprobs, TokenLogprob
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def chat_body(requests: Sequence[Request]) -> dict[str, Any]:
+    """A chat completion of requests that have ended, but for its id, time and model."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": request.text, "refusal": None},
+            "logprobs": _chat_logprobs(request),
+            "finish_reason": request.finish_reason,
+        }
+        for index, request in enumerate(requests)
+    ]
+    return {"object": "chat.completion", "choices": choices, "usage": _usage(requests)}
+
+
+def completion_body(requests: Sequence[Request]) -> dict[str, Any]:
+    """A completion of requests that have ended, but for its id, time and model."""
+    choices = [
+        {
+            "index": index,
+            "text": request.text,
+            "logprobs": _completion_logprobs(request),
+            "finish_reason": request.finish_reason,
+        }
+        for index, request in enumerate(requests)
+    ]
+    return {"object": "text_completion", "choices": choices, "usage": _usage(requests)}
+
+
+def _usage(requests: Sequence[Request]) -> dict[str, int]:
+    """The prompt counts once, however many answers it has."""
+    prompt_count = len(requests[0].prompt_ids)
+    new_count = sum(len(request.output_ids) for request in requests)
+    return {
+        "prompt_tokens": prompt_count,
+        "completion_tokens": new_count,
+        "total_tokens": prompt_count + new_count,
+    }
+
+
+def _chat_logprobs(request: Request) -> dict[str, Any] | None:
+    if request.params.logprobs is None:
+        return None
+    content = [
+        {**_token(step.chosen), "top_logprobs": [_token(token) for token in step.likeliest]}
+        for step in request.logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    # A token that is a part of a character has no text to tell its bytes from.
+    data = None if _REPLACEMENT in token.text else list(token.text.encode())
+    return {"token": token.text, "logprob": token.logprob, "bytes": data}
+
+
+def _completion_logprobs(request: Request) -> dict[str, Any] | None:
+    if request.params.logprobs is None:
+        return None
+    chosen = [step.chosen for step in request.logprobs]
+    ends = accumulate((len(token.text) for token in chosen), initial=0)
+    return {
+        "tokens": [token.text for token in chosen],
+        "token_logprobs": [token.logprob for token in chosen],
+        "top_logprobs": [_by_text(step) for step in request.logprobs],
+        "text_offset": list(ends)[: len(chosen)],
+    }
+
+
+def _by_text(step: StepLogprobs) -> dict[str, float]:
+    """The likeliest tokens by their text. Of tokens with the same text the likeliest counts."""
+    found: dict[str, float] = {}
+    for token in step.likeliest:
+        found.setdefault(token.text, token.logprob)
+    return found
