@@ -9,12 +9,16 @@ EXTRAS = {
     "serve": (
         "transformers",
         "accelerate",
+        "fastapi",
         "filelock",
         "gguf",
         "jinja2",
         "platformdirs",
+        "prometheus_client",
         "safetensors",
+        "starlette",
         "tokenizers",
+        "uvicorn",
     ),
 }
 """The packages that each extra of kvtide's installs, by the names of their modules."""

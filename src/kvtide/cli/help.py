@@ -22,6 +22,11 @@ RUN_EXAMPLES = {
     "kvtide run prompts.txt > answers.jsonl": "a prompt a line",
     "kvtide run prompts.jsonl --config night.toml": "its table [run] has options",
 }
+SERVE_EXAMPLES = {
+    "kvtide serve smollm2 --kv-memory 1GiB": "http://127.0.0.1:8000/v1",
+    "kvtide serve model.gguf --host 0.0.0.0 --api-key-file keys": "for other machines",
+    "kvtide serve smollm2 --disk-dir kv": "a restart goes on with what it finds there",
+}
 DOCTOR_EXAMPLES = {
     "kvtide doctor": "the accelerator here",
     "kvtide doctor --device npu --json": "",

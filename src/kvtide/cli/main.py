@@ -25,6 +25,7 @@ from kvtide.cli.help import (
     INSPECT_EXAMPLES,
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
+    SERVE_EXAMPLES,
     VLLM_EXAMPLES,
     epilog,
 )
@@ -33,6 +34,7 @@ from kvtide.cli.interrupt import ENDINGS
 from kvtide.cli.invocation import Invocation
 from kvtide.cli.plan import plan
 from kvtide.cli.run import run
+from kvtide.cli.serve import serve
 from kvtide.cli.serving import LibraryServing, Serving
 from kvtide.cli.usage import describe_usage
 from kvtide.cli.vllm import vllm
@@ -50,6 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog=epilog(RUN_EXAMPLES))(run)
+app.command(epilog=epilog(SERVE_EXAMPLES))(serve)
 app.command(epilog=epilog(DOCTOR_EXAMPLES))(doctor)
 app.command(epilog=epilog(PLAN_EXAMPLES))(plan)
 app.command(epilog=epilog(INSPECT_EXAMPLES))(inspect)

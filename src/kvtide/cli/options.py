@@ -1,4 +1,4 @@
-"""The options of `kvtide run`: a dataclass for each panel of its help.
+"""The options of `kvtide run` and `kvtide serve`: a dataclass for each panel of its help.
 
 A field is an option, and its default is the option's. `flattened` makes of a function that takes
 such dataclasses one that typer can read.
@@ -72,6 +72,7 @@ class _Panel:
 
 _input, _model, _memory = _Panel("Input"), _Panel("Model"), _Panel("Memory")
 _sampling, _output, _run = _Panel("Sampling"), _Panel("Output"), _Panel("Run")
+_server = _Panel("Server")
 
 
 def _use_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -221,11 +222,57 @@ class LogOptions:
     config: Annotated[
         Path | None,
         _run(
-            r"Take options from the table \[run] of this TOML file.",
+            "Take options from this TOML file, from the table with the command's name.",
             is_eager=True,
             callback=_use_config,
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class ServedModelOptions(ModelOptions):
+    """The model of a server, which is what it is called with."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a GGUF file, a hub id, smollm2 or tiny-random.",
+            autocompletion=_complete_model,
+        ),
+    ] = "smollm2"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where a server listens, to whom, and how much it bears."""
+
+    host: Annotated[str, _server("Where it listens. Others than this machine need an API key.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, _server("0 is any free one.", min=0, max=65535)] = 8000
+    api_key_file: Annotated[
+        Path | None,
+        _server("API keys, one a line; KVTIDE_API_KEY is one, too.", show_default="none"),
+    ] = None
+    name: Annotated[
+        str | None, _server("The model's name for clients.", show_default="as MODEL ends")
+    ] = None
+    max_waiting: Annotated[
+        int, _server("Answers that may wait beside those that run.", min=0, max=1_000_000)
+    ] = 256
+    max_body: Annotated[str, _server("The most that a request may send.")] = "4MiB"
+    drain_seconds: Annotated[
+        float | None,
+        _server(
+            "How long requests have to end after a signal.",
+            min=0,
+            show_default="30; 0 if a tier can keep them",
+        ),
+    ] = None
+    special_tokens: Annotated[
+        bool, _server.flag("Read <|im_end|> and the like in prompts as tokens.", "--special-tokens")
+    ] = False
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

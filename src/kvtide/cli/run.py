@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvtide.cli.answers import holds_answers, part_of
+from kvtide.cli.engine_options import engine_options
 from kvtide.cli.files import check_writable
 from kvtide.cli.options import (
     InputOptions,
@@ -23,12 +24,8 @@ from kvtide.cli.serving import check_schedule
 from kvtide.cli.session import RunSettings, execute
 from kvtide.errors import UsageError
 from kvtide.prompts import LARGEST_SEED, check_temperature
-from kvtide.sizes import parse_memory, parse_size
-from kvtide.tier import MooncakeSettings
-from kvtide.tier.namespace import salt_of
 
 if TYPE_CHECKING:
-    from kvtide.serve.options import EngineOptions
     from kvtide.serve.request import SamplingParams
 
 
@@ -48,7 +45,7 @@ def run(
         model=model.model,
         dtype=model.dtype.value,
         sampling=_sampling_params(sampling, output.logprobs),
-        engine=_engine_options(model, memory, keep_logits=output.verify),
+        engine=engine_options(model, memory, keep_logits=output.verify),
         schedule=check_schedule(model.schedule, simulate=model.simulate),
         verify=output.verify,
         out=None if output.out == Path("-") else output.out,
@@ -81,41 +78,6 @@ def _check_source(source: InputOptions) -> str:
     return "-" if source.prompts is None else source.prompts
 
 
-def _engine_options(
-    model: ModelOptions, memory: MemoryOptions, *, keep_logits: bool
-) -> EngineOptions:
-    from kvtide.serve.options import EngineOptions
-
-    return EngineOptions(
-        kv_memory_bytes=_parse_kv_memory(memory.kv_memory),
-        host_memory_bytes=_parse_host_memory(memory.host_memory),
-        disk_dir=memory.disk_dir,
-        disk_memory_bytes=_disk_bytes(memory),
-        mooncake=_parse_mooncake(memory.mooncake),
-        salt=salt_of(os.environ),
-        on_pressure=memory.on_pressure.value,
-        page_size=memory.page_size,
-        chunk_tokens=memory.chunk_tokens,
-        threads=model.threads,
-        exact=model.exact,
-        device=model.device,
-        max_running=memory.max_running,
-        keep_logits=keep_logits,
-    )
-
-
-def _disk_bytes(memory: MemoryOptions) -> int | None:
-    if memory.disk_memory is None:
-        return None
-    if memory.disk_dir is None:
-        raise UsageError("--disk-memory is the limit of a folder; name it with --disk-dir")
-    return parse_memory(memory.disk_memory, name="--disk-memory")
-
-
-def _parse_mooncake(text: str | None) -> MooncakeSettings | None:
-    return None if text is None else MooncakeSettings.parse(text, name="--mooncake")
-
-
 def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> SamplingParams:
     from kvtide.serve.request import SamplingParams
 
@@ -128,17 +90,6 @@ def _sampling_params(sampling: SamplingOptions, logprobs: int | None) -> Samplin
         stop=_check_stop(sampling.stop or []),
         logprobs=logprobs,
     )
-
-
-def _parse_kv_memory(text: str | None) -> int | None:
-    size_bytes = None if text is None else parse_size(text, name="--kv-memory")
-    if size_bytes == 0:
-        raise UsageError(f"--kv-memory: {text} is too small; give a size of one page or more")
-    return size_bytes
-
-
-def _parse_host_memory(text: str | None) -> int | None:
-    return None if text is None else parse_memory(text, name="--host-memory")
 
 
 def _check_top_p(value: float) -> float:

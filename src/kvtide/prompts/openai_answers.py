@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ def chat_body(requests: Sequence[Request]) -> dict[str, Any]:
         {
             "index": index,
             "message": {"role": "assistant", "content": request.text, "refusal": None},
-            "logprobs": _chat_logprobs(request),
+            "logprobs": _if_wanted(request, chat_logprobs),
             "finish_reason": request.finish_reason,
         }
         for index, request in enumerate(requests)
     ]
-    return {"object": "chat.completion", "choices": choices, "usage": _usage(requests)}
+    return {"object": "chat.completion", "choices": choices, "usage": usage_of(requests)}
 
 
 def completion_body(requests: Sequence[Request]) -> dict[str, Any]:
@@ -32,16 +32,16 @@ def completion_body(requests: Sequence[Request]) -> dict[str, Any]:
         {
             "index": index,
             "text": request.text,
-            "logprobs": _completion_logprobs(request),
+            "logprobs": _if_wanted(request, completion_logprobs),
             "finish_reason": request.finish_reason,
         }
         for index, request in enumerate(requests)
     ]
-    return {"object": "text_completion", "choices": choices, "usage": _usage(requests)}
+    return {"object": "text_completion", "choices": choices, "usage": usage_of(requests)}
 
 
-def _usage(requests: Sequence[Request]) -> dict[str, int]:
-    """The prompt counts once, however many answers it has."""
+def usage_of(requests: Sequence[Request]) -> dict[str, int]:
+    """How many tokens a call took; the prompt counts once, however many answers it has."""
     prompt_count = len(requests[0].prompt_ids)
     new_count = sum(len(request.output_ids) for request in requests)
     return {
@@ -51,12 +51,17 @@ def _usage(requests: Sequence[Request]) -> dict[str, int]:
     }
 
 
-def _chat_logprobs(request: Request) -> dict[str, Any] | None:
-    if request.params.logprobs is None:
-        return None
+def _if_wanted(
+    request: Request, shape: Callable[[Sequence[StepLogprobs]], dict[str, Any]]
+) -> dict[str, Any] | None:
+    return None if request.params.logprobs is None else shape(request.logprobs)
+
+
+def chat_logprobs(steps: Sequence[StepLogprobs]) -> dict[str, Any]:
+    """The log-probabilities of some steps of a chat completion."""
     content = [
         {**_token(step.chosen), "top_logprobs": [_token(token) for token in step.likeliest]}
-        for step in request.logprobs
+        for step in steps
     ]
     return {"content": content, "refusal": None}
 
@@ -67,15 +72,14 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": data}
 
 
-def _completion_logprobs(request: Request) -> dict[str, Any] | None:
-    if request.params.logprobs is None:
-        return None
-    chosen = [step.chosen for step in request.logprobs]
-    ends = accumulate((len(token.text) for token in chosen), initial=0)
+def completion_logprobs(steps: Sequence[StepLogprobs], begin: int = 0) -> dict[str, Any]:
+    """The log-probabilities of some steps of a completion, from character `begin` of it on."""
+    chosen = [step.chosen for step in steps]
+    ends = accumulate((len(token.text) for token in chosen), initial=begin)
     return {
         "tokens": [token.text for token in chosen],
         "token_logprobs": [token.logprob for token in chosen],
-        "top_logprobs": [_by_text(step) for step in request.logprobs],
+        "top_logprobs": [_by_text(step) for step in steps],
         "text_offset": list(ends)[: len(chosen)],
     }
 

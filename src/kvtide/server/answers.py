@@ -1,0 +1,141 @@
+"""Answers as OpenAI's API shapes them: whole, and as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+from kvtide.prompts.openai_answers import (
+    chat_body,
+    chat_logprobs,
+    completion_body,
+    completion_logprobs,
+    usage_of,
+)
+from kvtide.serve.request import Request
+from kvtide.server.intake import Asked
+from kvtide.server.loop import Progressed
+
+DONE = b"data: [DONE]\n\n"
+
+
+@final
+class Reply:
+    """Makes the answer to a call, of requests as far as they are."""
+
+    def __init__(self, asked: Asked, model: str) -> None:
+        """`model` is the name of the model that answers."""
+        is_chat = asked.prompt.is_chat
+        self._asked = asked
+        self._head = {
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._parts = [
+            _StreamedChoice(request, index, is_chat) for index, request in enumerate(asked.requests)
+        ]
+
+    def whole(self) -> dict[str, Any]:
+        """The answer when all requests have ended."""
+        make_body = chat_body if self._asked.prompt.is_chat else completion_body
+        body = make_body(self._asked.requests)
+        return {**self._head, **body, "usage": self._usage()}
+
+    def chunks(self, progress: Sequence[Progressed]) -> Iterator[bytes]:
+        """The events for what is new since the last call, in server-sent form."""
+        for part, now in zip(self._parts, progress, strict=True):
+            for choice in part.choices(now):
+                yield self._event([choice])
+
+    def last_chunks(self) -> Iterator[bytes]:
+        """The events at the end of a stream."""
+        if self._asked.wants_usage:
+            yield self._event([], self._usage())
+        yield DONE
+
+    def _event(self, choices: Sequence[dict[str, Any]], usage: Any = None) -> bytes:
+        kind = "chat.completion.chunk" if self._asked.prompt.is_chat else "text_completion"
+        body = {**self._head, "object": kind, "choices": choices}
+        if self._asked.wants_usage:
+            body["usage"] = usage
+        return sse_event(body)
+
+    def _usage(self) -> dict[str, Any]:
+        requests = self._asked.requests
+        return {
+            **usage_of(requests),
+            "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens},
+            "kvtide": {"retractions": sum(request.retractions for request in requests)},
+        }
+
+
+@final
+class _StreamedChoice:
+    """One answer of a stream: what of it was sent, and what is new."""
+
+    def __init__(self, request: Request, index: int, is_chat: bool) -> None:
+        self._request = request
+        self._index = index
+        self._is_chat = is_chat
+        self._stops = [word for word in request.params.stop if word]
+        self._sent_characters = self._sent_tokens = 0
+        self._has_begun = self._has_ended = False
+
+    def choices(self, now: Progressed) -> Iterator[dict[str, Any]]:
+        """The choices of the chunks to send, none or more."""
+        if self._has_ended:
+            return
+        if self._is_chat and not self._has_begun:
+            self._has_begun = True
+            yield self._choice({"role": "assistant", "content": ""}, None, None)
+        text, logprobs = self._new_text(now), self._new_logprobs(now)
+        self._has_ended = now.has_ended
+        if not self._is_chat and (text or logprobs or now.has_ended):
+            yield self._choice(text, logprobs, now.finish_reason)
+        elif self._is_chat:
+            if text or logprobs:
+                yield self._choice({"content": text}, logprobs, None)
+            if now.has_ended:
+                yield self._choice({}, None, now.finish_reason)
+
+    def _choice(self, content: Any, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        return {
+            "index": self._index,
+            "delta" if self._is_chat else "text": content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def _new_text(self, now: Progressed) -> str:
+        end = len(now.text) if now.has_ended else visible_length(now.text, self._stops)
+        new = now.text[self._sent_characters : end]
+        self._sent_characters = max(self._sent_characters, end)
+        return new
+
+    def _new_logprobs(self, now: Progressed) -> dict[str, Any] | None:
+        first, self._sent_tokens = self._sent_tokens, now.token_count
+        if self._request.params.logprobs is None or first == now.token_count:
+            return None
+        steps = self._request.logprobs[first : now.token_count]
+        if self._is_chat:
+            return chat_logprobs(steps)
+        begin = sum(len(step.chosen.text) for step in self._request.logprobs[:first])
+        return completion_logprobs(steps, begin)
+
+
+def visible_length(text: str, stops: Sequence[str]) -> int:
+    """How much of a growing text can't become a part of a stop string any more."""
+    longest = max((len(word) for word in stops), default=1) - 1
+    for begin in range(max(0, len(text) - longest), len(text)):
+        if any(word.startswith(text[begin:]) for word in stops):
+            return begin
+    return len(text)
+
+
+def sse_event(body: object) -> bytes:
+    """A server-sent event of JSON, in ASCII."""
+    return f"data: {json.dumps(body, allow_nan=False, separators=(',', ':'))}\n\n".encode()

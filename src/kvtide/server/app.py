@@ -1,0 +1,104 @@
+"""The routes of `kvtide serve`: OpenAI's API, and how the server is."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import Depends, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from kvtide.errors import first_line
+from kvtide.server.answering import AnswerResponse
+from kvtide.server.errors import ApiError, json_response
+from kvtide.server.limits import read_body_of
+from kvtide.server.service import Service
+
+logger = logging.getLogger(__name__)
+GONE = 499
+"""The status of a call whose client is gone, who doesn't see it."""
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application, over a service whose loop runs."""
+    app = FastAPI(title="kvtide", docs_url=None, redoc_url=None, openapi_url=None)
+    for kind, tell in _HANDLERS.items():
+        app.add_exception_handler(kind, tell)
+
+    def check_key(request: Request) -> None:
+        tenant = service.tenants.find(request.headers.get("authorization"))
+        if tenant is None:
+            raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
+        request.state.tenant = tenant
+
+    for_tenants = [Depends(check_key)]
+
+    @app.get("/health")
+    async def health() -> Response:
+        is_well = service.loop.is_alive and service.ending is None
+        status = "ok" if is_well else service.ending or "the engine has ended"
+        return json_response({"status": status}, status=200 if is_well else 503)
+
+    @app.get("/v1/models", dependencies=for_tenants)
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}", dependencies=for_tenants)
+    async def model(name: str) -> Response:
+        service.intake.check_name(name)
+        return json_response(_model(service))
+
+    @app.post("/v1/chat/completions", dependencies=for_tenants)
+    async def chat(request: Request) -> Response:
+        return await _answer(service, request, is_chat=True)
+
+    @app.post("/v1/completions", dependencies=for_tenants)
+    async def complete(request: Request) -> Response:
+        return await _answer(service, request, is_chat=False)
+
+    return app
+
+
+def _model(service: Service) -> dict[str, object]:
+    created = service.started_at
+    return {"id": service.intake.name, "object": "model", "created": created, "owned_by": "kvtide"}
+
+
+async def _answer(service: Service, request: Request, *, is_chat: bool) -> Response:
+    service.check_room(1)  # before any work is done for it
+    raw = await read_body_of(request, service.limits)
+    salt: bytes = request.state.tenant.salt
+    asked = await service.intake.read(raw, is_chat=is_chat, salt=salt)
+    service.check_room(len(asked.requests))
+    return AnswerResponse(service, asked)
+
+
+async def _tell_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError), "for this it was set"
+    return error.response()
+
+
+async def _tell_status(_: Request, error: Exception) -> Response:
+    """Tells what the router found, such as a path that isn't there."""
+    assert isinstance(error, HTTPException), "for this it was set"
+    return ApiError(error.status_code, f"{error.detail}; docs/serve.md has the paths").response()
+
+
+async def _tell_nobody(_: Request, error: Exception) -> Response:
+    del error
+    return Response(status_code=GONE)
+
+
+async def _tell_failure(_: Request, error: Exception) -> Response:
+    # The message may have a part of a prompt, which isn't for a log.
+    logger.error("a call failed by a mistake of kvtide's: %s", type(error).__name__)
+    logger.debug("%s", first_line(error), exc_info=error)
+    return ApiError(500, "the server failed; its log says more").response()
+
+
+_HANDLERS = {
+    ApiError: _tell_error,
+    HTTPException: _tell_status,
+    ClientDisconnect: _tell_nobody,
+    Exception: _tell_failure,
+}

@@ -1,0 +1,162 @@
+"""Intake: makes the engine's requests of the body of a client's call."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import Any, final
+
+from kvtide.errors import UsageError, shortened
+from kvtide.layout.canonical import canonical_json, fingerprint_of
+from kvtide.prompts import FieldError, Prompt, parse_object, read_body
+from kvtide.prompts.fields import check_bool, check_object, check_text, refuse, refuse_unknown_keys
+from kvtide.prompts.requests import make_requests
+from kvtide.serve.models import OpenModel
+from kvtide.serve.request import Request, SamplingParams
+from kvtide.server.errors import ApiError
+
+WHERE = "the request"
+COMPLETION_TOKENS = 16
+"""How long a completion may be if it doesn't say: as in OpenAI's API."""
+_OF_CHANCE = ("seed", "top_k", "top_p")
+_OWN_KEYS = ("model", "stream", "stream_options")
+
+
+@final
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks for."""
+
+    prompt: Prompt
+    requests: Sequence[Request]
+    is_stream: bool
+    wants_usage: bool
+    """Whether a stream ends with the usage."""
+
+
+@final
+class Intake:
+    """Reads bodies, and turns their prompts into tokens in a thread of its own.
+
+    One thread, since a tokenizer isn't made for several; so a long prompt keeps others waiting, but
+    not the answers that are under way.
+    """
+
+    def __init__(
+        self, source: OpenModel, name: str, pool_tokens: int, *, special_tokens: bool = False
+    ) -> None:
+        """`source` is a model that is served as `name`, over a pool of `pool_tokens`.
+
+        With `special_tokens` the text of a special token in a prompt is that token.
+        """
+        self.name = name
+        self._source = replace(source, name=name)  # errors name the model, and go to clients
+        self._pool_tokens = pool_tokens
+        self._special_tokens = special_tokens
+        self._live_ids: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "kvtide intake")
+
+    def check_name(self, name: str) -> None:
+        """Raises ApiError unless `name` is the model's."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"there is no model {shortened(name, 60)!r} here; this server has {self.name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def read(self, raw: bytes, *, is_chat: bool, salt: bytes) -> Asked:
+        """What a call with the body `raw` asks for. `salt` is the secret of its tenant.
+
+        Raises ApiError for an invalid body and a prompt that can't be answered.
+        """
+        running = asyncio.get_running_loop()
+        return await running.run_in_executor(self._thread, self._read, raw, is_chat, salt)
+
+    @contextmanager
+    def identified(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Gives requests their ids, each of which is in use within this context alone.
+
+        Of requests with equal keys the first has 0, the next 1, and so on, so that they find what
+        an earlier server left of them.
+        """
+        taken: list[str] = []
+        try:
+            for request in requests:
+                names = (f"{request.key[:16]}-{number}" for number in count())
+                request.id = next(name for name in names if name not in self._live_ids)
+                taken.append(request.id)
+                self._live_ids.add(request.id)
+            yield
+        finally:
+            self._live_ids.difference_update(taken)
+
+    def close(self) -> None:
+        """Ends the thread, after what it does now."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read(self, raw: bytes, is_chat: bool, salt: bytes) -> Asked:
+        try:
+            body = parse_object(raw, WHERE)
+            if body.get("model") is not None:
+                self.check_name(check_text(body["model"], "model", WHERE))
+            prompt = read_body(body, "", WHERE, is_chat=is_chat, obeyed=_OWN_KEYS)
+            is_stream, wants_usage = _read_stream(body)
+            requests = self._requests(prompt, salt)
+        except FieldError as error:
+            goes_on = error.what.startswith(("has ", "is ", "lacks "))
+            message = f"{WHERE} {error.what}" if goes_on else error.what
+            raise ApiError(400, message, param=error.field) from error
+        except UsageError as error:
+            message = str(error).removeprefix(f"{WHERE}: ")
+            raise ApiError(400, message, param="messages" if is_chat else "prompt") from error
+        return Asked(prompt, requests, is_stream, wants_usage)
+
+    def _requests(self, prompt: Prompt, salt: bytes) -> list[Request]:
+        params = SamplingParams(max_new_tokens=COMPLETION_TOKENS, temperature=1.0)
+        if "seed" not in prompt.settings:
+            params = replace(params, seed=secrets.randbits(63))
+        requests = make_requests(
+            self._source, prompt, params, sample_count=1, special_tokens=self._special_tokens
+        )
+        for request in requests:
+            if prompt.is_chat and "max_new_tokens" not in prompt.settings:
+                room = self._pool_tokens - len(request.prompt_ids) + 1
+                request.params = replace(request.params, max_new_tokens=max(1, room))
+            request.salt = salt
+            request.key = _key_of(request, has_seed="seed" in prompt.settings)
+        return requests
+
+
+def _read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is a stream, and whether that ends with the usage."""
+    is_stream = body.get("stream") is not None and check_bool(body["stream"], "stream", WHERE)
+    if body.get("stream_options") is None:
+        return is_stream, False
+    if not is_stream:
+        refuse(WHERE, "has 'stream_options', which need 'stream' to be true", "stream_options")
+    options = check_object(body["stream_options"], "stream_options", WHERE)
+    refuse_unknown_keys(options, ("include_usage",), WHERE, name="stream_options")
+    value = options.get("include_usage")
+    return True, value is not None and check_bool(value, "stream_options.include_usage", WHERE)
+
+
+def _key_of(request: Request, *, has_seed: bool) -> str:
+    """A hash of all that decides an answer, beside the model and the engine.
+
+    A seed that the client didn't choose decides nothing: any random answer is right, so a later
+    request may go on with this one. The tenant's salt is a part of it: nobody else finds it.
+    """
+    params = asdict(request.params)
+    for name in _OF_CHANCE if request.params.temperature == 0 else ():
+        del params[name]
+    if not has_seed:
+        params.pop("seed", None)
+    decisive = {"salt": request.salt.hex(), "prompt": request.prompt_ids, "params": params}
+    return fingerprint_of(canonical_json(decisive)).hex()

@@ -1,0 +1,286 @@
+"""EngineLoop: the thread that owns the engine, and what it tells those who wait for answers.
+
+Others never touch the engine. They hand over what shall be done between two steps; after each step
+the thread publishes how far each answer is. What it publishes replaces what was there before, so
+that a reader who is slow costs nothing but the answer itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Literal, TypeVar, final
+
+from kvtide.errors import KvtideError
+from kvtide.serve.engine import Engine
+from kvtide.serve.request import Request
+from kvtide.serve.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call has no answer: the engine doesn't take it, failed at it, or has ended."""
+
+    kind: Literal["refused", "failed", "ended"]
+    message: str
+
+
+FAILED = "the engine failed while it computed this; try again"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """How far a request was after a step. Nothing of it changes any more."""
+
+    text: str = ""
+    token_count: int = 0
+    finish_reason: str | None = None
+    """How it ended: `finish_reason` of its request."""
+    error: str | None = None
+    cached_tokens: int = 0
+    retractions: int = 0
+    first_at: float | None = None
+    """When it had its first token, by `time.monotonic`."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer is complete, or there will be none."""
+        return self.finish_reason is not None
+
+
+@final
+class Call:
+    """The requests of a client's call, which end together, and how far they are.
+
+    Made and waited for in an asyncio loop; the engine's thread publishes.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = tuple(requests)
+        self.progress = tuple(Progressed() for _ in requests)
+        """How far each request was after the last step."""
+        self.failure: Failure | None = None
+        """Why there is no answer; None while there may be one."""
+        self.is_gone = False
+        """Whether nobody wants the answers any more."""
+        self.started_at = time.monotonic()
+        self.ended_at: float | None = None
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all answers have ended."""
+        return all(progress.has_ended for progress in self.progress)
+
+    async def change(self) -> None:
+        """Waits until there is something new since the last call."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def wake(self) -> None:
+        """Ends the wait of `change`. For the asyncio loop's thread."""
+        self._changed.set()
+
+    def publish(self) -> None:
+        """Takes over how far the requests are. For the engine's thread."""
+        now = time.monotonic()
+        self.progress = tuple(
+            _progressed(request, before.first_at or now)
+            for request, before in zip(self.requests, self.progress, strict=True)
+        )
+        error = next((request.error for request in self.requests if request.error), None)
+        if self.failure is None and error is not None:
+            self.failure = Failure("failed", error)
+        if self.has_ended:
+            self.ended_at = now
+        self._tell()
+
+    def fail(self, failure: Failure) -> None:
+        """Ends all answers that haven't ended with an error. For the engine's thread."""
+        self.failure = failure
+        for request in self.requests:
+            if request.finish_reason in (None, "abort"):
+                request.finish_reason, request.error = "error", failure.message
+        self.publish()
+
+    def _tell(self) -> None:
+        try:
+            self._asyncio_loop.call_soon_threadsafe(self.wake)
+        except RuntimeError:  # the asyncio loop is closed, so nobody waits
+            self.is_gone = True
+
+
+def _progressed(request: Request, first_at: float) -> Progressed:
+    token_count = len(request.output_ids)
+    return Progressed(
+        text=request.text,
+        token_count=token_count,
+        finish_reason=request.finish_reason,
+        error=request.error,
+        cached_tokens=request.cached_tokens,
+        retractions=request.retractions,
+        first_at=first_at if token_count else None,
+    )
+
+
+@final
+class EngineLoop:
+    """Steps an engine in a thread of its own, while there is work."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Takes the engine over, and closes it in the end."""
+        self.stats: EngineStats = engine.stats
+        """The engine's counts after its last step."""
+        self.failures = 0
+        """How often a step failed, which ends all requests."""
+        self._engine = engine
+        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: dict[str, Call] = {}
+        self._observers: list[Callable[[Engine], None]] = []
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="kvtide engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def observe(self, observer: Callable[[Engine], None]) -> None:
+        """Has `observer` called after each step, in the engine's thread. It must be quick."""
+        self._observers.append(observer)
+
+    def submit(self, call: Call) -> None:
+        """Hands the requests of a call over. Their first progress says whether they are taken."""
+        self._orders.put(lambda: self._add(call))
+
+    def abort(self, call: Call) -> None:
+        """Ends the requests of a call within one step, and frees all that they hold."""
+        call.is_gone = True
+        self._orders.put(lambda: self._abort(call))
+
+    def ask(self, question: Callable[[Engine], T]) -> Future[T]:
+        """What `question` returns, called between two steps, in the engine's thread."""
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(question(self._engine))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._orders.put(answer)
+        return future
+
+    def suspend(self, message: str) -> Future[int]:
+        """Leaves requests in tiers, and ends all with an error. Gives how many were left."""
+
+        def leave(engine: Engine) -> int:
+            left_count = engine.suspend()
+            self._fail_all(Failure("ended", message))
+            return left_count
+
+        return self.ask(leave)
+
+    def close(self) -> None:
+        """Ends the thread after the step that it is in, and closes the engine. Waits for that."""
+        if not self._thread.is_alive():
+            return
+
+        def end() -> None:
+            self._is_ending = True
+
+        self._orders.put(end)
+        self._thread.join()
+
+    # ---- in the engine's thread --------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_ending:
+                self._obey()
+                if self._engine.has_work and not self._is_ending:
+                    self._step()
+                self.stats = self._engine.stats
+                for observer in self._observers:
+                    observer(self._engine)
+        finally:
+            self._fail_all(Failure("ended", "the server has ended"))
+            self._engine.close()
+
+    def _obey(self) -> None:
+        """Does what was ordered. Without other work it waits for an order."""
+        if not self._engine.has_work:
+            self._orders.get()()
+        while not self._orders.empty():
+            self._orders.get()()
+
+    def _add(self, call: Call) -> None:
+        if call.is_gone:
+            return
+        for request in call.requests:
+            self._calls[request.id] = call
+            try:
+                self._engine.add(request)
+            except KvtideError as error:
+                request.finish_reason, request.error = "error", str(error)
+        if any(request.error is not None for request in call.requests):
+            self._refuse(call)
+        else:
+            call.publish()
+
+    def _refuse(self, call: Call) -> None:
+        """Ends a call of which a request was refused; the format has no place for the others."""
+        message = next(r.error for r in call.requests if r.error is not None)
+        self._end(call)
+        call.fail(Failure("refused", message))
+
+    def _abort(self, call: Call) -> None:
+        self._end(call)
+        call.publish()
+
+    def _end(self, call: Call) -> None:
+        for request in call.requests:
+            if self._calls.pop(request.id, None) is not None:
+                self._engine.abort(request.id)
+
+    def _step(self) -> None:
+        try:
+            finished = self._engine.step()
+        except Exception:
+            logger.exception("a step of the engine failed, and with it all requests")
+            self.failures += 1
+            self._give_up()
+            return
+        changed = dict.fromkeys(self._calls.values())
+        for request in finished:
+            self._calls.pop(request.id, None)
+        for call in changed:
+            call.publish()
+
+    def _give_up(self) -> None:
+        """Ends all requests after an error of the engine, which may go on without them."""
+        for request_id in list(self._calls):
+            self._engine.abort(request_id)
+        self._fail_all(Failure("failed", FAILED))
+
+    def _fail_all(self, failure: Failure) -> None:
+        calls = dict.fromkeys(self._calls.values())
+        self._calls.clear()
+        for call in calls:
+            call.fail(failure)

@@ -1,0 +1,126 @@
+"""A server within the test's process, and a real one, over a small random model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+from fastapi import FastAPI
+
+from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.server.app import make_app
+from kvtide.server.intake import Intake
+from kvtide.server.limits import ServerLimits
+from kvtide.server.loop import EngineLoop
+from kvtide.server.service import Service
+from kvtide.server.tenants import Tenants
+from serve.harness import tiny, token_bytes
+
+POOL_TOKENS = 512
+
+
+@dataclass
+class Served:
+    """A server within this process."""
+
+    engine: Engine
+    service: Service
+    app: FastAPI
+    client: httpx.AsyncClient
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        """Calls /v1/completions."""
+        return await self.client.post("/v1/completions", json=body)
+
+    async def chat(self, text: str = "Hi", **body: Any) -> httpx.Response:
+        """Calls /v1/chat/completions with a message of the user's."""
+        messages = [{"role": "user", "content": text}]
+        return await self.client.post("/v1/chat/completions", json={"messages": messages, **body})
+
+
+@contextlib.asynccontextmanager
+async def served(
+    *,
+    keys: tuple[str, ...] = (),
+    max_live: int = 64,
+    body_bytes: int = 1 << 20,
+    pool_tokens: int = POOL_TOKENS,
+    **options: Any,
+) -> AsyncIterator[Served]:
+    """Serves the small random model within this process, without a socket."""
+    source = tiny()
+    memory = pool_tokens * token_bytes(source)
+    engine = Engine.build(source, EngineOptions(kv_memory_bytes=memory, **options))
+    service = Service(
+        loop=EngineLoop(engine),
+        intake=Intake(source, "tiny", engine.stats.pool_tokens),
+        tenants=Tenants(keys),
+        limits=ServerLimits(max_live, body_bytes),
+    )
+    app = make_app(service)
+    service.loop.start()
+    transport = httpx.ASGITransport(app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield Served(engine, service, app, client)
+    finally:
+        service.intake.close()
+        service.loop.close()
+
+
+def serve_and(test: Callable[[Served], Awaitable[None]], **settings: Any) -> None:
+    """Runs a test over a server within this process."""
+
+    async def run() -> None:
+        async with served(**settings) as server:
+            await test(server)
+
+    asyncio.run(run())
+
+
+@dataclass
+class ServerProcess:
+    """A `kvtide serve` that runs."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ends it by a signal, and returns its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def server_process(folder: Path, *options: str) -> Iterator[ServerProcess]:
+    """Starts `kvtide serve tiny-random` on a free port, and waits until it listens."""
+    log = folder / "server.log"
+    words = [sys.executable, "-m", "kvtide", "serve", "tiny-random", "--port", "0", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(words, stderr=file, stdout=file, env=environment, text=True)
+    try:
+        yield ServerProcess(process, _wait_for_url(process, log), log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
+    while True:
+        for line in log.read_text().splitlines():
+            if " is served at " in line:
+                return line.split(" is served at ")[1].split("/v1")[0]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise AssertionError(f"it ended with {process.wait(0.1)}: {log.read_text()}")
