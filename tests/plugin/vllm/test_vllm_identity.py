@@ -98,7 +98,7 @@ def named(
     device = CPUDevice(lanes=1)
     group = BlockGroup.adopt(0, [(torch.zeros(3, 40, dtype=torch.int8), width)], device)
     device.close()
-    return namespace_of(config, settings, [group], is_durable=True)
+    return namespace_of(config, settings, [group.pool.geometry.canonical], is_durable=True)
 
 
 @pytest.mark.parametrize(

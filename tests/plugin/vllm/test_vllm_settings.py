@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtide.errors import UsageError
-from kvtide.plugin.vllm.settings import OffloadSettings, read_settings
+from kvtide.plugin.vllm.settings import OffloadSettings, read_settings, read_tier_settings
 
 
 def test_without_any_setting_a_share_of_the_memory_is_used() -> None:
@@ -29,3 +29,14 @@ def test_a_setting_without_effect_is_an_error(extra: dict[str, Any], said: str) 
     """It names the setting."""
     with pytest.raises(UsageError, match=said):
         read_settings(extra)
+
+
+def test_a_secondary_tier_needs_a_place() -> None:
+    """A folder, a store, or both; host memory is vLLM's own there."""
+    settings = read_tier_settings({"mooncake": "127.0.0.1:50051", "weights": "r1"})
+    assert settings.mooncake is not None
+    assert ("127.0.0.1:50051", "r1") == (settings.mooncake.master, settings.weights)
+    with pytest.raises(UsageError, match="needs disk_dir or mooncake"):
+        read_tier_settings({"weights": "r1"})
+    with pytest.raises(UsageError, match="'host_memory' isn't known"):
+        read_tier_settings({"host_memory": "1GiB", "disk_dir": "kv"})

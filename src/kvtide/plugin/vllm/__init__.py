@@ -12,6 +12,7 @@ open_store    opens a rank's store: pools, arena and disk
 identity      what decides the bytes of KV beside its tokens
 messages      what the scheduler tells the workers, and what they answer
 settings      what an operator sets
+secondary     a tier below vLLM's own host memory; chunks: its moves; stack: several tiers as one
 cases         small caches of each form, for the doctor's round trips
 package       vLLM's package; reads: whether the installed vLLM still has what kvtide reads
 """
@@ -25,12 +26,17 @@ def register() -> None:
     """vLLM calls this in each of its processes, maybe more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    from kvtide.plugin.vllm.settings import CONNECTOR, SPEC
+    from kvtide.plugin.vllm.settings import CONNECTOR, SPEC, TIER, TIER_CONNECTOR
 
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "kvtide.plugin.vllm.connector", CONNECTOR)
+    homes = {CONNECTOR: "connector", TIER_CONNECTOR: "secondary"}
+    for name, module in homes.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, f"{__name__}.{module}", name)
     if SPEC not in OffloadingSpecFactory._registry:
-        OffloadingSpecFactory.register_spec(SPEC, "kvtide.plugin.vllm.spec", SPEC)
+        OffloadingSpecFactory.register_spec(SPEC, f"{__name__}.spec", SPEC)
+    if TIER not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(TIER, f"{__name__}.secondary", "KvtideTier")
     # vLLM's log shows what its own loggers say, and those below them.
     logging.getLogger("kvtide").parent = logging.getLogger("vllm")

@@ -19,7 +19,6 @@ import xxhash
 from kvtide.errors import UsageError
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.versions import installed_version
-from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.package import VLLM
 from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.tier import Namespace
@@ -49,11 +48,17 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version")
 
 
 def namespace_of(
-    vllm_config: Any, settings: OffloadSettings, groups: Sequence[BlockGroup], *, is_durable: bool
+    vllm_config: Any,
+    settings: OffloadSettings,
+    layouts: Iterable[str],
+    *,
+    is_durable: bool,
+    beside: Sequence[str] = (),
 ) -> Namespace:
     """The namespace of a rank's blocks. Reads the weights' files if blocks outlive the process.
 
-    Raises UsageError if there are no weights to hash.
+    `layouts` say what is in a block: the geometries of a rank's groups. `beside` has what else
+    decides a byte. Raises UsageError if there are no weights to hash.
     """
     reads = Reader(vllm_config, READS)
     model, parallel = Reader(reads["model_config"], READS), Reader(reads["parallel_config"], READS)
@@ -61,14 +66,14 @@ def namespace_of(
     return Namespace(
         model=_hash_of([_config_of(model["hf_config"])]),
         weights=_weights_of(vllm_config, settings) if is_durable else "",
-        layout=_hash_of(group.pool.geometry.canonical for group in groups),
-        engine=_engine_of(vllm_config),
+        layout=_hash_of(layouts),
+        engine=_engine_of(vllm_config, beside),
         salt=salt_of(os.environ),
         rank=f"{parallel['rank']}/{'/'.join(map(str, sizes))}",
     )
 
 
-def _engine_of(vllm_config: Any) -> str:
+def _engine_of(vllm_config: Any, beside: Sequence[str]) -> str:
     """The versions and whatever else decides in which order bytes lie within a block."""
     reads = Reader(vllm_config, READS)
     model, cache = Reader(reads["model_config"], READS), Reader(reads["cache_config"], READS)
@@ -83,6 +88,7 @@ def _engine_of(vllm_config: Any) -> str:
         # The CPU's attention kernels order a block's bytes by what the CPU can do.
         *(platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_tiles()),
         *kinds,
+        *beside,
     ]
     return json.dumps(decides)
 

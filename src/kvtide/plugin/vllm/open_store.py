@@ -58,7 +58,8 @@ def open_store(
         groups = adopt_groups(kv_caches, device)
         arena = _arena_for(groups, device, settings.host_memory_bytes, rank_count)
         disk = open_disk(settings, rank, rank_count)
-        namespace = namespace_of(vllm_config, settings, groups, is_durable=disk is not None)
+        layouts = [group.pool.geometry.canonical for group in groups]
+        namespace = namespace_of(vllm_config, settings, layouts, is_durable=disk is not None)
         numbers = {group.group_id: number for number, group in enumerate(config.groups)}
         blocks = BlockStore(groups, lambda key: numbers[group_of(key)], arena, namespace, disk)
         start = _start_of(arena, groups, disk)

@@ -4,21 +4,29 @@ host_memory   the host memory of all ranks of an engine together, such as 24GiB
 disk_dir      a folder for blocks that have no room there; each rank has a folder in it
 disk_memory   the disk space of all ranks together, such as 200GiB
 weights       the name of the weights' revision; by default a hash of the model's files
-salt_file     a file with the tenant's secret: who doesn't have it can't find the tenant's KV
+mooncake      a Mooncake store for the same KV, which other machines share; in a secondary tier
+
+KVTIDE_SALT in the environment is a tenant's secret: who doesn't have it can't find the tenant's KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from kvtide.errors import UsageError, shortened
 from kvtide.sizes import parse_memory
+from kvtide.tier.mooncake_settings import MooncakeSettings
 
 CONNECTOR = "KvtideConnector"
 SPEC = "KvtideSpec"
+TIER_CONNECTOR = "KvtideTierConnector"
+TIER = "kvtide"
+"""How vLLM names kvtide's connector and its spec; the connector and the secondary tier for those
+who keep vLLM's own primary tier."""
+_TIER_TEXTS = ("disk_dir", "disk_memory", "mooncake", "weights")
 _TEXTS = ("host_memory", "disk_dir", "disk_memory", "weights")
 OF_VLLM = ("spec_name", "offload_prompt_only", "self_describing_kv_events")
 """OffloadSettings of vLLM's own connector that have their meaning here, too."""
@@ -35,6 +43,8 @@ class OffloadSettings:
     """The folder for blocks that have no room in host memory; None means no disk."""
     disk_memory_bytes: int | None = None
     """The limit of all ranks' files together; None means a quarter of what is free there."""
+    mooncake: MooncakeSettings | None = None
+    """The Mooncake store for the same blocks; None means no store."""
     weights: str = ""
     """The name of the weights' revision; empty means that the model's files are hashed."""
 
@@ -45,23 +55,37 @@ def read_settings(extra: Mapping[str, Any]) -> OffloadSettings:
     A name that isn't known is an error: otherwise an operator would notice only under load that a
     setting has no effect.
     """
-    unknown = sorted(set(extra) - {*_TEXTS, *OF_VLLM})
+    return _read(extra, "kv_connector_extra_config", _TEXTS, OF_VLLM)
+
+
+def read_tier_settings(entry: Mapping[str, Any]) -> OffloadSettings:
+    """The settings in an entry of `secondary_tiers`, without vLLM's own. Raises UsageError."""
+    settings = _read(entry, f"the secondary tier {TIER!r}", _TIER_TEXTS, ())
+    if settings.disk_dir is None and settings.mooncake is None:
+        raise UsageError(f"the secondary tier {TIER!r} needs disk_dir or mooncake: where KV goes")
+    return settings
+
+
+def _read(
+    given: Mapping[str, Any], where: str, names: Sequence[str], of_vllm: Sequence[str]
+) -> OffloadSettings:
+    unknown = sorted(set(given) - {*names, *of_vllm})
     if unknown:
-        known = ", ".join((*_TEXTS, *OF_VLLM))
-        raise UsageError(
-            f"kv_connector_extra_config: {shortened(unknown[0])!r} isn't known; accepted: {known}"
-        )
-    texts = {name: extra[name] for name in _TEXTS if name in extra}
+        known = ", ".join((*names, *of_vllm))
+        raise UsageError(f"{where}: {shortened(unknown[0])!r} isn't known; accepted: {known}")
+    texts = {name: given[name] for name in names if name in given}
     for name, text in texts.items():
         if not isinstance(text, str) or not text:
             raise UsageError(f"{name}: {text!r} isn't a text")
     if "disk_memory" in texts and "disk_dir" not in texts:
         raise UsageError("disk_memory is the limit of a folder; name it with disk_dir")
     sizes = {name: _size(name, texts) for name in ("host_memory", "disk_memory")}
+    store = texts.get("mooncake")
     return OffloadSettings(
         sizes["host_memory"],
         Path(texts["disk_dir"]) if "disk_dir" in texts else None,
         sizes["disk_memory"],
+        None if store is None else MooncakeSettings.parse(store, name="mooncake"),
         texts.get("weights", ""),
     )
 

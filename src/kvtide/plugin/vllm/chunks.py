@@ -1,0 +1,204 @@
+"""ChunkMoves: moves chunks of vLLM's own host memory to a tier and back, in threads.
+
+vLLM's primary tier has a row of bytes for each chunk, and gives a row away again when it is told
+that a move has ended. So a read goes to memory of its own first, and to the row only if nobody has
+given it up meanwhile: a disk that hangs and answers late writes into no other chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+import xxhash
+
+from kvtide.device import Job
+from kvtide.errors import KvtideError, SnapshotDamaged, first_line
+from kvtide.form import SPAN_BYTES
+from kvtide.layout import Layout, Plane
+from kvtide.seal import Seal, Span
+from kvtide.tier import Tier
+from kvtide.tier.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+Row = tuple[bytes, str, memoryview]
+"""A chunk's key, its name in the tier, and its bytes in vLLM's host memory."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EndedChunks:
+    """A move that has ended: the keys of the chunks that were moved, and of those that weren't."""
+
+    job_id: int
+    moved: tuple[bytes, ...]
+    missed: tuple[bytes, ...]
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _ChunkMove:
+    started: float
+    rows: Sequence[Row]
+    is_load: bool
+    jobs: list[Job[bool]] = field(default_factory=list)
+    is_given_up: bool = False
+
+
+def layout_of(row_bytes: int) -> str:
+    """The canonical geometry of a row."""
+    layout = Layout("vllm_chunk", Plane("chunk", "page token byte"))
+    return layout.bind(dtype="uint8", token=1, byte=row_bytes).canonical
+
+
+@final
+class ChunkMoves:
+    """Moves rows of `row_bytes`. A move that takes longer than `deadline_s` has failed.
+
+    One thread calls, the scheduler's; each call returns at once, except `drain` and `close`.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        row_bytes: int,
+        readers: Workers,
+        writers: Workers,
+        *,
+        deadline_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        self._row_bytes = row_bytes
+        self._geometry = layout_of(row_bytes)
+        self._readers, self._writers = readers, writers
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._moves: dict[int, _ChunkMove] = {}
+        self._copying = threading.Lock()  # a row is written, or its move is given up
+        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def store(self, job_id: int, rows: Sequence[Row]) -> None:
+        """Begins to write rows to the tier."""
+        move = self._moves[job_id] = _ChunkMove(self._clock(), rows, is_load=False)
+        move.jobs = [self._writers.start(partial(self._write, row)) for row in rows]
+
+    def load(self, job_id: int, rows: Sequence[Row]) -> None:
+        """Begins to read rows from the tier, every byte of which is checked before it is there."""
+        move = self._moves[job_id] = _ChunkMove(self._clock(), rows, is_load=True)
+        move.jobs = [self._readers.start(partial(self._read, move, row)) for row in rows]
+
+    def take_ended(self) -> list[EndedChunks]:
+        """The moves that have ended since the last call, or take too long."""
+        ended = []
+        for job_id, move in list(self._moves.items()):
+            is_late = self._clock() - move.started > self._deadline_s
+            if is_late or move.is_given_up or all(job.done() for job in move.jobs):
+                del self._moves[job_id]
+                ended.append(self._end(job_id, move))
+        return ended
+
+    def take_counts(self) -> Counter[str]:
+        """What has happened since the last call, by the names of `messages.COUNTS`."""
+        with self._counting:
+            counts, self._counts = self._counts, Counter()
+        return counts
+
+    def drain(self) -> None:
+        """Blocks until all moves have ended, or are too late."""
+        for move in self._moves.values():
+            workers = self._readers if move.is_load else self._writers
+            for job in move.jobs:
+                left_s = move.started + self._deadline_s - self._clock()
+                workers.settle(job, max(0.0, left_s))
+            with self._copying:
+                move.is_given_up = True
+
+    def close(self) -> None:
+        """Waits a while for moves, and ends the threads."""
+        for workers in (self._writers, self._readers):
+            workers.close(self._deadline_s)
+        self._moves.clear()  # they have views of vLLM's memory
+
+    def _end(self, job_id: int, move: _ChunkMove) -> EndedChunks:
+        with self._copying:
+            move.is_given_up = True
+        results = [job.done() and job.wait() for job in move.jobs]
+        both = list(zip(move.rows, results, strict=True))
+        if not all(job.done() for job in move.jobs):
+            logger.warning("kvtide: a tier gave no answer in %.1f s", self._deadline_s)
+            for job in move.jobs:
+                (self._readers if move.is_load else self._writers).settle(job, 0.0)
+        moved = tuple(row[0] for row, went_well in both if went_well)
+        missed = tuple(row[0] for row, went_well in both if not went_well)
+        seconds = self._clock() - move.started
+        return EndedChunks(job_id, moved, missed, len(moved) * self._row_bytes, seconds)
+
+    def _count(self, name: str) -> None:
+        with self._counting:
+            self._counts[name] += 1
+
+    # ---- in a thread ---------------------------------------------------------------------
+
+    def _write(self, row: Row) -> bool:
+        _, name, content = row
+        try:
+            if not self._tier.contains(name):
+                self._tier.put(name, self._sealed(name, content), [content])
+            self._count("written_blocks")
+            return True
+        except KvtideError as error:
+            logger.debug("kvtide: a chunk wasn't written: %s", first_line(error))
+        except Exception:
+            logger.exception("kvtide: a tier failed")
+        self._count("failed_writes")
+        return False
+
+    def _read(self, move: _ChunkMove, row: Row) -> bool:
+        _, name, target = row
+        memory = memoryview(bytearray(self._row_bytes))
+        try:
+            self._tier.get(name, partial(self._room, name, memory))
+        except SnapshotDamaged as error:
+            logger.warning("kvtide: a chunk in a tier is damaged: %s", first_line(error))
+            self._count("damaged_blocks")
+            return False
+        except KvtideError as error:
+            logger.debug("kvtide: no chunk in a tier: %s", first_line(error))
+            self._count("missing_blocks")
+            return False
+        except Exception:
+            logger.exception("kvtide: a tier failed")
+            return False
+        with self._copying:
+            if move.is_given_up:
+                return False
+            target[:] = memory
+        self._count("fetched_blocks")
+        return True
+
+    def _room(self, name: str, memory: memoryview, seal: Seal) -> list[memoryview]:
+        """Raises SnapshotMiss unless a seal is that of such a row with that name."""
+        seal.check_target(self._geometry, name, 1)
+        seal.check_coverage([self._row_bytes])
+        return [memory]
+
+    def _sealed(self, name: str, content: memoryview) -> Seal:
+        spans = []
+        for first in range(0, self._row_bytes, SPAN_BYTES):
+            stop = min(first + SPAN_BYTES, self._row_bytes)
+            spans.append(Span(0, first, stop, xxhash.xxh3_64_intdigest(content[first:stop])))
+        whole = ((range(1),),)
+        return Seal(self._geometry, name, 1, whole, ((),), self._row_bytes, tuple(spans))

@@ -1,0 +1,150 @@
+"""Chunks of vLLM's own host memory: to a tier and back, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kvtide.plugin.vllm.chunks import ChunkMoves, EndedChunks
+from kvtide.seal import Seal
+from kvtide.snapshot import MakeRoom
+from kvtide.tier import DiskTier, Tier
+from kvtide.tier.workers import ThreadWorkers
+
+ROW, POISON = 5000, 0x5A
+KEYS = (b"a", b"b", b"c")
+
+
+@contextmanager
+def opened(tier: Tier, *, deadline_s: float = 60) -> Iterator[ChunkMoves]:
+    """Moves of rows to a tier."""
+    readers, writers = (ThreadWorkers(2, deadline_s) for _ in range(2))
+    moves = ChunkMoves(tier, ROW, readers, writers, deadline_s=deadline_s)
+    yield moves
+    moves.close()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    """A disk tier with room for all."""
+    tier = DiskTier(tmp_path / "kv", limit_bytes=1 << 20)
+    yield tier
+    tier.close()
+
+
+def rows(memory: bytearray) -> list[tuple[bytes, str, memoryview]]:
+    """A row of vLLM's memory for each key."""
+    view = memoryview(memory)
+    return [
+        (key, f"name {key.decode()}", view[number * ROW : (number + 1) * ROW])
+        for number, key in enumerate(KEYS)
+    ]
+
+
+def ended(moves: ChunkMoves) -> EndedChunks:
+    """The only move, once it has ended."""
+    moves.drain()
+    (found,) = moves.take_ended()
+    return found
+
+
+def filled() -> bytearray:
+    """Memory with other bytes in each row."""
+    return bytearray(number * 7 % 251 for number in range(len(KEYS) * ROW))
+
+
+class TestChunkMoves:
+    def test_give_every_byte_back(self, tier: DiskTier) -> None:
+        source, target = filled(), bytearray([POISON]) * (len(KEYS) * ROW)
+        with opened(tier) as moves:
+            moves.store(1, rows(source))
+            assert ended(moves).moved == KEYS
+            moves.load(2, rows(target))
+            found = ended(moves)
+
+        assert ((), len(KEYS) * ROW) == (found.missed, found.size_bytes)
+        assert source == target
+
+    def test_leave_a_row_alone_whose_chunk_is_damaged_or_missing(
+        self, tier: DiskTier, tmp_path: Path
+    ) -> None:
+        source, target = filled(), bytearray([POISON]) * (len(KEYS) * ROW)
+        with opened(tier) as moves:
+            moves.store(1, rows(source)[:2])
+            ended(moves)
+            path = sorted((tmp_path / "kv").rglob("*.safetensors"))[0]
+            content = bytearray(path.read_bytes())
+            content[-4096] ^= 1
+            path.write_bytes(content)
+            moves.load(2, rows(target))
+            found = ended(moves)
+            counts = moves.take_counts()
+
+        assert 1 == len(found.moved)
+        assert (1, 1) == (counts["damaged_blocks"], counts["missing_blocks"])
+        for (key, _, wanted), (_, _, row) in zip(rows(source), rows(target), strict=True):
+            expected = wanted if key in found.moved else bytes([POISON]) * ROW
+            assert expected == row
+
+    def test_that_come_too_late_write_into_no_row(self, tier: DiskTier) -> None:
+        source, target = filled(), bytearray([POISON]) * (len(KEYS) * ROW)
+        with opened(tier) as moves:
+            moves.store(1, rows(source))
+            ended(moves)
+        hanging = HangingTier(tier)
+        with opened(hanging, deadline_s=0.05) as moves:
+            moves.load(2, rows(target)[:1])
+            found = ended(moves)
+            hanging.goes_on.set()
+            hanging.has_ended.wait(60)
+
+        assert ((), KEYS[:1]) == (found.moved, found.missed)
+        assert {POISON} == set(target)
+
+    def test_of_another_size_are_missing(self, tier: DiskTier) -> None:
+        source = filled()
+        with opened(tier) as moves:
+            moves.store(1, rows(source))
+            ended(moves)
+        readers, writers = (ThreadWorkers(1, 60) for _ in range(2))
+        narrow = ChunkMoves(tier, ROW - 1, readers, writers, deadline_s=60)
+        target = bytearray([POISON]) * ROW
+        narrow.load(1, [(KEYS[0], "name a", memoryview(target)[: ROW - 1])])
+        found = ended(narrow)
+        narrow.close()
+
+        assert KEYS[:1] == found.missed
+        assert {POISON} == set(target)
+
+
+class HangingTier(Tier):
+    """A tier whose reads wait for an event."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self.goes_on, self.has_ended = threading.Event(), threading.Event()
+
+    def contains(self, key: str) -> bool:
+        """See Tier."""
+        return self._tier.contains(key)
+
+    def put(self, key: str, seal: Seal, chunks: object) -> None:
+        """See Tier."""
+        raise AssertionError("nobody writes")
+
+    def get(self, key: str, make_room: MakeRoom) -> Seal:
+        """See Tier."""
+        self.goes_on.wait(60)
+        try:
+            return self._tier.get(key, make_room)
+        finally:
+            self.has_ended.set()
+
+    def remove(self, key: str) -> None:
+        """See Tier."""
+        with suppress(AssertionError):
+            raise AssertionError("nobody removes")
