@@ -134,7 +134,7 @@ def test_each_page_has_the_colour_of_its_request(
 
 
 def test_pages_that_are_shared_or_kept_have_a_pattern(page: Browser, events: list[Event]) -> None:
-    """Whoever sees no colours knows them: by stripes, by an edge alone, and others by a number."""
+    """They can be told apart without colours: stripes, an edge alone, and a number for others."""
     kinds: dict[str, int] = {}
     for moment in range(len(events)):
         _, holders = known_at(events, moment)
