@@ -7,11 +7,15 @@ PY := $(VENV)/bin/python
 # Python compiles what is imported; all of torch takes a minute.
 INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
 OUT := out
-# A process to a core, four at most. More threads in each would wait for those of the others.
+# Where this is set, each of the many processes of the tests would compile all of torch again.
+unexport PYTHONDONTWRITEBYTECODE
+# Tests also wait, so there is one process more than cores, but four at most. Each has one thread:
+# more would wait for those of the others.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
-SIDE_BY_SIDE := -m pytest -n auto --maxprocesses 4
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+SIDE_BY_SIDE = -m pytest -n $(WORKERS)
 # Neighbours share what is made once for each process, such as a model that is loaded.
-PYTEST := $(ONE_THREAD) '$(CURDIR)/$(PY)' $(SIDE_BY_SIDE) --dist worksteal
+PYTEST = $(ONE_THREAD) '$(CURDIR)/$(PY)' $(SIDE_BY_SIDE) --dist worksteal
 
 # SmolLM2 keeps 22.5 KiB of KV a token, so this is room for about a quarter of the demo's tokens.
 KV_MEMORY ?= 45MiB
@@ -30,9 +34,13 @@ LMCACHE := .venv-lmcache
 # The folder whose disk `make bench-tiers` measures.
 DISK ?= .
 
+# The tests of the page need both. `.ci/run` installs them.
+CHROMIUM := $(and $(shell command -v chromium || command -v chromium-browser || command -v \
+  google-chrome),$(shell command -v chromedriver))
+
 SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
-.PHONY: help setup demo test test-sglang test-vllm test-mooncake lint types bench bench-tiers soak clean
+.PHONY: help setup demo test test-kvtide environments test-sglang test-vllm test-mooncake lint types bench bench-tiers soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,9 +48,10 @@ help:
 	@echo '                  memory, be ended on the way and go on, then check every answer against a'
 	@echo '                  run with room for all'
 	@echo 'make test         lint, types and all tests; builds the simulated accelerator for them, and'
-	@echo '                  environments with SGLang and with Mooncake'
+	@echo '                  environments with SGLang, vLLM and Mooncake; the page is tested where'
+	@echo '                  Chromium and its chromedriver are'
 	@echo 'make test-sglang  the tests under SGLang alone'
-	@echo 'make test-vllm    the tests under vLLM, in an environment of its own; not yet part of make test'
+	@echo 'make test-vllm    the tests under vLLM alone'
 	@echo 'make test-mooncake'
 	@echo '                  the tests of the tier on a real Mooncake Store alone'
 	@echo 'make bench        bandwidth of gather and scatter, as ratios to memcpy'
@@ -132,13 +141,26 @@ demo: setup
 	timeout --foreground --signal TERM 15 $(DEMO) --overwrite || true
 	$(DEMO) --resume --verify
 
-# What downloads, what compiles and what checks wait for different things.
+# Installing mostly waits for downloads, so the environments of engines are made beside the tests.
 test:
-	@$(MAKE) --no-print-directory -j3 lint types $(SGLANG)/.installed $(MOONCAKE)/.installed
-	cd simnpu && $(PYTEST)
-	$(PYTEST)
+	@$(MAKE) --no-print-directory lint $(VENV)/.simnpu
+	@$(MAKE) --no-print-directory -j3 test-kvtide types environments
 	@$(MAKE) --no-print-directory test-sglang
-	@$(MAKE) --no-print-directory test-mooncake  # at the end, where one sees what it couldn't test
+	@$(MAKE) --no-print-directory test-vllm
+	@# What couldn't be tested is told at the end, where one sees it.
+	@$(MAKE) --no-print-directory test-mooncake
+	@$(if $(CHROMIUM),,echo '********** NOT TESTED: the page, in Chromium' \
+	  '(on Debian: apt install chromium chromium-driver) **********' >&2)
+
+test-kvtide: $(VENV)/.simnpu
+	cd simnpu && $(PYTEST)
+	$(PYTEST) $(if $(CHROMIUM),,--ignore=tests/server/page)
+
+# Each of the last two lines writes to src/, so one comes after the other.
+environments:
+	@$(MAKE) --no-print-directory $(SGLANG)/.packages $(VLLM)/.packages $(MOONCAKE)/.installed
+	@$(MAKE) --no-print-directory $(SGLANG)/.installed
+	@$(MAKE) --no-print-directory $(VLLM)/.installed
 
 test-sglang: $(SGLANG)/.installed
 	cd engines/sglang && SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=stand_ins:../../simnpu/src \
