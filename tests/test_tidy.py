@@ -25,7 +25,7 @@ LONGEST_MODULE = 400
 ORDER = (
     ("errors",),
     ("integers", "atomic"),
-    ("sizes",),
+    ("sizes", "machine"),
     ("layout",),
     ("form",),
     ("seal",),

@@ -32,7 +32,7 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from kvtide.measure.machine import machine_facts
+from kvtide.machine import machine_facts
 from kvtide.measure.timing import Timing, median_of, timed
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import open_model

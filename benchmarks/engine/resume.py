@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from kvtide.measure.machine import machine_facts
+from kvtide.machine import machine_facts
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import open_model
 from kvtide.serve.request import Request, SamplingParams

@@ -29,7 +29,7 @@ import torch
 
 import kvtide
 from kvtide.device import open_device
-from kvtide.measure.machine import machine_facts
+from kvtide.machine import machine_facts
 from kvtide.serve.adapter import random_llama
 from kvtide.serve.engine import Engine, EngineOptions, check_exact
 from kvtide.serve.models import OpenModel, open_model

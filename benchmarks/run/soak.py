@@ -37,7 +37,7 @@ from typing import Any
 
 import kvtide.cli.main
 from kvtide.cli.serving import LibraryServing
-from kvtide.measure.machine import machine_facts
+from kvtide.machine import machine_facts
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.fetch import Progress
 from kvtide.serve.models import OpenModel

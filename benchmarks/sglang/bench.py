@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvtide.arena import HostArena
 from kvtide.device import open_device
-from kvtide.measure.machine import machine_facts
+from kvtide.machine import machine_facts
 from kvtide.measure.timing import Timing, median_of, timed
 from kvtide.plugin.sglang.pools.describe import describe
 from kvtide.plugin.sglang.pools.subject import Subject

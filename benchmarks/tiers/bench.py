@@ -34,8 +34,8 @@ import xxhash
 from kvtide.arena import HostArena
 from kvtide.device import open_device
 from kvtide.form import SPAN_BYTES
+from kvtide.machine import machine_facts
 from kvtide.measure.copies import make_pool
-from kvtide.measure.machine import machine_facts
 from kvtide.measure.timing import Spread, timed
 from kvtide.measure.workload import PAGE_BYTES, TOKEN_BYTES, make_slots
 from kvtide.seal import Seal, Span

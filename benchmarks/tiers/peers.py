@@ -34,7 +34,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, final
 
-from kvtide.measure.machine import machine_facts
+from kvtide.machine import machine_facts
 from kvtide.sizes import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -273,10 +273,12 @@ class Tide:
             self._spill.remove(snapshot)
         snapshot.lease.release()
 
-    def read_ahead(self, snapshot: Snapshot) -> None:
-        """Begins to bring a snapshot that is wanted soon back from its tier. Doesn't block."""
-        if self._spill is not None:
-            self._spill.read_ahead(snapshot)
+    def read_ahead(self, snapshot: Snapshot) -> bool:
+        """Begins to bring a snapshot that is wanted soon back from its tier. Doesn't block.
+
+        Whether a restore would not wait for a tier now.
+        """
+        return self._spill is None or self._spill.read_ahead(snapshot)
 
     # ---- requests: the page allocator holds their slots -------------------------------
 

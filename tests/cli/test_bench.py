@@ -9,7 +9,7 @@ import torch
 
 from kvtide.cli.main import main
 from kvtide.conformance import SAMPLES
-from kvtide.measure.machine import machine_name
+from kvtide.machine import machine_name
 
 OPERATIONS = ["gather", "sealed_gather", "scatter", "engine_gather", "engine_scatter"]
 

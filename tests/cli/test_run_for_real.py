@@ -281,3 +281,28 @@ def test_ctrl_c_ends_the_process_and_keeps_what_is_done(tmp_path: Path) -> None:
     assert f"answered: {len(ids)} of 30 prompts, kept in {out}.part; " in seen + rest
     assert output == ""
     assert rest.endswith("kvtide: interrupted\n")
+
+
+def test_another_process_finds_what_the_prompts_begin_with(tmp_path: Path) -> None:
+    """A system prompt is computed by the first run, and read from the disk by the next.
+
+    The answers are those of a run without a disk.
+    """
+    system = {"role": "system", "content": "be kind " * 40}
+    lines = [{"id": name, "messages": [system, {"role": "user", "content": name}]} for name in IDS]
+    prompts, found, reports = _write(tmp_path, lines), [], []
+    disk = ["--disk-dir", str(tmp_path / "kv")]
+    for number, options in enumerate((disk, disk, [])):
+        out, report = tmp_path / f"{number}.jsonl", tmp_path / f"{number}.json"
+        command = ["run", prompts, *MODEL, *options, "--out", str(out), "--report", str(report)]
+        if number:
+            assert main(command) == 0
+        else:
+            subprocess.run([sys.executable, "-m", "kvtide", *command], check=True)
+        found.append([row["token_ids"] for row in read_rows(out)])
+        reports.append(read_report(report)["cached_tokens"])
+    assert [found[2]] * 2 == found[:2]
+    first, second, alone = reports
+    assert first == alone
+    assert 256 == second["disk"]
+    assert second["disk"] + second["device"] == len(IDS) * 256

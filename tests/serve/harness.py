@@ -95,8 +95,8 @@ def assert_nothing_held(engine: Engine) -> None:
     prefixes = engine.scheduler.prefixes
     assert engine.pages.free_count + engine.pages.held_count == engine.pages.page_count
     assert engine.pages.held_count == prefixes.idle_page_count
-    prefixes.clear()
-    assert engine.pages.held_count == prefixes.block_count == 0
+    prefixes.blocks.clear()
+    assert engine.pages.held_count == len(prefixes.blocks.known) == 0
     if engine.store.spill is not None:  # a write that is under way has its memory until it ends
         engine.store.spill.make_room(engine.tide.arena.block_count)
     assert engine.tide.arena.used_bytes == 0

@@ -44,6 +44,7 @@ class Bench:
     exact: bool = True
     host_blocks: int = 0
     chunk_tokens: int = CHUNK_TOKENS
+    block_tokens: int | None = None
     computed: dict[str, list[int]] = field(default_factory=dict)
     """For each request the numbers of the tokens that were computed, in order."""
 
@@ -64,8 +65,8 @@ class Bench:
         self.prefixes = PrefixCache(
             self.tide,
             self.pages,
-            block_tokens_for(self.chunk_tokens, PAGE_SIZE, exact=self.exact),
-            seed_of=lambda request: request.salt.hex(),
+            self.block_tokens or block_tokens_for(self.chunk_tokens, PAGE_SIZE, exact=self.exact),
+            key_of=lambda request, chain: f"{request.salt.hex()} {chain}",
             shares_answers=not self.exact,
             below_bytes=self.arena.limit_bytes,
         )
@@ -124,8 +125,8 @@ class Bench:
         for request in (*self.scheduler.running, *self._rows):
             self.scheduler.remove(request)
         assert self.pages.held_count == self.prefixes.idle_page_count
-        self.prefixes.clear()
-        free = (self.pages.free_count, self.prefixes.block_count, self.arena.used_bytes)
+        self.prefixes.blocks.clear()
+        free = (self.pages.free_count, len(self.prefixes.blocks.known), self.arena.used_bytes)
         assert (self.page_count, 0, 0) == free
 
     def answer(self, *requests: Request) -> None:
@@ -191,8 +192,7 @@ def test_requests_that_come_together_compute_a_prefix_once() -> None:
 
 def test_in_fast_mode_requests_of_one_step_compute_a_prefix_once() -> None:
     """Both would fit in one step; the second waits a step instead of computing the same."""
-    bench = Bench(64, exact=False, chunk_tokens=64)
-    bench.prefixes._block_tokens, bench.prefixes._block_pages = PAGE_SIZE, 1
+    bench = Bench(64, exact=False, chunk_tokens=64, block_tokens=PAGE_SIZE)
     bench.answer(make("a", [7, 7, 7, 7, 3]), make("b", [7, 7, 7, 7, 1, 2]), make("c", [8, 8]))
     assert {"a": numbers(5), "b": [4, 5], "c": [0, 1]} == bench.computed
 
@@ -230,9 +230,7 @@ def test_salt_is_not_shown() -> None:
 def test_answers_are_shared_in_fast_mode_alone() -> None:
     """The next turn of a conversation begins with the last one's prompt and answer."""
     for exact, expected in ((True, numbers(12, 8)), (False, numbers(4, 16))):
-        bench = Bench(64, exact=exact)
-        if not exact:
-            bench.prefixes._block_tokens, bench.prefixes._block_pages = PAGE_SIZE, 1
+        bench = Bench(64, exact=exact, block_tokens=None if exact else PAGE_SIZE)
         first = make("a", numbers(10), 8)
         bench.answer(first)
         bench.answer(make("b", [*first.prompt_ids, *first.output_ids, 80, 81]))
@@ -306,7 +304,7 @@ def test_request_whose_blocks_are_lost_is_computed_again() -> None:
         bench.step()
     stored = request.stored
     bench.scheduler.retract(request)
-    bench.prefixes.clear()
+    bench.prefixes.blocks.clear()
     while bench.step():
         bench.end_those_that_are_done()
     assert (1, stored) == (bench.scheduler.stats.missing, bench.scheduler.stats.recomputed_tokens)
@@ -340,7 +338,7 @@ def test_blocks_make_way_for_a_retracted_request() -> None:
     bench.scheduler.retract(request)
     assert request.snapshot is not None
     assert 0 == bench.scheduler.stats.arena_full
-    assert 1 == len(bench.prefixes._below)
+    assert 1 == len(bench.prefixes.blocks.below)
 
 
 def test_blocks_that_a_retracted_request_awaits_do_not_make_way() -> None:
@@ -351,8 +349,10 @@ def test_blocks_that_a_retracted_request_awaits_do_not_make_way() -> None:
     for _ in range(4):
         bench.step()
     bench.scheduler.retract(request)
-    assert bench.prefixes.make_room(8)  # both blocks go below, beside the request's own tokens
-    assert not bench.prefixes.give_way()
+    assert bench.prefixes.blocks.make_room(
+        8
+    )  # both blocks go below, beside the request's own tokens
+    assert not bench.prefixes.blocks.give_way()
     while bench.step():
         bench.end_those_that_are_done()
     assert 0 == bench.scheduler.stats.recomputed_tokens
@@ -361,10 +361,10 @@ def test_blocks_that_a_retracted_request_awaits_do_not_make_way() -> None:
 def test_blocks_below_keep_to_their_limit() -> None:
     """Beyond it those that were used least recently are dropped."""
     bench = Bench(8, host_blocks=8)
-    bench.prefixes._below_bytes = 3 * bench.arena.block_bytes
+    bench.prefixes.blocks._below_bytes = 3 * bench.arena.block_bytes
     for number in range(6):
         bench.answer(make(str(number), numbers(17, 20 * number)))
-    assert 3 == len(bench.prefixes._below)
+    assert 3 == len(bench.prefixes.blocks.below)
     assert 3 * bench.arena.block_bytes == bench.arena.used_bytes
 
 
@@ -379,9 +379,13 @@ def test_thousands_of_steps_read_nothing_wrong(
     `Bench.step` compares every byte that a request reads, and counts the holders of every page.
     """
     dice = random.Random(host_blocks)
-    bench = Bench(24, on_pressure=on_pressure, exact=exact, host_blocks=host_blocks)
-    if not exact:
-        bench.prefixes._block_tokens, bench.prefixes._block_pages = PAGE_SIZE, 1
+    bench = Bench(
+        24,
+        on_pressure=on_pressure,
+        exact=exact,
+        host_blocks=host_blocks,
+        block_tokens=None if exact else PAGE_SIZE,
+    )
     beginnings = [[dice.randrange(250) for _ in range(40)] for _ in range(4)]
     alive: list[Request] = []
     for number in range(1500):

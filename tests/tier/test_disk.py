@@ -230,6 +230,22 @@ def test_what_is_in_use_can_be_replaced_and_damaged(
     assert (0, 0, 0) == (disk.stats.used_bytes, disk._books._busy_bytes, len(disk._books.used))
 
 
+def test_what_is_shared_leaves_for_others_though_it_was_used(
+    tier: Callable[..., DiskTier], tide: Tide
+) -> None:
+    """It is a cache, of this process too: what was used longest ago leaves first."""
+    disk = tier(limit_bytes=3 * FILE_BYTES, keeps_used=True)
+    for key in ("shared/a", "shared/b", "c"):
+        save(disk, tide, key)
+    disk.load("shared/a", tide.arena).lease.release()
+    save(disk, tide, "d")
+    assert [True, False] == [disk.contains(f"shared/{key}") for key in "ab"]
+    save(disk, tide, "e")
+    assert [False, True, True, True] == [disk.contains(key) for key in ("shared/a", *"cde")]
+    with pytest.raises(TierFull):
+        save(disk, tide, "shared/f")
+
+
 def test_what_is_in_use_is_known_after_the_disk_was_away(
     tier: Callable[..., DiskTier], tide: Tide, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from kvtide.layout import GQA
 from kvtide.pool import Pool
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, MooncakeTier, Namespace
-from kvtide.tier.namespace import salt_of
+from kvtide.tier.namespace import is_shared, salt_of
 from tier.fake_mooncake import FakeStore
 
 SPACE = Namespace(model="m", weights="w", layout="00ff", salt=b"secret")
@@ -153,3 +153,11 @@ def test_tenants_neither_read_nor_remove_nor_probe_each_others_kv(
     assert {1} == set(b"".join(loaded.chunks))
     for snapshot in (loaded, *snapshots):
         tide.discard(snapshot)
+
+
+def test_a_shared_key_is_told_from_others() -> None:
+    """It is the same key with a beginning that says so; other texts aren't taken for one."""
+    assert SPACE.shared_key_of("a") == f"shared/{SPACE.key_of('a')}"
+    assert [True, False, False] == [
+        is_shared(key) for key in (SPACE.shared_key_of("a"), SPACE.key_of("a"), "a shared/b")
+    ]

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
@@ -498,6 +499,80 @@ def test_threads_that_hang_in_one_tier_do_not_keep_another(device: CPUDevice) ->
     spill.close()
     assert {} == well.kept
     hung.gate.set()
+
+
+# ---- what is shared ---------------------------------------------------------------------
+
+
+Kept = Callable[..., tuple[Tide, Spill, FaultyTier]]
+
+
+@pytest.fixture
+def kept(device: CPUDevice) -> Iterator[Kept]:
+    """Makes a tide over a tier in memory, in which a snapshot's key is its name."""
+    geometry = GQA.bind(dtype="uint8", token=4, layer=2, head=2, head_dim=8, v_head_dim=8)
+    pool, opened = Pool.create(geometry, device, page_count=SLOT_COUNT // 4), []
+
+    def make(below: FaultyTier | None = None) -> tuple[Tide, Spill, FaultyTier]:
+        below = below or FaultyTier(random.Random(1), 1 << 20)
+        arena = HostArena(device, limit_bytes=1 << 14, block_bytes=512)
+        spill = Spill(arena, [below], name_of=lambda key: key)
+        opened.append((spill, arena))
+        return Tide(pool, arena, spill=spill), spill, below
+
+    yield make
+    for spill, arena in opened:
+        spill.close()
+        assert 0 == arena.used_bytes
+
+
+def test_what_is_shared_stays_in_the_tier_when_it_is_forgotten(kept: Kept) -> None:
+    """Another spill finds it by its name, in the order that it asks for."""
+    tide, spill, below = kept()
+    for key in ("shared/a", "shared/b", "mine"):
+        snapshot = tide.offload(range(8), key=key)
+        spill.make_room(tide.arena.block_count)
+        assert key in below.kept
+        tide.discard(snapshot)
+    spill.close()
+    assert ["shared/a", "shared/b"] == list(below.kept)
+    tide, spill, _ = kept(below)
+    search = spill.seek(["shared/b", "shared/a", "shared/c", "shared/a"])
+    search.job.wait()
+    found = spill.take(search)
+    assert ["shared/b", "shared/a"] == [snapshot.seal.key for snapshot in found]
+    while not spill.read_ahead(found[0]):
+        pass
+    tide.restore(found[0], range(8, 16), key="shared/b")
+    for snapshot in found:
+        tide.discard(snapshot)
+    spill.close()
+    assert ["shared/a", "shared/b"] == list(below.kept)
+
+
+def test_requests_are_left_before_what_is_shared(kept: Kept) -> None:
+    """Whatever was used last; only requests are counted."""
+    tide, spill, below = kept()
+    snapshots = [tide.offload(range(8), key=key) for key in ("shared/a", "one", "shared/b", "two")]
+    assert 2 == spill.leave()
+    assert ["one", "two", "shared/a", "shared/b"] == list(below.kept)
+    for snapshot in snapshots:
+        tide.discard(snapshot)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_the_tier_has_already_is_not_written(kept: Kept, is_same: bool) -> None:
+    """Other bytes under the name are replaced, since its reader compares seals."""
+    tide, spill, below = kept()
+    slots = [range(8), range(8) if is_same else range(8, 16)]
+    for number, buffer in enumerate(tide.pool.buffers):
+        buffer.view(-1)[:] = torch.arange(buffer.numel()) % (251 - number)
+    for part in slots:
+        snapshot = tide.offload(part, key="shared/a")
+        spill.make_room(tide.arena.block_count)
+        assert snapshot.seal == below.kept["shared/a"][0]
+        tide.discard(snapshot)
+    assert (1 if is_same else 2) == spill.stats.spills
 
 
 @pytest.mark.parametrize(("block_bytes", "fits"), [(1024, True), (256, False)])

@@ -70,7 +70,7 @@ def _group(ctx: typer.Context) -> None:
 def _print_json(figures: dict[str, object], rounds: int) -> None:
     import torch
 
-    from kvtide.measure.machine import machine_facts
+    from kvtide.machine import machine_facts
 
     threads = torch.get_num_threads()
     machine = {**machine_facts(), "threads": threads, "torch": torch.__version__}
@@ -129,7 +129,7 @@ def _console() -> Console:
 def _print_circumstances(console: Console, rounds: int) -> None:
     import torch
 
-    from kvtide.measure.machine import machine_name
+    from kvtide.machine import machine_name
 
     threads = counted(torch.get_num_threads(), "thread")
     medians = f"median (and quartiles) of {counted(rounds, 'round')}"

@@ -12,7 +12,7 @@ from kvtide import __version__
 from kvtide.device import Device, open_device
 from kvtide.doctor.finding import Finding
 from kvtide.errors import UsageError, first_line
-from kvtide.measure.machine import machine_name
+from kvtide.machine import machine_name
 
 # More than common limits of locked memory, which are 64 KiB or 8 MiB.
 _HOST_SAMPLE_BYTES = 16 << 20

@@ -24,6 +24,7 @@ from kvtide.serve.batch import pack
 from kvtide.serve.live import Answering, Live
 from kvtide.serve.logprobs import token_texts
 from kvtide.serve.models import OpenModel
+from kvtide.serve.numerics import numerics_of
 from kvtide.serve.options import EngineOptions
 from kvtide.serve.owncheck import check_own_answers
 from kvtide.serve.paged import PagedModel
@@ -44,7 +45,6 @@ from kvtide.serve.sizing import (
 from kvtide.serve.stats import EngineStats
 from kvtide.serve.supported import geometry_of
 from kvtide.tide import Tide
-from kvtide.tier import Namespace
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "check_exact"]
 
@@ -72,7 +72,6 @@ class Engine:
         )
         self._vocab_size = int(source.model.get_input_embeddings().num_embeddings)
         self._context_limit = source.context_limit
-        self._name = source.name
         self.tide = tide
         self._options = options
         self.pages = pages
@@ -149,14 +148,16 @@ class Engine:
             check = None
         elif check is None:
             check = check_exact(source, device)
-        model = PagedModel(source.model, pool, exact=None if check is None else check.rules)
+        rules = None if check is None else check.rules
+        model = PagedModel(source.model, pool, exact=rules)
         undo.callback(model.release)
         pages = PageAllocator(page_count)
         limit_bytes = options.host_memory_bytes
         if limit_bytes is None:
             limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
         arena = arena_for(pool, limit_bytes)
-        kept = RequestStore(arena, options, source, geometry)
+        numerics = "" if rules is None else numerics_of(device.torch_device, rules)
+        kept = RequestStore(arena, options, source, geometry, numerics)
         undo.callback(kept.store.close)
         tide = Tide(pool, arena, pages, kept.store.spill)
         return cls(model, source, tide, pages, kept, options, check)
@@ -224,13 +225,14 @@ class Engine:
     def suspend(self) -> int:
         """Leaves the requests that have begun in tiers, for a later engine that `add`s them.
 
-        Ends all requests. Returns how many were left; none without a tier.
+        Beginnings that requests shared are left, too. Ends all requests. Returns how many were
+        left; none without a tier.
         """
         left_count = 0
         if self.store.spill is not None:
             for request in reversed(self.scheduler.running):
                 self.scheduler.retract(request)
-            self.scheduler.prefixes.clear()
+            self.scheduler.prefixes.blocks.leave()
             left_count = self.store.spill.leave()
         for request_id in list(self._live):
             self.abort(request_id)
@@ -240,7 +242,7 @@ class Engine:
         """Aborts all requests, gives the model back and stops the device's threads."""
         for request_id in list(self._live):
             self.abort(request_id)
-        self.scheduler.prefixes.clear()
+        self.scheduler.prefixes.blocks.clear()
         self.tide.close()
         self.store.close()
         self._model.release()
@@ -274,17 +276,11 @@ class Engine:
             self.tide,
             self.pages,
             block_tokens,
-            seed_of=self._prefix_seed,
+            key_of=self._requests.block_key_of,
             shares_answers=not options.exact,
             below_bytes=self._below_bytes if options.on_pressure == "offload" else 0,
             spill=self.store.spill,
         )
-
-    def _prefix_seed(self, request: Request) -> str:
-        """A text that two requests have in common if one may read the KV of the other."""
-        layout = self.tide.pool.geometry.fingerprint.hex()
-        space = Namespace(model=self._name, weights="", layout=layout, salt=request.salt)
-        return space.key_of("prefix")
 
     @property
     def stats(self) -> EngineStats:

@@ -1,29 +1,26 @@
 """PrefixCache: requests that begin with the same tokens share the KV of these tokens.
 
 Tokens are shared in blocks of one size, which fill whole pages. A block's key is a hash of its
-tokens and of the key before it; the first key comes from the namespace. So blocks with one key have
-the same tokens before them, of one model and one tenant.
+tokens and of the key before it, and of all else that decides its bytes, such as the model and the
+tenant. So blocks with one key have the same tokens before them, and other engines find them.
 
-A block is on the device, or below it: in the arena or a tier. Requests that run read blocks on the
-device. A block that nobody reads stays until its pages are needed; the one that was used least
-recently leaves first. A request reads its blocks from the first one on, and lets the last one go
-first. So no block leaves before those that are of no use without it.
+A request reads its blocks from the first one on, and lets the last one go first. So no block leaves
+before those that are of no use without it. `kvtide.serve.blocks` has the places of blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from itertools import dropwhile
 from math import lcm
 from typing import final
 
-from kvtide.errors import ArenaFull, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.pool import PageAllocator
+from kvtide.serve.blocks import Blocks, PrefixStats
 from kvtide.serve.request import PrefixBlock, Request
+from kvtide.serve.seeker import Seeker
 from kvtide.tide import Tide
 from kvtide.tier import Spill
 
@@ -47,24 +44,6 @@ def block_tokens_for(chunk_tokens: int, page_size: int, *, exact: bool) -> int:
 
 
 @final
-@dataclass(slots=True)
-class PrefixStats:
-    """Counts since the start.
-
-    `cached_tokens` counts tokens of prompts that needn't be computed, by where their KV was.
-    `evicted` counts blocks that left the device, `dropped` those that are nowhere any more, and
-    `failed` those of them that didn't come back from below. Seconds are as in SchedulerStats.
-    """
-
-    cached_tokens: Counter[str] = field(default_factory=Counter)
-    evicted: int = 0
-    dropped: int = 0
-    failed: int = 0
-    offload_seconds: float = 0.0
-    restore_seconds: float = 0.0
-
-
-@final
 class PrefixCache:
     """The blocks that requests share, and the pages that they hold. Not thread-safe."""
 
@@ -74,94 +53,85 @@ class PrefixCache:
         pages: PageAllocator,
         block_tokens: int = 0,
         *,
-        seed_of: Callable[[Request], str] = lambda _: "",
+        key_of: Callable[[Request, str], str] = lambda _, chain: chain,
         shares_answers: bool = False,
         below_bytes: int = 0,
         spill: Spill | None = None,
     ) -> None:
         """A block has `block_tokens` tokens, whole pages; 0 shares nothing.
 
-        `seed_of` gives a text that requests have in common if they may share at all. With
-        `shares_answers` answers are shared like prompts. Blocks that leave the device go to the
-        arena, and by its `spill` to tiers, where they take at most `below_bytes` in all.
+        `key_of` gives the key of a request's block from a hash of its tokens and of those before
+        them. Requests that may share have the same. With `shares_answers` answers are shared like
+        prompts. Blocks that leave the device go to the arena, and by its `spill` to tiers: those
+        that this cache knows take at most `below_bytes`. In tiers they stay for other engines.
         """
-        self.stats = PrefixStats()
+        self.blocks = Blocks(tide, pages, block_tokens or _NO_BLOCKS, below_bytes, spill)
         self._tide = tide
         self._pages = pages
         self._block_tokens = block_tokens or _NO_BLOCKS
         self._block_pages = block_tokens // tide.pool.page_size
-        self._seed_of = seed_of
+        self._key_of = key_of
         self._shares_answers = shares_answers
-        self._below_bytes = below_bytes
         self._spill = spill
-        self._blocks: dict[str, PrefixBlock] = {}
-        # Blocks that nobody reads, the least recently used first.
-        self._idle: dict[str, PrefixBlock] = {}
-        self._below: dict[str, PrefixBlock] = {}
+        self._seeker = Seeker(spill) if spill is not None and below_bytes else None
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What was spared and moved."""
+        return self.blocks.stats
 
     @property
     def idle_page_count(self) -> int:
         """Pages that hold blocks that nobody reads, so that they can be had."""
-        return len(self._idle) * self._block_pages
+        return self.blocks.idle_page_count
 
     @property
     def blocks_here(self) -> list[PrefixBlock]:
         """The blocks that are on the device."""
-        return [block for block in self._blocks.values() if block.pages]
+        return [block for block in self.blocks.known.values() if block.pages]
 
     @property
-    def block_count(self) -> int:
-        """How many blocks there are, on the device and below."""
-        return len(self._blocks)
-
-    def make_room(self, page_count: int) -> bool:
-        """Frees pages until `page_count` are free; False, and no change, if that can't be."""
-        if page_count > self._pages.free_count + self.idle_page_count:
-            return False
-        while self._pages.free_count < page_count:
-            self._evict(next(iter(self._idle.values())))
-        return True
-
-    def give_way(self) -> bool:
-        """Drops a block below the device, so that a snapshot has room. False if there is none.
-
-        Takes the one that was used least recently of those that no retracted request needs.
-        """
-        block = next((block for block in self._below.values() if not block.waiters), None)
-        if block is None:
-            return False
-        self._drop(block)
-        return True
-
-    def clear(self) -> None:
-        """Drops all blocks that nobody reads."""
-        for block in (*self._idle.values(), *self._below.values()):
-            self._drop(block)
+    def has_tiers(self) -> bool:
+        """Whether blocks may go to tiers, where they leave for others."""
+        return self._spill is not None
 
     def read_ahead(self, request: Request) -> None:
         """Has the blocks that a request reads when it starts brought to host memory."""
         if self._spill is None:
             return
-        keys = [block.key for block in request.awaited] or self._keys(request)
-        for block in map(self._blocks.get, keys):
+        for key in [block.key for block in request.awaited] or self._keys(request):
+            block = self._known(request, key)
             if block is None:
                 return
             if block.snapshot is not None:
                 self._tide.read_ahead(block.snapshot)
 
+    def pause(self) -> None:
+        """Waits a moment, when all requests wait for blocks."""
+        assert self._seeker is not None, "otherwise nobody waits"
+        self._seeker.pause()
+
     # ---- what a request reads ------------------------------------------------------------
 
-    def read(self, request: Request) -> None:
-        """Gives the request, which runs, the blocks that go on from what it has."""
+    def read(self, request: Request) -> bool:
+        """Gives the request, which runs, the blocks that go on from what it has.
+
+        False if its next block may come from a tier soon, so that it had better wait for that than
+        compute it. Never waits itself, but for a moment.
+        """
         while self._can_read_next(request):
-            block = self._blocks.get(self._key(request, len(request.blocks)))
+            block = self._known(request, self._key(request, len(request.blocks)))
+            if self._is_coming(request, block):
+                return not (self._seeker is not None and self._seeker.may_wait(request))
             if block is None:
-                return
-            self._hold(block)
-            source = self._bring(block)
+                return True
+            self.blocks.hold(block)
+            source = self.blocks.bring(block)
             if source is None:
-                self._let_go(block)
-                return
+                self.blocks.let_go(block)
+                return True
+            if self._seeker is not None:
+                self._seeker.note_progress(request)
             request.blocks.append(block)
             request.pages += block.pages
             request.stored += self._block_tokens
@@ -169,7 +139,8 @@ class PrefixCache:
             new_count = max(0, min(self._block_tokens, request.stored - request.lost))
             request.cached_tokens += new_count
             if new_count:
-                self.stats.cached_tokens[source] += new_count
+                self.blocks.stats.cached_tokens[source] += new_count
+        return True
 
     def let_wait(self, request: Request) -> None:
         """Takes the blocks of a request that is retracted; it gets them again by `read_again`."""
@@ -182,12 +153,12 @@ class PrefixCache:
         """Gives a request that was retracted its blocks again; False, and none, if one is lost."""
         keys = [block.key for block in request.awaited]
         self._stop_waiting(request)
-        blocks = [self._blocks[key] for key in keys if key in self._blocks]
+        blocks = [self.blocks.known[key] for key in keys if key in self.blocks.known]
         for block in blocks:  # all of them first: room for one must not cost another
-            self._hold(block)
-        if len(blocks) < len(keys) or not all(self._bring(block) for block in blocks):
+            self.blocks.hold(block)
+        if len(blocks) < len(keys) or not all(self.blocks.bring(block) for block in blocks):
             for block in reversed(blocks):
-                self._let_go(block)
+                self.blocks.let_go(block)
             return False
         request.blocks = blocks
         request.pages = [page for block in blocks for page in block.pages]
@@ -203,29 +174,31 @@ class PrefixCache:
             number = len(request.blocks)
             part = slice(number * self._block_pages, (number + 1) * self._block_pages)
             key, pages = self._key(request, number), request.pages[part]
-            block = self._blocks.get(key)
+            block = self.blocks.known.get(key)
             if block is not None and not block.pages:
-                self._drop(block)
+                self.blocks.drop(block)
                 block = None
             if block is None:
-                block = self._blocks[key] = PrefixBlock(key, pages)
+                block = self.blocks.add(key, pages)
             else:
                 request.pages[part] = block.pages
                 self._pages.release(pages)
-            self._hold(block)
+            self.blocks.hold(block)
             request.blocks.append(block)
 
     def release(self, request: Request) -> None:
         """Gives back all pages of a request: its own, and its share of those that it reads."""
         self._pages.release(self.pages_of(request))
         for block in reversed(request.blocks):
-            self._let_go(block)
+            self.blocks.let_go(block)
         request.blocks, request.pages = [], []
 
     def forget(self, request: Request) -> None:
         """Releases a request that needs nothing any more of what it had."""
         self.release(request)
         self._stop_waiting(request)
+        if self._seeker is not None:
+            self._seeker.forget(request)
 
     def pages_of(self, request: Request) -> list[int]:
         """The pages that the request alone holds, which come after those of its blocks."""
@@ -238,7 +211,7 @@ class PrefixCache:
     def common_page_count(self, request: Request) -> int:
         """Pages of the request's first tokens that others hold, so that it needs none for them."""
         count = 0
-        for block in map(self._blocks.get, self._keys(request)):
+        for block in map(self.blocks.known.get, self._keys(request)):
             if block is None or not (block.readers and block.pages):
                 break
             count += 1
@@ -250,82 +223,23 @@ class PrefixCache:
         first = -(-request.stored // self._block_tokens)
         return [self._key(request, number) for number in range(first, end // self._block_tokens)]
 
-    # ---- blocks --------------------------------------------------------------------------
+    # ---- blocks below ----------------------------------------------------------------------
 
-    def _hold(self, block: PrefixBlock) -> None:
-        """Counts a reader; until it lets go the block doesn't leave."""
-        block.readers += 1
-        self._idle.pop(block.key, None)
-        self._below.pop(block.key, None)
+    def _known(self, request: Request, key: str) -> PrefixBlock | None:
+        """A block of the request. If it isn't known, tiers are asked for it and those behind it."""
+        if self._seeker is not None:
+            if key not in self.blocks.known:
+                self._seeker.seeks(request, dropwhile(key.__ne__, self._keys(request)))
+            self.blocks.take(self._seeker.found())
+        return self.blocks.known.get(key)
 
-    def _let_go(self, block: PrefixBlock) -> None:
-        block.readers -= 1
-        if block.readers:
-            return
-        if block.pages:
-            self._idle[block.key] = block
-        elif block.snapshot is not None:
-            self._below[block.key] = block
-        else:
-            del self._blocks[block.key]
-
-    def _bring(self, block: PrefixBlock) -> str | None:
-        """Brings a block that is held to the device; gives where it was, None if it can't be."""
-        if block.snapshot is None:
-            return "device" if block.pages else None
-        if not self.make_room(self._block_pages):
-            return None
-        place = None if self._spill is None else self._spill.tier_of(block.snapshot)
-        started = time.perf_counter()
-        try:
-            pages = self._tide.resume(block.snapshot, self._block_pages, key=block.key)
-        except (SnapshotDamaged, SnapshotMiss, SlotsLost, ArenaFull):
-            self.stats.failed += 1
-            self.stats.dropped += 1
-            self._tide.discard(block.snapshot)
-            block.snapshot = None
-            return None
-        self.stats.restore_seconds += time.perf_counter() - started
-        assert pages is not None, "there was room"
-        block.pages, block.snapshot = pages, None
-        return place or "host"
-
-    def _evict(self, block: PrefixBlock) -> None:
-        """Takes the pages of a block that nobody reads. It goes below the device if it can."""
-        self.stats.evicted += 1
-        started = time.perf_counter()
-        if self._below_bytes and self._save(block):
-            del self._idle[block.key]
-            self._below[block.key] = block
-            self.stats.offload_seconds += time.perf_counter() - started
-        else:
-            self._drop(block)
-
-    def _save(self, block: PrefixBlock) -> bool:
-        """Moves a block to the arena; others make way for it. False if there is no room."""
-        while True:
-            try:
-                block.snapshot = self._tide.retract(block.pages, self._block_tokens, key=block.key)
-            except ArenaFull:
-                if not self.give_way():
-                    return False
-            else:
-                break
-        block.pages = []
-        size_bytes = len(block.snapshot.seal.used_bytes) * self._tide.arena.block_bytes
-        while (len(self._below) + 1) * size_bytes > self._below_bytes and self.give_way():
-            pass
-        return True
-
-    def _drop(self, block: PrefixBlock) -> None:
-        """Forgets a block that nobody reads, wherever it is."""
-        self.stats.dropped += 1
-        for blocks in (self._blocks, self._idle, self._below):
-            blocks.pop(block.key, None)
-        self._pages.release(block.pages)
-        block.pages = []
-        if block.snapshot is not None:
-            self._tide.discard(block.snapshot)
+    def _is_coming(self, request: Request, block: PrefixBlock | None) -> bool:
+        """Whether a block is on its way from a tier, or tiers are asked for it."""
+        if self._seeker is None:
+            return False
+        if block is None:
+            return self._seeker.seeks(request, ())
+        return block.snapshot is not None and not self._tide.read_ahead(block.snapshot)
 
     def _stop_waiting(self, request: Request) -> None:
         for block in request.awaited:
@@ -362,6 +276,6 @@ class PrefixCache:
         while len(keys) <= number:
             first = len(keys) * self._block_tokens
             tokens = array("q", request.tokens(first, self._block_tokens)).tobytes()
-            before = keys[-1] if keys else self._seed_of(request)
-            keys.append(hashlib.blake2b(before.encode() + tokens, digest_size=16).hexdigest())
+            chain = hashlib.blake2b("".join(keys[-1:]).encode() + tokens, digest_size=16)
+            keys.append(self._key_of(request, chain.hexdigest()))
         return keys[number]

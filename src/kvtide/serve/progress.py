@@ -16,6 +16,7 @@ from kvtide.serve.request import Request
 from kvtide.serve.sampling import Sampler
 
 _PREFIX = "request/"
+_NAMELESS = "alone/"
 
 
 def name_of(text: str) -> str | None:
@@ -37,7 +38,7 @@ def to_text(request: Request, sampler: Sampler) -> str:
     """The key of a snapshot that is made of the request now."""
     name = name_for(request)
     if name is None:
-        return request.id
+        return _NAMELESS + request.id
     state = sampler.state
     form = {
         "output_ids": request.output_ids,

@@ -2,10 +2,13 @@
 
 A snapshot's key in the tiers is made of all that decides its bytes: see Namespace. Its request's
 name is in it, and that has a hash of the prompt, of the model and of all settings of the answer.
+Blocks of beginnings, which requests share, have keys of the same kind: see `block_key_of`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from kvtide.arena import HostArena
@@ -15,7 +18,9 @@ from kvtide.serve import progress
 from kvtide.serve.live import Live
 from kvtide.serve.models import OpenModel
 from kvtide.serve.options import EngineOptions
+from kvtide.serve.request import Request
 from kvtide.tier import Namespace, Store
+from kvtide.tier.namespace import is_shared
 
 
 def namespace_of(source: OpenModel, geometry: Geometry, options: EngineOptions) -> Namespace:
@@ -34,23 +39,49 @@ def namespace_of(source: OpenModel, geometry: Geometry, options: EngineOptions) 
     )
 
 
+def _joined(salts: Sequence[bytes]) -> bytes:
+    """One secret of several: who lacks one of them can't make a key."""
+    return b"".join(b"%d:%b" % (len(salt), salt) for salt in salts)
+
+
 @final
 class RequestStore:
     """The store of an engine, and the names that requests' snapshots have in its tiers."""
 
     def __init__(
-        self, arena: HostArena, options: EngineOptions, source: OpenModel, geometry: Geometry
+        self,
+        arena: HostArena,
+        options: EngineOptions,
+        source: OpenModel,
+        geometry: Geometry,
+        numerics: str = "",
     ) -> None:
-        """Opens the tiers that the options name. Raises the errors of Store."""
+        """Opens the tiers that the options name. Raises the errors of Store.
+
+        `numerics` is what else decides the bits of blocks, which others may have computed.
+        """
         self.store = Store(
             arena,
             options.disk_dir,
             options.disk_memory_bytes,
             mooncake=options.mooncake,
-            name_of=lambda text: self._key_of(progress.name_of(text)),
+            name_of=self._name_of,
         )
         has_tiers = self.store.spill is not None
         self._namespace = namespace_of(source, geometry, options) if has_tiers else None
+        self._salt = options.salt
+        self._of_blocks = Namespace(model=source.name, weights="", layout="")
+        if self._namespace is not None:
+            engine = f"{self._namespace.engine}; {numerics}"
+            self._of_blocks = replace(self._namespace, engine=engine)
+
+    def block_key_of(self, request: Request, chain: str) -> str:
+        """The key of a block of the request, whose tokens and those before them `chain` is of.
+
+        Without tiers it is of use in this engine alone, so it needs no hash of the weights.
+        """
+        salt = _joined([self._salt, request.salt])
+        return replace(self._of_blocks, salt=salt).shared_key_of(chain)
 
     def text_of(self, live: Live) -> str:
         """The key of a snapshot of the request now. Only in a tier it outlives this process."""
@@ -81,6 +112,10 @@ class RequestStore:
         request.snapshot, request.snapshot_key = snapshot, snapshot.seal.key
         request.stored = snapshot.token_count
         return True
+
+    def _name_of(self, text: str) -> str | None:
+        """The key in the tiers of the snapshot whose seal has this text; None for one of its own"""
+        return text if is_shared(text) else self._key_of(progress.name_of(text))
 
     def _key_of(self, name: str | None) -> str | None:
         """The key in the tiers of the snapshot with this name; None if nobody shall find it."""

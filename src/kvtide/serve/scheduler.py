@@ -17,7 +17,6 @@ from typing import final
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.pool import PageAllocator
 from kvtide.serve.prefix import PrefixCache
-from kvtide.serve.progress import name_of
 from kvtide.serve.request import Request
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
@@ -88,6 +87,8 @@ class Scheduler:
         self._retracted: list[Request] = []
         self._running: list[Request] = []
         self._arrivals = 0
+        self._waits = False
+        """Whether a request took no part in the last step, since it waits for a tier."""
         self.stats = SchedulerStats()
 
     @property
@@ -115,8 +116,15 @@ class Scheduler:
     def plan(self) -> list[tuple[Request, int]]:
         """The next step: the requests and how many tokens each computes. Their pages are acquired.
 
-        May retract and resume requests. Empty only when no request is left.
+        May retract and resume requests. Empty only when no request is left. Requests whose next
+        tokens come from a tier take no part; if all do, it waits for the first of them.
         """
+        while not (steps := self._planned()) and self._waits:
+            self.prefixes.pause()
+        return steps
+
+    def _planned(self) -> list[tuple[Request, int]]:
+        self._waits = False
         self._resume()
         if not self._retracted:
             self._admit()
@@ -128,8 +136,9 @@ class Scheduler:
             if request not in self._running:
                 continue  # just retracted to make room for an older request
             is_behind = request.stored + 1 < request.token_count  # beyond its newest token
-            if is_behind:
-                self.prefixes.read(request)
+            if is_behind and not self.prefixes.read(request):
+                self._waits = True
+                continue
             count = self._next_count(request)
             # A chunk that doesn't fit waits as a whole: its length must not depend on others.
             if count > 1 and count > budget:
@@ -194,7 +203,7 @@ class Scheduler:
         needed = self._pages_for(request.stored + count) - len(request.pages)
         if needed <= 0:
             return True
-        while not self.prefixes.make_room(needed):
+        while not self.prefixes.blocks.make_room(needed):
             assert self._options.on_pressure != "wait", "a request started without room for all"
             victim = self._running[-1]
             self.retract(victim)
@@ -212,7 +221,7 @@ class Scheduler:
             try:
                 request.snapshot = self._saved(request, key)
             except ArenaFull:
-                if not self.prefixes.give_way():
+                if not self.prefixes.blocks.give_way():
                     self.stats.arena_full += 1
                     break
         self.stats.offload_seconds += time.perf_counter() - started
@@ -221,10 +230,11 @@ class Scheduler:
         """Saves the request's KV, and gives its pages back.
 
         The blocks that it reads aren't saved with it: they stay where they are until their pages
-        are needed. But a snapshot that another process may find has all tokens.
+        are needed. But a snapshot that may go to a tier has all tokens: there it stays, and blocks
+        leave for others.
         """
         prefixes = self.prefixes
-        if request.blocks and name_of(key) is not None:
+        if request.blocks and prefixes.has_tiers:
             slots = self._tide.pool.slots_of(request.pages)[: request.stored]
             snapshot = self._tide.offload(slots, key=key)
             prefixes.release(request)
@@ -276,7 +286,7 @@ class Scheduler:
         if not self.prefixes.read_again(request):
             raise SnapshotMiss("a block of the request's first tokens is nowhere any more")
         page_count = self._pages_for(request.stored) - len(request.pages)
-        self.prefixes.make_room(page_count)
+        self.prefixes.blocks.make_room(page_count)
         started = time.perf_counter()
         pages = self._tide.resume(snapshot, page_count, key=request.snapshot_key)
         self.stats.restore_seconds += time.perf_counter() - started

@@ -44,8 +44,8 @@ class Books:
     above the limit. Looking a name up, reading it and letting the oldest file leave take the same
     time whatever the number of files.
 
-    With `keeps_used`, a file that was written or read since then doesn't leave for others: it is
-    counted as if it were being read until it loses its name.
+    With `keeps_used`, a file that was written or read since then doesn't leave for others, unless
+    its user says so: it is counted as if it were being read until it loses its name.
     """
 
     def __init__(
@@ -107,13 +107,14 @@ class Books:
         self._busy_bytes -= reserved.size_bytes
         reserved.size_bytes = 0
 
-    def keep(self, name: str, reserved: Reserved) -> None:
+    def keep(self, name: str, reserved: Reserved, *, may_leave: bool = False) -> None:
         """The file has its name now, in place of what had it."""
         self.drop(name)
         self._files[name] = reserved.size_bytes
         self._busy_bytes -= reserved.size_bytes
         reserved.size_bytes = 0
-        self._note_use(name)
+        if not may_leave:
+            self._note_use(name)
 
     def drop(self, name: str) -> None:
         """The file has lost its name. While it is being read its bytes count."""
@@ -126,12 +127,13 @@ class Books:
         elif size_bytes is not None:
             self.used_bytes -= size_bytes
 
-    def begin(self, name: str) -> Reading | None:
+    def begin(self, name: str, *, may_leave: bool = False) -> Reading | None:
         """Begins to read a file, which is the one used last from now on; None if there is none."""
         if name not in self:
             return None
         self._files.move_to_end(name)
-        self._note_use(name)
+        if not may_leave:
+            self._note_use(name)
         return self._reading(name)
 
     def end(self, name: str, reading: Reading) -> None:

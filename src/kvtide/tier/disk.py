@@ -40,6 +40,7 @@ from kvtide.tier.file_form import ALIGNMENT, LARGEST_HEADER, FileForm, file_form
 from kvtide.tier.file_io import aligned_memory
 from kvtide.tier.folder import Draft, Folder
 from kvtide.tier.names import name_of
+from kvtide.tier.namespace import is_shared
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,10 @@ class DiskTier(Tier):
 
     What was used least recently leaves for others: the tier is a cache. With `keeps_used` only
     files of earlier processes leave so; what this tier was given, or has read, stays until it is
-    removed, and a put that finds no room raises TierFull. The same holds when the disk is full
-    before the limit is reached. Files that are being written count, and so do
-    damaged files, which were moved aside and leave first. Blocks count as whole pages of 4,096
-    bytes; what the file system needs for itself doesn't count.
+    removed, and a put that finds no room raises TierFull. What is shared (`is_shared`) never stays
+    so. The same holds when the disk is full before the limit is reached. Files that are being
+    written count, and so do damaged files, which were moved aside and leave first. Blocks count as
+    whole pages of 4,096 bytes; what the file system needs for itself doesn't count.
     """
 
     name = "disk"
@@ -137,7 +138,7 @@ class DiskTier(Tier):
             try:
                 with self._change:
                     self._folder.publish(draft)
-                    self._books.keep(name, reserved)
+                    self._books.keep(name, reserved, may_leave=is_shared(key))
             finally:
                 self._folder.settle(draft)
 
@@ -276,7 +277,7 @@ class DiskTier(Tier):
     def _reading(self, name: str, key: str) -> Iterator[Reading]:
         """Within, the file doesn't leave for others. Raises SnapshotMiss if there is none."""
         with self._change:
-            reading = self._books.begin(name)
+            reading = self._books.begin(name, may_leave=is_shared(key))
         if reading is None:
             raise _miss(key)
         try:

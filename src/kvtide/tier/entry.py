@@ -7,9 +7,10 @@ from enum import Enum, auto
 from itertools import chain
 from typing import final
 
-from kvtide.errors import ArenaFull
+from kvtide.errors import ArenaFull, SnapshotDamaged, SnapshotMiss, first_line, to_keep
 from kvtide.snapshot import Snapshot
 from kvtide.tier.moves import Move
+from kvtide.tier.namespace import is_shared
 from kvtide.tier.retries import RetriedTier
 
 
@@ -89,6 +90,15 @@ class SpillEntry:
             and not self.snapshot.lease.in_use
         )
 
+    def note_loss(self, error: Exception) -> None:
+        """Keeps why no tier gave it back."""
+        if not isinstance(error, SnapshotDamaged):
+            error = SnapshotMiss(
+                f"no tier gave a snapshot of {self.snapshot.token_count} tokens back "
+                f"({first_line(error)}); recompute this request"
+            )
+        self.error = to_keep(error)
+
 
 @final
 class SpillEntries:
@@ -136,9 +146,10 @@ class SpillEntries:
             self._shelf(entry)[place] = entry
 
     def kept_count(self) -> int:
-        """How many a tier has."""
+        """How many a tier has, without those that are shared."""
         kept = (State.WRITTEN, State.BELOW, State.READING)
-        return sum(e.state in kept for e in chain(self.near.values(), self._far.values()))
+        entries = chain(self.near.values(), self._far.values())
+        return sum(entry.state in kept and not is_shared(entry.key) for entry in entries)
 
     def pop(self, snapshot: Snapshot) -> SpillEntry | None:
         """Removes the entry of a snapshot; None if it isn't in the books."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 from kvtide.arena import Lease
 from kvtide.device import Job
-from kvtide.errors import KvtideError, SnapshotMiss, TierFull
+from kvtide.errors import KvtideError, SnapshotDamaged, SnapshotMiss, TierFull
 from kvtide.seal import Seal
+from kvtide.tier.namespace import is_shared
 from kvtide.tier.retries import RetriedTier
 from kvtide.tier.workers import Workers
 
@@ -38,6 +40,8 @@ class Move:
         """Who didn't take it, and why."""
         self.seconds = 0.0
         """How long it took, with all tries."""
+        self.was_there = False
+        """Whether the tier had these bytes already, so that nothing was written."""
         self.is_late = False
         """Whether a caller waited for it up to the deadline, in vain. It may still end."""
         self._key = key
@@ -63,13 +67,22 @@ class Move:
         for tier in self._tiers:
             started, self.tier = self._clock(), tier
             try:
-                tier.put(self._key, self._seal, chunks)
+                self.was_there = self._is_there(tier)
+                if not self.was_there:
+                    tier.put(self._key, self._seal, chunks)
                 self.seconds = self._clock() - started
                 return
             except KvtideError as refusal:
                 self.refusals.append((tier, refusal))
                 error = refusal
         raise error
+
+    def _is_there(self, tier: RetriedTier) -> bool:
+        """Whether the tier has these bytes already, since another request or process put them."""
+        with suppress(SnapshotMiss, SnapshotDamaged):  # then they are written
+            if is_shared(self._key) and tier.contains(self._key):
+                return tier.seal_of(self._key) == self._seal
+        return False
 
     def up(self, views: list[memoryview]) -> None:
         """In a worker: fills `views` with the snapshot's bytes."""

@@ -17,6 +17,7 @@ SALT = "KVTIDE_SALT"
 
 _DIGEST_BYTES = 16
 _PERSON = b"kvtide key"
+_SHARED = "shared/"
 
 
 def salt_of(environment: Mapping[str, str]) -> bytes:
@@ -66,6 +67,18 @@ class Namespace:
         digest = digest.copy()
         digest.update(f", {json.dumps(name)}]".encode())
         return f"{ours}/{digest.hexdigest()}"
+
+    def shared_key_of(self, name: str) -> str:
+        """The key of KV that belongs to no request: see `is_shared`."""
+        return _SHARED + self.key_of(name)
+
+
+def is_shared(key: str) -> bool:
+    """Whether many requests, and other processes, may use what is under this key.
+
+    Below host memory it is a cache: who forgets it leaves it there, and it leaves for others.
+    """
+    return key.startswith(_SHARED)
 
 
 @lru_cache(maxsize=256)

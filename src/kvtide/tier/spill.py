@@ -16,20 +16,21 @@ from typing import Any, final
 
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Job
-from kvtide.errors import SnapshotDamaged, SnapshotMiss, first_line, to_keep, to_raise
-from kvtide.seal import Seal
+from kvtide.errors import to_raise
 from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier.base import Tier
 from kvtide.tier.counts import SpillStats
 from kvtide.tier.entry import SpillEntries, SpillEntry, State
 from kvtide.tier.moves import Move
+from kvtide.tier.namespace import is_shared
 from kvtide.tier.retries import REST_S, RetriedTier, counts_by_name
+from kvtide.tier.search import Search
 from kvtide.tier.workers import ThreadWorkers, Workers
 
 logger = logging.getLogger(__name__)
 
 _WRITES_AT_ONCE = 2
-_THREADS = _WRITES_AT_ONCE + 1  # a read doesn't wait for writes
+_THREADS = _WRITES_AT_ONCE + 2  # a read doesn't wait for writes, nor for a search
 
 
 @final
@@ -82,29 +83,38 @@ class Spill:
         """Finds what another process left in a tier, if the arena has room for its seal."""
         until = self._until()
         for tier in self._tiers:
-            seal = self._seal_in(tier, name, until)
-            try:
-                snapshot = None if seal is None else Snapshot.below(self._arena, seal)
-            except SnapshotMiss as error:  # an arena of another size wrote it
-                tier.counts.missed(error)
-                tier.forget(name)
-                continue
-            if snapshot is not None:
-                entry = SpillEntry(snapshot, name, State.BELOW)
-                entry.tier = tier
-                self._entries.add(entry)
-                return snapshot
+            search = Search([name], [tier], self._workers)
+            if self._has_ended(search.job, tier, until):
+                for snapshot in self.take(search):
+                    return snapshot
+            else:
+                tier.note_late(search.job)
+                tier.counts.missed(self._too_late())
         return None
+
+    def seek(self, names: Sequence[str]) -> Search:
+        """Begins to look for what other processes left. When its job is done, `take` gives it."""
+        return Search(names, self._tiers, self._workers)
+
+    def take(self, search: Search) -> list[Snapshot]:
+        """Takes what a search that has ended found into the books, as far as seals have room."""
+        entries = [*search.entries(self._arena)]
+        for entry in entries:
+            self._entries.add(entry)
+        return [entry.snapshot for entry in entries]
 
     def leave(self) -> int:
         """Writes all snapshots to tiers, where they stay: `find` in a later process finds them.
 
-        Waits for that, and returns how many there are. Those that no tier takes are lost with the
-        arena.
+        Waits for that, and returns how many there are, without those that are shared, which come
+        last and have one deadline for all. Those that no tier takes are lost with the arena.
         """
         self._is_left = True
         self.settle()
-        while self._write_one(self._until()):
+        while self._write_one(self._until(), also_shared=False):
+            self.settle()
+        until = self._until()
+        while self._write_one(until):
             self.settle()
         return self._entries.kept_count()
 
@@ -120,20 +130,26 @@ class Spill:
             if not self._write_one(until):
                 raise self._entries.no_way_back()
 
-    def read_ahead(self, snapshot: Snapshot) -> None:
-        """Says that a snapshot is wanted soon: begins to read it if there is room at once."""
+    def read_ahead(self, snapshot: Snapshot) -> bool:
+        """Says that a snapshot is wanted soon: begins to read it if there is room at once.
+
+        Whether `require` would not wait for it now: it is here, or lost.
+        """
         self.settle()
         entry = self._entries.used(snapshot)
-        if entry is None or entry.state is not State.BELOW:
-            return
+        if entry is None or entry.state not in (State.BELOW, State.READING):
+            return True
+        if entry.state is State.READING:
+            return False
         while self._arena.free_count < entry.block_count:
             others = (e for e in self._entries.near.values() if e.may_leave and not e.is_ahead)
             other = next(others, None)
             if other is None:
-                return
+                return False
             self._give_away(other)
         self._read(entry)
         entry.is_ahead = True
+        return False
 
     def tier_of(self, snapshot: Snapshot) -> str | None:
         """The name of the tier that it comes from, or came from ahead; None if the arena has it."""
@@ -196,11 +212,8 @@ class Spill:
         self._is_closed = True
         for entry in self._moving:
             if entry.move is not None and entry.move.tier is not None:
-                logger.warning(
-                    "kvtide ends without a move of %d bytes, which hangs in the tier %r",
-                    entry.size_bytes,
-                    entry.move.tier.name,
-                )
+                what = "kvtide ends without a move of %d bytes, which hangs in the tier %r"
+                logger.warning(what, entry.size_bytes, entry.move.tier.name)
 
     def _until(self) -> float:
         """How long a call that begins now may wait, by the clock."""
@@ -253,12 +266,13 @@ class Spill:
         entry.snapshot.lease.release()
         self._entries.change(entry, State.BELOW)
 
-    def _write_one(self, until: float) -> bool:
+    def _write_one(self, until: float, *, also_shared: bool = True) -> bool:
         """Waits for a move, or for a write that it begins; False if there is none, or no time."""
         now = self._clock()
         if now >= until:
             return False
         due = (entry for entry in self._entries.near.values() if entry.is_due(now))
+        due = (entry for entry in due if also_shared or not is_shared(entry.key))
         for entry in islice(filter(self._may_write, due), 1):
             self._write(entry)
         for entry in self._moving:
@@ -291,19 +305,6 @@ class Spill:
         except BaseException:
             room.release()
             raise
-
-    def _seal_in(self, tier: RetriedTier, name: str, until: float) -> Seal | None:
-        """The seal of a snapshot that the tier has under a name; None if it doesn't give it."""
-        job = self._workers.start(lambda: tier.seal_of(name) if tier.contains(name) else None)
-        try:
-            if self._has_ended(job, tier, until):
-                seal: Seal | None = job.wait()
-                return seal
-            tier.note_late(job)
-            tier.counts.missed(self._too_late())
-        except Exception as error:
-            tier.counts.missed(error)
-        return None
 
     # ---- both --------------------------------------------------------------------------
 
@@ -349,7 +350,8 @@ class Spill:
     def _note_success(self, entry: SpillEntry, move: Move) -> None:
         assert move.tier is not None, "a worker asked a tier"
         if move.room is None:
-            move.tier.counts.took(entry.size_bytes, move.seconds)
+            if not move.was_there:
+                move.tier.counts.took(entry.size_bytes, move.seconds)
             entry.tier = move.tier
         elif not move.is_late:  # otherwise it was counted as a miss
             move.tier.counts.gave(entry.size_bytes, move.seconds)
@@ -383,18 +385,14 @@ class Spill:
         room.release()
         if entry.state is not State.READING:
             return
-        if not isinstance(error, SnapshotDamaged):
-            error = SnapshotMiss(
-                f"no tier gave a snapshot of {entry.snapshot.token_count} tokens back "
-                f"({first_line(error)}); recompute this request"
-            )
-        entry.error = to_keep(error)
+        entry.note_loss(error)
         self._entries.change(entry, State.LOST)
 
     def _too_late(self) -> TimeoutError:
         return TimeoutError(f"no answer in {self._deadline_s} s")
 
     def _remove_below(self, entry: SpillEntry) -> None:
-        if entry.tier is not None and not (self._is_left or self._is_closed):
+        stays = self._is_left or self._is_closed or is_shared(entry.key)
+        if entry.tier is not None and not stays:
             entry.tier.forget(entry.key)
             self._workers.start(partial(entry.tier.tidy, entry.key))

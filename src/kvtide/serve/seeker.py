@@ -1,0 +1,103 @@
+"""Seeker: looks in tiers for blocks that other engines left, while steps go on.
+
+A request waits for its next block only a short while, and other requests don't wait with it. A tier
+that is slower than that isn't waited for again for some time: its blocks are computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import final
+
+from kvtide.serve.request import Request
+from kvtide.snapshot import Snapshot
+from kvtide.tier import Spill
+from kvtide.tier.search import Search
+
+_PATIENCE_S = 1.0
+"""How long a request waits for one block."""
+_REST_S = 30.0
+"""For how long nobody waits after a block that was too slow."""
+_GLANCE_S = 0.001
+"""How long a step waits for a new search, since most tiers answer at once."""
+
+
+@final
+class Seeker:
+    """Searches for requests, one after another, in another thread. Not thread-safe."""
+
+    def __init__(
+        self,
+        spill: Spill,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._spill = spill
+        self._clock = clock
+        self._sleep = sleep
+        self._line: deque[tuple[Request, list[str]]] = deque()
+        self._search: tuple[Request, Search] | None = None
+        self._asked: dict[Request, bool] = {}
+        """The requests that were searched for, and whether that hasn't ended."""
+        self._found: list[Snapshot] = []
+        self._since: dict[Request, float] = {}
+        """Since when a request waits."""
+        self._rests_until = float("-inf")
+
+    def seeks(self, request: Request, keys: Iterable[str]) -> bool:
+        """Whether a search for a request's blocks is under way. Begins one, once a request."""
+        if request not in self._asked:
+            self._asked[request] = True
+            self._line.append((request, [*keys]))
+            self._go_on()
+            if len(self._line) == 0:
+                self._sleep(_GLANCE_S)
+        self._go_on()
+        return self._asked[request]
+
+    def found(self) -> list[Snapshot]:
+        """What searches have found since the last call; the caller discards it."""
+        self._go_on()
+        found, self._found = self._found, []
+        return found
+
+    def may_wait(self, request: Request) -> bool:
+        """Whether the request had better wait for its next block than compute it."""
+        now = self._clock()
+        if now < self._rests_until:
+            return False
+        if now - self._since.setdefault(request, now) <= _PATIENCE_S:
+            return True
+        self._rests_until = now + _REST_S
+        return False
+
+    def note_progress(self, request: Request) -> None:
+        """The request waits no longer for the block that it waited for, if it did."""
+        self._since.pop(request, None)
+
+    def forget(self, request: Request) -> None:
+        """Forgets a request in any state; it may be searched for anew."""
+        self._asked.pop(request, None)
+        self._since.pop(request, None)
+
+    def pause(self) -> None:
+        """Waits a moment: all requests wait for blocks."""
+        self._sleep(_GLANCE_S)
+
+    def _go_on(self) -> None:
+        """Takes the result of a search that has ended, and begins the next."""
+        if self._search is not None:
+            request, search = self._search
+            if not search.job.done():
+                return
+            self._search = None
+            self._found += self._spill.take(search)
+            if request in self._asked:
+                self._asked[request] = False
+        while self._line and self._search is None:
+            request, keys = self._line.popleft()
+            if request in self._asked:  # it hasn't ended meanwhile
+                self._search = request, self._spill.seek(keys)

@@ -1,0 +1,80 @@
+"""Search: looks in tiers for snapshots of other processes, without their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+from kvtide.arena import HostArena
+from kvtide.device import Job
+from kvtide.errors import SnapshotMiss
+from kvtide.seal import Seal
+from kvtide.snapshot import Snapshot
+from kvtide.tier.entry import SpillEntry, State
+from kvtide.tier.namespace import is_shared
+from kvtide.tier.retries import RetriedTier
+from kvtide.tier.workers import Workers
+
+
+class Found(NamedTuple):
+    """The seal of a snapshot, and the tier that has it under the name."""
+
+    name: str
+    tier: RetriedTier
+    seal: Seal
+
+
+@final
+class Search:
+    """Looks for snapshots with `names`, one after another, up to the first that no tier has.
+
+    A worker does `look`; Spill's thread asks for the rest when the job has ended.
+    """
+
+    def __init__(
+        self, names: Sequence[str], tiers: Sequence[RetriedTier], workers: Workers
+    ) -> None:
+        """Gives the work to a worker."""
+        self.found: list[Found] = []
+        self.errors: list[tuple[RetriedTier, Exception]] = []
+        """Who could not answer, and why."""
+        self._names = names
+        self._tiers = tiers
+        self.job: Job[Any] = workers.start(self.look)
+
+    def look(self) -> None:
+        """In a worker: asks the tiers."""
+        for name in self._names:
+            found = next(self._places_of(name), None)
+            if found is None:
+                return
+            self.found.append(found)
+
+    def entries(self, arena: HostArena) -> Iterator[SpillEntry]:
+        """What it found, for the books; counts what went wrong. The search has ended.
+
+        Ends where the arena has no room for a seal.
+        """
+        for tier, error in self.errors:
+            tier.counts.missed(error)
+        for name, tier, seal in self.found:
+            try:
+                snapshot = Snapshot.below(arena, seal)
+            except SnapshotMiss as error:  # an arena of another size wrote it
+                tier.counts.missed(error)
+                if not is_shared(name):
+                    tier.forget(name)
+                return
+            if snapshot is None:
+                return
+            entry = SpillEntry(snapshot, name, State.BELOW)
+            entry.tier = tier
+            yield entry
+
+    def _places_of(self, name: str) -> Iterator[Found]:
+        for tier in self._tiers:
+            try:
+                if tier.contains(name):
+                    yield Found(name, tier, tier.seal_of(name))
+            except Exception as error:
+                self.errors.append((tier, error))

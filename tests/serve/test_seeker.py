@@ -1,0 +1,131 @@
+"""Who waits for a tier, and for how long; the clock is the test's own."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from kvtide.serve import seeker as seeker_module
+from kvtide.serve.request import Request
+from kvtide.serve.seeker import Seeker
+from kvtide.tier import Spill
+
+
+class FakeJob:
+    """A search's job, which ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def done(self) -> bool:
+        return self.has_ended
+
+
+class FakeSearch:
+    """A search for `names`, which finds them all."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.job = FakeJob()
+
+
+class FakeSpill:
+    """Notes what is searched for."""
+
+    def __init__(self) -> None:
+        self.searches: list[FakeSearch] = []
+
+    def seek(self, names: list[str]) -> FakeSearch:
+        self.searches.append(FakeSearch(names))
+        return self.searches[-1]
+
+    def take(self, search: FakeSearch) -> list[str]:
+        return search.names
+
+
+class Bench:
+    """A seeker over a fake spill; `now` is the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.spill = FakeSpill()
+        self.slept: list[float] = []
+        self.seeker = Seeker(
+            cast(Spill, self.spill), clock=lambda: self.now, sleep=self.slept.append
+        )
+
+    def found(self) -> list[Any]:
+        return self.seeker.found()
+
+    def end(self, number: int) -> None:
+        """Lets a search end."""
+        self.spill.searches[number].job.has_ended = True
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A seeker that nobody has asked yet."""
+    return Bench()
+
+
+def test_requests_are_searched_for_one_after_another(bench: Bench) -> None:
+    """Each once, and what is found is given once."""
+    first, second = Request("a", [1]), Request("b", [2])
+    assert bench.seeker.seeks(first, ["x", "y"])
+    assert bench.seeker.seeks(second, ["z"])
+    assert bench.seeker.seeks(first, ["other"])
+    assert [["x", "y"]] == [search.names for search in bench.spill.searches]
+    assert [] == bench.found()
+    bench.end(0)
+    assert ["x", "y"] == bench.found()
+    assert [] == bench.found()
+    assert not bench.seeker.seeks(first, ["x"])
+    assert bench.seeker.seeks(second, ["z"])
+    bench.end(1)
+    assert not bench.seeker.seeks(second, ["z"])
+    assert ["z"] == bench.found()
+
+
+def test_a_request_that_has_ended_is_not_searched_for(bench: Bench) -> None:
+    """The end of its search does no harm either."""
+    first, second, third = (Request(name, [1]) for name in "abc")
+    for request in (first, second, third):
+        bench.seeker.seeks(request, [request.id])
+    for request in (first, second):
+        bench.seeker.forget(request)
+    bench.end(0)
+    assert bench.seeker.seeks(third, [])
+    assert [["a"], ["c"]] == [search.names for search in bench.spill.searches]
+    assert bench.seeker.seeks(first, ["again"])
+
+
+def test_a_request_waits_for_each_block_a_while(bench: Bench) -> None:
+    """Each block that comes in time gives it as long for the next."""
+    request = Request("a", [1])
+    for _ in range(3):
+        assert bench.seeker.may_wait(request)
+        bench.now += seeker_module._PATIENCE_S
+        assert bench.seeker.may_wait(request)
+        bench.seeker.note_progress(request)
+    assert bench.seeker.may_wait(request)
+    bench.now += seeker_module._PATIENCE_S + 0.1
+    assert not bench.seeker.may_wait(request)
+
+
+def test_after_a_slow_block_nobody_waits_for_some_time(bench: Bench) -> None:
+    """So a slow tier costs one request its patience, not each of them."""
+    first, second = Request("a", [1]), Request("b", [1])
+    bench.seeker.may_wait(first)
+    bench.now += seeker_module._PATIENCE_S + 0.1
+    assert not bench.seeker.may_wait(first)
+    assert not bench.seeker.may_wait(second)
+    bench.now += seeker_module._REST_S
+    assert bench.seeker.may_wait(second)
+
+
+def test_a_new_search_is_glanced_at_once(bench: Bench) -> None:
+    """Most tiers answer at once; those in line behind it aren't waited for."""
+    bench.seeker.seeks(Request("a", [1]), ["x"])
+    bench.seeker.seeks(Request("b", [1]), ["x"])
+    assert 1 == len(bench.slept)
