@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from kvtide.plugin.vllm.settings import transfer_config
@@ -37,6 +40,9 @@ class Engine:
         self.llm = llm
         self.counts: Counter[str] = Counter()
         """What kvtide has counted so far, by the names of its metrics' middle parts."""
+        self.folder = Path()
+        """Where its blocks lie on a disk, if they do."""
+        self._begun = 0
 
     def answer(self, prompt: Sequence[int], token_count: int = 8) -> Answer:
         """The answer to one prompt, a list of tokens."""
@@ -44,11 +50,8 @@ class Engine:
 
     def answers(self, prompts: Sequence[Sequence[int]], token_count: int = 8) -> list[Answer]:
         """The tokens that the model finds likeliest, for prompts that run together."""
-        from vllm import SamplingParams, TokensPrompt
-
-        wanted = SamplingParams(temperature=0, max_tokens=token_count, ignore_eos=True)
-        given = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-        found = self.llm.generate(given, wanted, use_tqdm=False)
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        found = self.llm.generate(given, _wanted(token_count), use_tqdm=False)
         return [
             Answer(
                 list(each.outputs[0].token_ids),
@@ -61,6 +64,47 @@ class Engine:
     def forget_local(self) -> None:
         """Makes vLLM forget what it has on the device, so that kvtide is asked."""
         assert self.llm.reset_prefix_cache()
+
+    def go_to_disk(self) -> None:
+        """Empties host memory as other blocks would, once all writes have ended; and the device."""
+        self.forget_local()
+        while self.store._writer._running:
+            time.sleep(0.001)
+        for key in tuple(self.books._idle(())):
+            self.books._drop(key)
+
+    def begin(self, prompt: Sequence[int], token_count: int = 8) -> str:
+        """Gives the engine a request, which `step` goes on with; its name."""
+        self._begun += 1
+        # vLLM sorts answers by these, as numbers; its own count from 0.
+        name, given = str(-self._begun), {"prompt_token_ids": list(prompt)}
+        return str(self.llm.llm_engine.add_request(name, given, _wanted(token_count)))
+
+    def step(self) -> None:
+        """Goes on with all requests, by a step of the scheduler."""
+        self.llm.llm_engine.step()
+
+    def end_all(self) -> None:
+        """Goes on until no request is left, and no move of kvtide's."""
+        while self.core.scheduler.has_requests():
+            self.step()
+
+    def abort(self, name: str) -> None:
+        """Ends a request whose client is gone."""
+        self.llm.llm_engine.abort_request([name])
+
+    def check_nothing_leaked(self) -> None:
+        """At the end host memory has the blocks of the books alone, and the device has none."""
+        self.end_all()
+        store, entries = self.store, self.books._entries
+        assert {*store._held} == {*entries}
+        assert all(entry.place.name == "HERE" and not entry.readers for entry in entries.values())
+        assert store._arena.used_bytes == len(entries) * store._arena.block_bytes
+        assert store._arena.used_bytes <= store._arena.limit_bytes
+        assert not store._moves
+        assert store._reader is None or not store._reader._fetches
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # block 0 is nobody's
 
     @property
     def core(self) -> Any:
@@ -75,9 +119,20 @@ class Engine:
         return get_kv_transfer_group().connector_worker.worker.store
 
     @property
+    def manager(self) -> Any:
+        """The scheduler's KvtideManager."""
+        return self.core.scheduler.connector.connector_scheduler.manager
+
+    @property
     def books(self) -> Any:
         """The scheduler's BlockBooks."""
-        return self.core.scheduler.connector.connector_scheduler.manager.books
+        return self.manager.books
+
+
+def _wanted(token_count: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=token_count, ignore_eos=True)
 
 
 @contextmanager
@@ -90,6 +145,7 @@ def opened(model: str = SMOLLM2, **options: Any) -> Iterator[Engine]:
     assert model, "set KVTIDE_SMOLLM2 to the folder of the model, as `make test-vllm` does"
     wanted = {"enforce_eager": True, "max_model_len": 2048, "num_gpu_blocks_override": 40}
     engine: Engine | None = None
+    gc.freeze()  # vLLM collects five times as it starts, half a second each over all that is there
     try:
         engine = Engine(LLM(model, **{**wanted, **options}))
         yield engine
@@ -110,12 +166,6 @@ def opened_with_kvtide(
 
     transfer = {**transfer_config(settings), "kv_load_failure_policy": policy}
     with opened(model, kv_transfer_config=KVTransferConfig(**transfer), **options) as engine:
-        take_report = engine.store.take_report
-
-        def counted() -> Any:
-            report = take_report()
-            engine.counts += report.counts
-            return report
-
-        engine.store.take_report = counted
+        engine.manager.get_stats = lambda: None  # otherwise vLLM takes the counts away
+        engine.counts = engine.manager.counts
         yield engine

@@ -10,6 +10,7 @@ writer        writes blocks to a tier; reader: brings them back
 groups        the blocks of a group of layers, as vLLM hands them over, as a pool
 open_store    opens a rank's store: pools, arena and disk
 identity      what decides the bytes of KV beside its tokens
+orphan        ends an engine whose server is gone
 messages      what the scheduler tells the workers, and what they answer
 settings      what an operator sets
 secondary     a tier below vLLM's own host memory; chunks: its moves; stack: several tiers as one

@@ -85,6 +85,9 @@ class BlockBooks:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
     @property
     def is_waiting(self) -> bool:
         """Whether workers have something to report, or to be told, without any request."""

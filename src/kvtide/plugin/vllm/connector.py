@@ -29,6 +29,7 @@ from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.vllm.messages import BlockReport, Orders, Start
 from kvtide.plugin.vllm.open_store import OpenStore, open_store
+from kvtide.plugin.vllm.orphan import end_with_parent
 from kvtide.plugin.vllm.reads import refuse_if_moved
 from kvtide.plugin.vllm.settings import SPEC, read_settings
 from kvtide.plugin.vllm.spec import KvtideManager, KvtideSpec, KvtideWorker
@@ -120,6 +121,8 @@ class KvtideConnector(OffloadingConnector):
         if role == KVConnectorRole.WORKER:
             spec = cast(KvtideSpec, self.connector_worker.spec)
             spec.open_worker = partial(self._open_worker, vllm_config, spec)
+        else:
+            end_with_parent()
 
     # ---- worker --------------------------------------------------------------------------
 

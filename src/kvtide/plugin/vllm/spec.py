@@ -82,7 +82,7 @@ class KvtideManager(OffloadingManager):
         self._askers: dict[str, Asker] = {}
         """By the names of requests that haven't finished."""
         self.counts: Counter[str] = Counter()
-        """What workers counted since the last `get_stats`."""
+        """What was counted here and in workers since the last `get_stats`."""
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a block can be loaded, or may be in a later step."""
@@ -109,6 +109,9 @@ class KvtideManager(OffloadingManager):
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Makes room for as many blocks as there is room for, the first ones first."""
         saved = self.books.begin_save(list(keys))
+        without_room = sum(key not in self.books for key in keys)
+        if without_room:
+            self.counts["unsaved_blocks"] += without_room
         return PrepareStoreOutput(saved, KeySpec(saved), [])
 
     def complete_store(
