@@ -1,0 +1,255 @@
+"""How fast are kvtide's moves under vLLM, beside memcpy, computing, and vLLM's own offloading?
+
+    cd engines/vllm && KVTIDE_SMOLLM2=FOLDER PYTHONPATH=tests OMP_NUM_THREADS=1 \\
+        ../../.venv-vllm/bin/python ../../benchmarks/vllm/bench.py [--json FILE]
+
+`make test-vllm` makes the environment and the model. It takes four minutes on an idle machine.
+
+blocks   saved and loaded, beside a plain copy of the same bytes, in turns
+prefix   seconds to the first token of a prompt with a prefix of 1,024 tokens: computed, from host
+         memory, from the disk after a restart (it is still in the system's cache)
+decode   what saving adds to the decoding of the same tokens, in turns in one engine
+
+vLLM's own offloading doesn't run on CPUs. Its books, its shared memory and its file tier do, with a
+plain copy in place of its kernels: that is `vLLM` here. It seals, checks and syncs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from plain_copy import PlainCopyWorker, plain_config
+from vllm_engine import BLOCK_BYTES, BLOCK_TOKENS, Engine, opened, opened_with_kvtide
+
+import conftest  # noqa: F401 - vLLM reads what this sets when it is imported
+from kvtide.arena import HostArena
+from kvtide.device import open_device
+from kvtide.measure.machine import machine_facts
+from kvtide.measure.timing import Timing, median_of, time_in_turns, timed
+from kvtide.plugin.vllm.block_store import BlockStore
+from kvtide.plugin.vllm.open_store import adopt_groups
+from kvtide.plugin.vllm.package import VLLM
+from kvtide.plugin.vllm.spec import KeySpec, KvtideWorker
+from kvtide.tier import Namespace
+
+LAYERS = 30
+BLOCKS = 8
+PREFIX = BLOCKS * BLOCK_TOKENS
+HOST_BYTES = 256 << 20
+Result = dict[str, Any]
+
+
+def prompt(seed: int, token_count: int = PREFIX + 1) -> list[int]:
+    """A prompt that begins unlike any other."""
+    return Random(seed).choices(range(1000, 40_000), k=token_count)
+
+
+# ---- blocks ------------------------------------------------------------------------------
+
+
+class PlainRegion:
+    """vLLM's shared memory, as far as PlainCopyWorker uses it, without the file."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def create_next_worker_view(self, width: int) -> torch.Tensor:
+        """A row for each block."""
+        return torch.zeros(self._count, width, dtype=torch.int8)
+
+    def cleanup(self) -> None:
+        """There is nothing to give back."""
+
+
+def measure_blocks(rounds: int) -> Result:
+    """Moves of 1,024 tokens of SmolLM2, beside a copy of the same bytes from a block to a block."""
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+    )
+
+    width = BLOCK_BYTES // LAYERS
+    whole = torch.randint(-128, 128, (LAYERS, 2 * BLOCKS + 1, width), dtype=torch.int8)
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(layer, width) for layer in whole],
+        [[CanonicalKVCacheRef(layer, width) for layer in range(LAYERS)]],
+    )
+    device = open_device("cpu")
+    arena = HostArena(device, limit_bytes=2 * BLOCKS * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    groups = adopt_groups(caches, device)
+    store = BlockStore(groups, lambda _: 0, arena, Namespace(model="", weights="", layout=""))
+    ours, theirs = KvtideWorker(store, store.close), PlainCopyWorker(caches, PlainRegion(BLOCKS))
+    keys = KeySpec([bytes([number]) for number in range(BLOCKS)])
+    rows = GPULoadStoreSpec(list(range(BLOCKS)), group_sizes=[BLOCKS], block_indices=[0])
+    order = torch.randperm(2 * BLOCKS).tolist()
+    inside = GPULoadStoreSpec(
+        [1 + block for block in order[:BLOCKS]], group_sizes=[BLOCKS], block_indices=[0]
+    )
+    source, target = (torch.ones(BLOCKS * BLOCK_BYTES, dtype=torch.int8) for _ in range(2))
+
+    def go(worker: Any, begin: Callable[..., Any], first: Any, second: Any) -> None:
+        begin(1, first, second)
+        worker.wait({1})
+        worker.get_finished()
+
+    moves: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: target.copy_(source),
+        "kvtide save": lambda: go(ours, ours.submit_store, inside, keys),
+        "kvtide load": lambda: go(ours, ours.submit_load, keys, inside),
+        "vLLM save": lambda: go(theirs, theirs.submit_store, inside, rows),
+        "vLLM load": lambda: go(theirs, theirs.submit_load, rows, inside),
+    }
+    times = time_in_turns(moves, rounds)
+    ours.shutdown()
+    device.close()
+    memcpy = times["memcpy"].seconds
+    return {
+        "mib": round(BLOCKS * BLOCK_BYTES / 2**20, 1),
+        "memcpy_ms": round(memcpy * 1e3, 2),
+        **{
+            name: {"ms": round(timing.seconds * 1e3, 2), **timing.speed(memcpy).to_json("memcpy")}
+            for name, timing in times.items()
+            if name != "memcpy"
+        },
+    }
+
+
+# ---- engines -----------------------------------------------------------------------------
+
+
+def with_kvtide(folder: Path) -> AbstractContextManager[Engine]:
+    """An engine with kvtide, and a disk below it."""
+    settings = {"host_memory": "256MiB", "disk_dir": str(folder), "disk_memory": "2GiB"}
+    return opened_with_kvtide(settings=settings)
+
+
+@contextmanager
+def with_vllm(folder: Path) -> Iterator[Engine]:
+    """An engine with vLLM's host memory, and its file tier below it."""
+    from vllm.config import KVTransferConfig
+
+    folder.mkdir(exist_ok=True)
+    transfer = plain_config(HOST_BYTES, {"type": "fs", "root_dir": str(folder)})
+    with opened(kv_transfer_config=KVTransferConfig(**transfer)) as engine:
+        yield engine
+
+
+ENGINES: Mapping[str, Callable[[Path], AbstractContextManager[Engine]]] = {
+    "kvtide": with_kvtide,
+    "vLLM": with_vllm,
+}
+
+
+def first_token(engine: Engine, seed: int, expected_tokens: int) -> Timing:
+    """The time to the first token. The prompt must find so many tokens."""
+    found, timing = timed(lambda: engine.answer(prompt(seed), 1))
+    assert expected_tokens == found.cached_tokens, f"{found.cached_tokens} tokens were found"
+    return timing
+
+
+def measure_prefix(name: str, folder: Path, count: int) -> Result:
+    """The first token of `count` prompts, each computed, then from host memory, then from disk."""
+    seeds = range(count)
+    with ENGINES[name](folder) as engine:
+        engine.answer(prompt(99), 2)
+        engine.forget_local()
+        first_token(engine, 99, PREFIX)
+        computed = [first_token(engine, seed, 0) for seed in seeds]
+        engine.answer(prompt(98, 200), 8)  # the last blocks are saved in later steps
+        host = []
+        for seed in seeds:
+            engine.forget_local()
+            host.append(first_token(engine, seed, PREFIX))
+        decode = measure_decoding(engine)
+        wait_for_files(folder, count * BLOCKS)
+    with ENGINES[name](folder) as engine:
+        engine.answer(prompt(97), 2)
+        disk = [first_token(engine, seed, PREFIX) for seed in seeds]
+    by_computing = median_of(computed)
+    return {
+        "computed_s": round(by_computing.seconds, 3),
+        "host_s": round(median_of(host).seconds, 4),
+        "disk_s": round(median_of(disk).seconds, 4),
+        **median_of(host).speed(by_computing.seconds).to_json("host_times_shorter"),
+        **median_of(disk).speed(by_computing.seconds).to_json("disk_times_shorter"),
+        "decode": decode,
+    }
+
+
+def wait_for_files(folder: Path, count: int) -> None:
+    """Waits until so many blocks are on the disk."""
+    ends_at = time.monotonic() + 30
+    while sum(path.suffix in (".bin", ".safetensors") for path in folder.rglob("*")) < count:
+        assert time.monotonic() < ends_at, "the disk doesn't get the blocks"
+        time.sleep(0.05)
+
+
+def measure_decoding(engine: Engine, rounds: int = 3) -> Result:
+    """Decodes the same tokens with and without saving, in turns: the processor's time of both."""
+    scheduler = engine.core.scheduler.connector.connector_scheduler
+    prepare = scheduler.manager.prepare_store
+
+    def nothing(_: Any, context: Any) -> Any:
+        return prepare([], context)
+
+    times: dict[bool, list[Timing]] = {True: [], False: []}
+    for number in range(rounds):
+        for saves in (True, False) if number % 2 else (False, True):
+            scheduler.manager.prepare_store = prepare if saves else nothing
+            seeds = range(1000 + 10 * number, 1004 + 10 * number)
+            prompts = [prompt(seed + 500 * saves, BLOCK_TOKENS - 8) for seed in seeds]
+            _, timing = timed(lambda prompts=prompts: engine.answers(prompts, BLOCK_TOKENS + 16))
+            times[saves].append(timing)
+    scheduler.manager.prepare_store = prepare
+    saving, alone = (min(timing.cpu_seconds for timing in times[saves]) for saves in (True, False))
+    return {
+        "cpu_s_without_saving": round(alone, 3),
+        "cpu_s_with_saving": round(saving, 3),
+        "slower_percent": round(100 * (saving / alone - 1), 1),
+    }
+
+
+def main() -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    found: Result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            **machine_facts(),
+            "load": round(os.getloadavg()[0], 1),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "vllm": VLLM.version,
+        },
+        "blocks": measure_blocks(options.rounds),
+    }
+    print(json.dumps(found["blocks"], indent=2), flush=True)
+    with tempfile.TemporaryDirectory(dir=options.disk) as root:
+        for name in ENGINES:
+            found[name] = measure_prefix(name, Path(root) / name, options.prompts)
+            print(json.dumps({name: found[name]}, indent=2), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
