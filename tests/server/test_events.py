@@ -187,14 +187,14 @@ def test_merged_events_say_the_same(states: list[list[int]]) -> None:
 @given(
     st.lists(HOLDERS, min_size=1, max_size=60),
     st.integers(2, 5),
-    st.integers(1, 3),
+    st.integers(0, 3),
     st.booleans(),
 )
 def test_a_history_is_bounded_and_ends_as_it_was(
-    states: list[list[int]], most: int, stride: int, keeps_beginning: bool
+    states: list[list[int]], most: int, span_s: int, keeps_beginning: bool
 ) -> None:
     """However much has happened there are at most `most` events, and they lead to what is now."""
-    history = History(most=most, stride=stride, keeps_beginning=keeps_beginning)
+    history = History(most=most, span_s=span_s, keeps_beginning=keeps_beginning)
     for event in told_of(states):
         history.add(event)
         assert len(history.events) <= most
@@ -211,4 +211,5 @@ def test_a_history_keeps_its_beginning_or_its_end() -> None:
         window.add(event)
     assert [92, 93, 94, 95, 96, 97, 98, 99] == [event["t"] for event in window.events]
     gaps = np.diff([event["t"] for event in whole.events])
-    assert 16 == gaps.max() == gaps[0]
+    assert 4 <= len(whole.events)
+    assert gaps.max() <= 100 // 4

@@ -17,11 +17,12 @@ from kvtide.server.loop import Call
 from kvtide.server.service import Service
 
 _STATUS = {"refused": 400, "failed": 500, "ended": 503}
-_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-store",
-    "x-accel-buffering": "no",  # proxies pass it on as it comes
-}
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # proxies pass it on as it comes
+]
+"""The headers of an answer that comes in events."""
 
 
 @final
@@ -66,8 +67,7 @@ class AnswerResponse(Response):
 
     async def _send_stream(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive
-        headers = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         while not call.is_gone:
             # The engine's thread sets the failure first, so what has ended without one is whole.
             progress = call.progress

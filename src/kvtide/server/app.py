@@ -13,6 +13,7 @@ from kvtide.server.answering import AnswerResponse
 from kvtide.server.errors import ApiError, json_response
 from kvtide.server.limits import read_body_of
 from kvtide.server.service import Service
+from kvtide.server.watching import add_page
 
 logger = logging.getLogger(__name__)
 GONE = 499
@@ -56,6 +57,7 @@ def make_app(service: Service) -> FastAPI:
     async def complete(request: Request) -> Response:
         return await _answer(service, request, is_chat=False)
 
+    add_page(app, service, for_tenants)
     return app
 
 

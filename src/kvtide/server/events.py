@@ -55,6 +55,11 @@ class Recorder:
         self._known: Event = {}
         self._holders: _Holders = np.full(engine.pages.page_count, FREE)
 
+    @property
+    def now_s(self) -> float:
+        """Seconds since the recording began. For any thread."""
+        return round(self._clock() - self._began, 3)
+
     def note(self, *, at_once: bool = False) -> Event | None:
         """The event of this moment; None if the last one is so new that it needn't be told yet."""
         started = self._clock()
@@ -81,17 +86,19 @@ def merged(first: Event, second: Event) -> Event:
 
 @final
 class History:
-    """The events of any time, in bounded memory: at most `most`, each for the time of `stride`.
+    """The events of any time, in bounded memory: at most `most`, merged within each `span_s`.
 
-    When there are more, either all of them are merged in pairs, or the oldest ones into one.
+    When there are more, either the spans become longer, or the oldest events are merged into one.
     """
 
-    def __init__(self, *, most: int = 1500, stride: int = 1, keeps_beginning: bool = True) -> None:
+    def __init__(
+        self, *, most: int = 1500, span_s: float = 0.0, keeps_beginning: bool = True
+    ) -> None:
         """Without `keeps_beginning` the oldest ones are merged; the last stay as they are."""
         self._events: deque[Event] = deque()
         self._most = most
-        self._stride = stride
-        self._last_count = stride
+        self._span_s = span_s
+        self._begun = 0.0
         self._keeps_beginning = keeps_beginning
 
     @property
@@ -101,12 +108,11 @@ class History:
 
     def add(self, event: Event) -> None:
         """Takes the next event."""
-        if self._last_count < self._stride:
+        if self._events and event["t"] - self._begun <= self._span_s:
             self._events[-1] = merged(self._events[-1], event)
-            self._last_count += 1
             return
         self._events.append(event)
-        self._last_count = 1
+        self._begun = event["t"]
         if len(self._events) > self._most:
             self._shorten()
 
@@ -116,10 +122,10 @@ class History:
             self._events.appendleft(merged(first, second))
             return
         events = list(self._events)
-        last = events[len(events) // 2 * 2 :]
-        pairs = zip(events[::2], events[1::2], strict=False)
-        self._events = deque([*(merged(*pair) for pair in pairs), *last])
-        self._stride *= 2
+        self._events.clear()
+        self._span_s = 2 * (events[-1]["t"] - events[0]["t"]) / len(events)
+        for event in events:
+            self.add(event)
 
 
 def _state_of(engine: Engine) -> Event:

@@ -89,6 +89,7 @@ async def _serve(
             )
             if left_count:
                 say(f"left in tiers: {left_count} requests, for the next start to go on with")
+        service.feed.close()
         ended.cancel()
         server.should_exit = True
         await serving

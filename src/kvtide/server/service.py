@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from kvtide.server.errors import ApiError
+from kvtide.server.feed import Feed
 from kvtide.server.intake import Asked, Intake
 from kvtide.server.limits import ServerLimits
 from kvtide.server.loop import Call, EngineLoop
@@ -29,6 +30,7 @@ class Service:
     ending: str | None = None
     """Why no new request is taken; None while the server goes on."""
     live_calls: set[Call] = field(default_factory=set)
+    feed: Feed = field(default_factory=Feed)
 
     @property
     def live_count(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
 
 LOOKS = (Path(__file__).parent / "looks.js").read_text("utf-8")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -45,12 +46,12 @@ class Browser:
         self.driver.get(url)
 
     def run(self, script: str, *values: Any) -> Any:
-        """The value of a script's `return`."""
-        return self.driver.execute_script(script, *values)
+        """The value of a script's `return`; looks.js says what it may use beside the page's."""
+        return self.driver.execute_script(f"{LOOKS}{script}", *values)
 
     def look(self, name: str, *values: Any) -> Any:
         """What a function of looks.js gives."""
-        return self.run(f"{LOOKS}return look.{name}(...arguments);", *values)
+        return self.run(f"return look.{name}(...arguments);", *values)
 
     def call(self, method: str, **values: Any) -> Any:
         """A call of Chromium's own protocol."""
@@ -64,6 +65,10 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Emulation.setEmulatedMedia", features=named)
         self.settle()
+
+    def wait_for(self, script: str, *values: Any) -> None:
+        """Waits until a script's `return` is true; a minute at most."""
+        WebDriverWait(self.driver, 60, 0.05).until(lambda _: self.run(script, *values))
 
     def settle(self) -> None:
         """Waits until what was asked for is drawn."""

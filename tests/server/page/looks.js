@@ -15,6 +15,7 @@ const look = {
     const { data } = canvas.getContext("2d").getImageData(x, y, size, size);
     return [...Array(size * size).keys()].map((pixel) => [...data.slice(4 * pixel, 4 * pixel + 4)]);
   },
+  said: () => all("#talk p").map((line) => line.textContent),
   levels: () => all("h1, h2, h3, h4").filter((title) => title.checkVisibility()).map((title) => title.tagName),
   // What a screen reader reads aloud whenever it changes.
   live: () => all("[aria-live], [role=status], [role=alert], [role=log], output")

@@ -12,18 +12,11 @@ from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.server.events import FREE, KEPT, Event, Recorder
 from kvtide.server.webpage import recorded_page
 from serve.harness import check_rows_once, make_requests, tiny, token_bytes
-from server.page.chromium import Browser, browser
+from server.page.chromium import Browser
 
 AUDIT = (Path(__file__).parent / "audit.js").read_text("utf-8")
 PAGE_COUNT, PAGE = 24, 16
 NAMED = {"button", "textbox", "slider", "spinbutton", "image", "meter", "region", "table", "group"}
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """One browser for all tests of a process."""
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,14 @@ function cleared(canvas) {
   return { pen, width, height };
 }
 
-// How squares for `pageCount` pages fill a width: at most about so high, and never below a pixel.
+// How squares for `pageCount` pages fill a width: at most so high, and each two pixels at least.
 // Where there are more pages than such squares, a square stands for several pages, by its first.
 function grid(pageCount, width, most = 300) {
-  const side = Math.max(2, Math.min(26, Math.floor(Math.sqrt((width * most) / pageCount))));
-  const columns = Math.max(1, Math.floor(width / side));
-  const pages = Math.max(1, Math.ceil(pageCount / (columns * Math.floor(most / side))));
+  const columnsOf = (side) => Math.max(1, Math.floor(width / side));
+  const fits = (side) => columnsOf(side) * Math.floor(most / side);
+  let side = 34;
+  while (side > 2 && fits(side) < pageCount) side -= 1;
+  const columns = columnsOf(side), pages = Math.ceil(pageCount / fits(side));
   return { side, columns, pages, rows: Math.ceil(pageCount / pages / columns) };
 }
 

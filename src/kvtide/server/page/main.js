@@ -25,6 +25,7 @@ let heardAt = 0;         // when the last event came, by this machine's clock
 let isLive = false;
 let isPlaying = false;   // a recording that plays
 let chosen = 0;          // the request whose pages stand out
+const LIVE_S = 600;      // the time that the strips of a live page show
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 // ---- the moment ------------------------------------------------------------------------------
@@ -85,7 +86,8 @@ function showMeter(name, part, text) {
 }
 
 function showTime(now) {
-  const from = player.begin, to = Math.max(present(), from + 1);
+  const to = Math.max(present(), player.begin + 1);
+  const from = isLive ? Math.max(player.begin, to - LIVE_S) : player.begin;
   const top = drawRates($("rates"), player, from, to, now);
   drawFills($("fills"), player, from, to, now);
   drawLanes($("lanes"), player, from, to, now);
@@ -105,7 +107,7 @@ function showTime(now) {
 
 // ---- the table -------------------------------------------------------------------------------
 
-const PLACES = { host: "retracted, in host memory", below: "retracted, in a tier below", nowhere: "retracted, to be computed again" };
+const PLACES = { host: "retracted, in host memory", below: "retracted, in a lower tier", nowhere: "retracted, without KV" };
 
 function showRequests(view) {
   const { values } = view;
@@ -162,7 +164,7 @@ function draw() {
 function take(event) {
   heardAt = performance.now();
   if (event.page_count !== undefined) {  // a connection, or a server, that is new
-    player = new Player(event);
+    player = new Player(event, isLive);
     chosen = 0;
     $("requests").replaceChildren();
   } else if (player) {
@@ -272,6 +274,11 @@ function tell(kind, text) {
   write("connection", text);
 }
 
+function showSubject(text) {
+  write("subject", text);
+  document.title = `${text} · kvtide`;
+}
+
 function askForKey() {
   $("unlock").hidden = false;
   $("key").focus();
@@ -304,13 +311,12 @@ function begin() {
   $("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && event.ctrlKey) send(event); });
   $("stop").addEventListener("click", () => asking?.abort());
   $("clear").addEventListener("click", clear);
-  return listen(take, tell, askForKey);
+  return listen(take, tell, showSubject, askForKey);
 }
 
 function beginRecord({ title, events }) {
   $("ask").hidden = true;
-  write("subject", title);
-  document.title = `${title} · kvtide`;
+  showSubject(title);
   events.forEach(take);
   tell("good", player ? "recording" : "nothing was recorded");
   if (!player) return;

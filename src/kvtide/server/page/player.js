@@ -60,7 +60,9 @@ class Player {
   static MOST = 7000;    // events that are kept
   static CUT = 1000;
 
-  constructor(first) {
+  // `rests` says that nothing is told while nothing happens; otherwise events are merged over time.
+  constructor(first, rests = false) {
+    this.rests = rests;
     this.base = new State(first.page_count);  // before the first event that is kept
     this.tail = this.base.copy();
     this.view = this.tail;
@@ -76,6 +78,9 @@ class Player {
   get begin() { return this.points[0].t; }
 
   add(event) {
+    if (this.rests && this.events.length && event.t > this.end + 2 * Player.WINDOW_S) {
+      this.add({ t: this.end + Player.WINDOW_S });
+    }
     this.events.push(event);
     this.tail.apply(event);
     const { values } = this.tail;

@@ -43,12 +43,18 @@ async function* sentEvents(answer) {
 
 const pause = (ms) => new Promise((resume) => setTimeout(resume, ms));
 
-// Calls `onEvent` with each event for as long as the page is open, and `onState` when that changes.
-async function listen(onEvent, onState, getKey) {
+async function nameOfModel(signal) {
+  return (await (await reach("/v1/models", { signal })).json()).data[0].id;
+}
+
+// Calls `onEvent` with each event for as long as the page is open, `onState` with how the connection
+// is when that changes, and `onModel` with the model's name. A key is got by `getKey`.
+async function listen(onEvent, onState, onModel, getKey) {
   for (let wait = 500; ; wait = Math.min(8000, wait * 2)) {
     try {
       const answer = await reach("/events", { headers: { Accept: "text/event-stream" } });
       onState("good", "live");
+      nameOfModel().then(onModel, () => {});
       for await (const text of sentEvents(answer)) {
         wait = 500;
         onEvent(JSON.parse(text));
@@ -56,7 +62,7 @@ async function listen(onEvent, onState, getKey) {
       onState("bad", "the server has ended, trying again");
     } catch (error) {
       if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
-        onState("bad", apiKey ? "the key isn’t right" : "a key is needed");
+        onState("bad", apiKey ? "the key is wrong" : "a key is needed");
         await getKey();
         continue;
       }
@@ -68,13 +74,13 @@ async function listen(onEvent, onState, getKey) {
 
 // The parts of an answer as they come: `{text}`, and at the end `{usage}`, `{reason}`.
 async function* answerTo(messages, most, signal) {
-  const models = await (await reach("/v1/models", { signal })).json();
+  const model = await nameOfModel(signal);
   const answer = await reach("/v1/chat/completions", {
     method: "POST",
     signal,
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({
-      model: models.data[0].id, messages, max_tokens: most, stream: true, stream_options: { include_usage: true },
+      model, messages, max_tokens: most, stream: true, stream_options: { include_usage: true },
     }),
   });
   for await (const text of sentEvents(answer)) {
