@@ -35,7 +35,7 @@ from vllm_engine import BLOCK_BYTES, BLOCK_TOKENS, Engine, opened, opened_with_k
 import conftest  # noqa: F401 - vLLM reads what this sets when it is imported
 from kvtide.arena import HostArena
 from kvtide.device import open_device
-from kvtide.measure.machine import machine_facts
+from kvtide.machine import machine_facts
 from kvtide.measure.timing import Timing, median_of, time_in_turns, timed
 from kvtide.plugin.vllm.block_store import BlockStore
 from kvtide.plugin.vllm.open_store import adopt_groups
