@@ -24,6 +24,14 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+PLAIN = {
+    **_SIZES,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+}
+"""Full attention, with heads for two ranks."""
+
 WINDOWS = {
     **_SIZES,
     "architectures": ["Gemma3ForCausalLM"],

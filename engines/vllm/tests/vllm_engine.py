@@ -68,8 +68,7 @@ class Engine:
     def go_to_disk(self) -> None:
         """Empties host memory as other blocks would, once all writes have ended; and the device."""
         self.forget_local()
-        while self.store._writer._running:
-            time.sleep(0.001)
+        self.llm.collective_rpc(_wait_for_writes)
         for key in tuple(self.books._idle(())):
             self.books._drop(key)
 
@@ -96,13 +95,10 @@ class Engine:
     def check_nothing_leaked(self) -> None:
         """At the end host memory has the blocks of the books alone, and the device has none."""
         self.end_all()
-        store, entries = self.store, self.books._entries
-        assert {*store._held} == {*entries}
+        entries = self.books._entries
         assert all(entry.place.name == "HERE" and not entry.readers for entry in entries.values())
-        assert store._arena.used_bytes == len(entries) * store._arena.block_bytes
-        assert store._arena.used_bytes <= store._arena.limit_bytes
-        assert not store._moves
-        assert store._reader is None or not store._reader._fetches
+        for held in self.llm.collective_rpc(_what_is_held):
+            assert {*entries} == held
         pool = self.core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # block 0 is nobody's
 
@@ -114,9 +110,7 @@ class Engine:
     @property
     def store(self) -> Any:
         """The BlockStore of the only rank."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group().connector_worker.worker.store
+        return store_of_rank()
 
     @property
     def manager(self) -> Any:
@@ -127,6 +121,29 @@ class Engine:
     def books(self) -> Any:
         """The scheduler's BlockBooks."""
         return self.manager.books
+
+
+def store_of_rank() -> Any:
+    """In a rank's process: its BlockStore."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().connector_worker.worker.store
+
+
+def _wait_for_writes(_: Any) -> None:
+    """In each rank: blocks until no write to a tier is under way."""
+    while store_of_rank()._writer._running:
+        time.sleep(0.001)
+
+
+def _what_is_held(_: Any) -> set[bytes]:
+    """In each rank: the blocks in host memory, which nothing else is in."""
+    store = store_of_rank()
+    assert store._arena.used_bytes == len(store._held) * store._arena.block_bytes
+    assert store._arena.used_bytes <= store._arena.limit_bytes
+    assert not store._moves
+    assert store._reader is None or not store._reader._fetches
+    return {*store._held}
 
 
 def _wanted(token_count: int) -> Any:
