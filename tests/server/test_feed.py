@@ -1,4 +1,4 @@
-"""Those who watch an engine: they are told everything, and cost nothing when they are slow."""
+"""Watchers of an engine are told everything, and cost nothing when they are slow."""
 
 from __future__ import annotations
 

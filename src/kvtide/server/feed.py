@@ -20,7 +20,7 @@ MOST_WATCHERS = 32
 HEARTBEAT_S = 10.0
 """How long nothing is told: a client that vanished is noticed when something is sent to it."""
 _SPAN_S, _MOST_SPANS = 1.0, 600
-"""Of the last ten minutes those who come later are told in steps of a second."""
+"""A watcher is told of the last ten minutes before, in steps of a second."""
 
 
 @final

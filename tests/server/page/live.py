@@ -33,11 +33,26 @@ class LiveServer:
     engine: Engine
     service: Service
     seen: dict[int, Request] = field(default_factory=dict)
+    _most_tokens: int | None = None
+    _released: threading.Event = field(default_factory=threading.Event)
 
     def note(self, engine: Engine) -> None:
         """Notes the requests of a step. For the engine's thread."""
         for request in (*engine.scheduler.running, *engine.scheduler.retracted):
             self.seen[request.arrival] = request
+            if self._most_tokens is not None and len(request.output_ids) >= self._most_tokens:
+                self._released.wait(60)
+
+    @contextlib.contextmanager
+    def held_at(self, token_count: int) -> Iterator[None]:
+        """Within this context the engine rests once an answer has so many tokens."""
+        self._released.clear()
+        self._most_tokens = token_count
+        try:
+            yield
+        finally:
+            self._most_tokens = None
+            self._released.set()
 
 
 @contextlib.contextmanager

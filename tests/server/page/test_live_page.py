@@ -109,11 +109,12 @@ def test_a_prompt_is_answered_and_the_next_turn_knows_of_it(
 
 def test_an_answer_can_be_stopped(page: Browser, server: LiveServer) -> None:
     """The engine ends it, and what has been said of it stays."""
-    ask(page, "Go on", 300)
-    page.wait_for("return look.said().length === 2 && look.said()[1].length > 2")
-    page.run("byId('stop').focus()")
-    page.press(Keys.ENTER)
-    page.wait_for("return look.text('ask-state') === 'You stopped the answer.'")
+    with server.held_at(20):
+        ask(page, "Go on", 300)
+        page.wait_for("return look.said().length === 2 && look.said()[1].length > 2")
+        page.run("byId('stop').focus()")
+        page.press(Keys.ENTER)
+        page.wait_for("return look.text('ask-state') === 'You stopped the answer.'")
     page.wait_for("return look.text('running') === '0'")
     request = server.seen[max(server.seen)]
     assert "abort" == request.finish_reason
