@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from fastapi import FastAPI
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.server.app import make_app
 from kvtide.server.intake import Intake
+from kvtide.server.lifecycle import WebServer, open_socket, web_config
 from kvtide.server.limits import ServerLimits
 from kvtide.server.loop import EngineLoop
 from kvtide.server.service import Service
@@ -70,7 +72,7 @@ async def served(
     service.loop.start()
     transport = httpx.ASGITransport(app)
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             yield Served(engine, service, app, client)
     finally:
         service.intake.close()
@@ -124,3 +126,25 @@ def _wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
                 return line.split(" is served at ")[1].split("/v1")[0]
         with contextlib.suppress(subprocess.TimeoutExpired):
             raise AssertionError(f"it ended with {process.wait(0.1)}: {log.read_text()}")
+
+
+@contextlib.asynccontextmanager
+async def listening(server: Served) -> AsyncIterator[int]:
+    """Has the server's routes behind a real socket of this process; yields its port."""
+    with contextlib.closing(open_socket("127.0.0.1", 0)) as opened:
+        started = asyncio.Event()
+        web = WebServer(web_config(server.app), started.set)
+        task = asyncio.create_task(web.serve(sockets=[opened]))
+        await started.wait()
+        try:
+            yield opened.getsockname()[1]
+        finally:
+            web.should_exit = True
+            await task
+
+
+def http_request(path: str, body: object) -> bytes:
+    """Returns a POST of JSON as it is on the wire."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content

@@ -101,7 +101,7 @@ async def metrics(engine: Any, _: None) -> str:
     from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
     registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)
+    multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     return str(generate_latest(registry).decode())
 
 

@@ -297,6 +297,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=dict(shared.cached_tokens),
             new_tokens=self._new_tokens,
+            misses=books.stats.misses,
             retractions=books.stats.retractions,
             resumes=books.stats.resumes,
             recomputed_tokens=books.stats.recomputed_tokens,

@@ -44,6 +44,12 @@ class SchedulerStats:
     offload_seconds: float = 0.0
     restore_seconds: float = 0.0
 
+    @property
+    def misses(self) -> dict[str, int]:
+        """How often KV was lost, by the reason."""
+        reasons = ("arena_full", "damaged", "lost", "missing")
+        return {reason: getattr(self, reason) for reason in reasons}
+
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,14 @@ class EngineStats:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens of prompts that weren't computed, by where their KV was: `device`, `host`, a tier."""
 
+    misses: Mapping[str, int] = field(default_factory=dict)
+    """How often a request lost its KV, by the reason: see SchedulerStats."""
+
     @classmethod
     def nothing(cls) -> EngineStats:
         """The stats of an engine that has done nothing."""
         zeros: dict[str, Any] = {about.name: 0 for about in fields(cls)}
-        return cls(**zeros | {"tiers": {}, "cached_tokens": {}})
+        return cls(**zeros | {"tiers": {}, "cached_tokens": {}, "misses": {}})
 
     @property
     def spills(self) -> int:

@@ -37,7 +37,7 @@ class AnswerResponse(Response):
         super().__init__()
         self._service = service
         self._asked = asked
-        self._answers = Reply(asked, service.intake.name)
+        self._reply = Reply(asked, service.intake.name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -61,7 +61,7 @@ class AnswerResponse(Response):
         if call.failure is not None:
             response = _error_of(call).response()
         else:
-            response = json_response(self._answers.whole())
+            response = json_response(self._reply.whole(call.resumed_tokens))
         if not call.is_gone:
             await response(scope, receive, send)
 
@@ -75,8 +75,8 @@ class AnswerResponse(Response):
             if call.failure is not None:
                 has_ended, events = True, [sse_event(_error_of(call).body)]
             else:
-                events = [*self._answers.chunks(progress)]
-                events += self._answers.last_chunks() if has_ended else ()
+                events = [*self._reply.chunks(progress)]
+                events += self._reply.last_chunks(call.resumed_tokens) if has_ended else ()
             if events:
                 body = b"".join(events)
                 await send({"type": "http.response.body", "body": body, "more_body": True})

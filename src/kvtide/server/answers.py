@@ -18,6 +18,7 @@ from kvtide.prompts.openai_answers import (
 from kvtide.serve.request import Request
 from kvtide.server.intake import Asked
 from kvtide.server.loop import Progressed
+from kvtide.server.tools import read_calls, with_ids
 
 DONE = b"data: [DONE]\n\n"
 
@@ -36,14 +37,16 @@ class Reply:
             "model": model,
         }
         self._parts = [
-            _StreamedChoice(request, index, is_chat) for index, request in enumerate(asked.requests)
+            _StreamedChoice(request, index, asked) for index, request in enumerate(asked.requests)
         ]
 
-    def whole(self) -> dict[str, Any]:
-        """The answer when all requests have ended."""
+    def whole(self, resumed_tokens: int) -> dict[str, Any]:
+        """The answer when all requests have ended. `resumed_tokens` are as in Call."""
         make_body = chat_body if self._asked.prompt.is_chat else completion_body
         body = make_body(self._asked.requests)
-        return {**self._head, **body, "usage": self._usage()}
+        for choice in body["choices"] if self._asked.reads_calls else ():
+            _set_calls(choice)
+        return {**self._head, **body, "usage": self._usage(resumed_tokens)}
 
     def chunks(self, progress: Sequence[Progressed]) -> Iterator[bytes]:
         """The events for what is new since the last call, in server-sent form."""
@@ -51,10 +54,10 @@ class Reply:
             for choice in part.choices(now):
                 yield self._event([choice])
 
-    def last_chunks(self) -> Iterator[bytes]:
+    def last_chunks(self, resumed_tokens: int) -> Iterator[bytes]:
         """The events at the end of a stream."""
         if self._asked.wants_usage:
-            yield self._event([], self._usage())
+            yield self._event([], self._usage(resumed_tokens))
         yield DONE
 
     def _event(self, choices: Sequence[dict[str, Any]], usage: Any = None) -> bytes:
@@ -64,12 +67,15 @@ class Reply:
             body["usage"] = usage
         return sse_event(body)
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self, resumed_tokens: int) -> dict[str, Any]:
         requests = self._asked.requests
         return {
             **usage_of(requests),
             "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens},
-            "kvtide": {"retractions": sum(request.retractions for request in requests)},
+            "kvtide": {
+                "retractions": sum(request.retractions for request in requests),
+                "resumed_tokens": resumed_tokens,
+            },
         }
 
 
@@ -77,10 +83,12 @@ class Reply:
 class _StreamedChoice:
     """One answer of a stream: what of it was sent, and what is new."""
 
-    def __init__(self, request: Request, index: int, is_chat: bool) -> None:
+    def __init__(self, request: Request, index: int, asked: Asked) -> None:
         self._request = request
         self._index = index
-        self._is_chat = is_chat
+        self._is_chat = asked.prompt.is_chat
+        self._reads_calls = asked.reads_calls
+        self._calls: list[dict[str, Any]] = []
         self._stops = [word for word in request.params.stop if word]
         self._sent_characters = self._sent_tokens = 0
         self._has_begun = self._has_ended = False
@@ -92,15 +100,18 @@ class _StreamedChoice:
         if self._is_chat and not self._has_begun:
             self._has_begun = True
             yield self._choice({"role": "assistant", "content": ""}, None, None)
-        text, logprobs = self._new_text(now), self._new_logprobs(now)
-        self._has_ended = now.has_ended
+        text, calls = self._new_text(now)
+        logprobs, self._has_ended = self._new_logprobs(now), now.has_ended
         if not self._is_chat and (text or logprobs or now.has_ended):
             yield self._choice(text, logprobs, now.finish_reason)
         elif self._is_chat:
             if text or logprobs:
                 yield self._choice({"content": text}, logprobs, None)
+            if calls:
+                yield self._choice({"tool_calls": calls}, None, None)
             if now.has_ended:
-                yield self._choice({}, None, now.finish_reason)
+                reason = _reason(now.finish_reason, has_calls=bool(self._calls))
+                yield self._choice({}, None, reason)
 
     def _choice(self, content: Any, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         return {
@@ -110,11 +121,20 @@ class _StreamedChoice:
             "finish_reason": finish_reason,
         }
 
-    def _new_text(self, now: Progressed) -> str:
-        end = len(now.text) if now.has_ended else visible_length(now.text, self._stops)
-        new = now.text[self._sent_characters : end]
-        self._sent_characters = max(self._sent_characters, end)
-        return new
+    def _new_text(self, now: Progressed) -> tuple[str, list[dict[str, Any]]]:
+        """The new text, and the new calls of tools."""
+        text, calls = now.text, self._calls
+        if not now.has_ended:
+            text = text[: visible_length(text, self._stops)]
+        first_call = len(calls)
+        if self._reads_calls:
+            called = read_calls(text, has_ended=now.has_ended)
+            text = called.content
+            with_ids(called.calls, calls)
+        new = text[self._sent_characters :]
+        self._sent_characters = max(self._sent_characters, len(text))
+        new_calls = [{"index": n, **calls[n]} for n in range(first_call, len(calls))]
+        return new, new_calls
 
     def _new_logprobs(self, now: Progressed) -> dict[str, Any] | None:
         first, self._sent_tokens = self._sent_tokens, now.token_count
@@ -125,6 +145,20 @@ class _StreamedChoice:
             return chat_logprobs(steps)
         begin = sum(len(step.chosen.text) for step in self._request.logprobs[:first])
         return completion_logprobs(steps, begin)
+
+
+def _set_calls(choice: dict[str, Any]) -> None:
+    """Takes the calls of tools out of the text of a whole answer."""
+    message, calls = choice["message"], list[dict[str, Any]]()
+    called = read_calls(message["content"], has_ended=True)
+    with_ids(called.calls, calls)
+    if calls:
+        message |= {"content": called.content or None, "tool_calls": calls}
+        choice["finish_reason"] = _reason(choice["finish_reason"], has_calls=True)
+
+
+def _reason(finish_reason: str | None, *, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
 
 
 def visible_length(text: str, stops: Sequence[str]) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvtide.errors import first_line
 from kvtide.server.answering import AnswerResponse
 from kvtide.server.errors import ApiError, json_response
 from kvtide.server.limits import read_body_of
+from kvtide.server.metrics import CONTENT_TYPE
+from kvtide.server.noted import Noted
 from kvtide.server.service import Service
 from kvtide.server.watching import add_page
 
-logger = logging.getLogger(__name__)
 GONE = 499
 """The status of a call whose client is gone, who doesn't see it."""
 
@@ -23,6 +21,7 @@ GONE = 499
 def make_app(service: Service) -> FastAPI:
     """The application, over a service whose loop runs."""
     app = FastAPI(title="kvtide", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Noted, service=service)
     for kind, tell in _HANDLERS.items():
         app.add_exception_handler(kind, tell)
 
@@ -39,6 +38,10 @@ def make_app(service: Service) -> FastAPI:
         is_well = service.loop.is_alive and service.ending is None
         status = "ok" if is_well else service.ending or "the engine has ended"
         return json_response({"status": status}, status=200 if is_well else 503)
+
+    @app.get("/metrics", dependencies=for_tenants)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", dependencies=for_tenants)
     async def models() -> Response:
@@ -91,16 +94,8 @@ async def _tell_nobody(_: Request, error: Exception) -> Response:
     return Response(status_code=GONE)
 
 
-async def _tell_failure(_: Request, error: Exception) -> Response:
-    # The message may have a part of a prompt, which isn't for a log.
-    logger.error("a call failed by a mistake of kvtide's: %s", type(error).__name__)
-    logger.debug("%s", first_line(error), exc_info=error)
-    return ApiError(500, "the server failed; its log says more").response()
-
-
 _HANDLERS = {
     ApiError: _tell_error,
     HTTPException: _tell_status,
     ClientDisconnect: _tell_nobody,
-    Exception: _tell_failure,
 }

@@ -18,6 +18,7 @@ from kvtide.prompts.fields import check_bool, check_object, check_text, refuse, 
 from kvtide.prompts.requests import make_requests
 from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
+from kvtide.server import tools
 from kvtide.server.errors import ApiError
 
 WHERE = "the request"
@@ -37,6 +38,8 @@ class Asked:
     is_stream: bool
     wants_usage: bool
     """Whether a stream ends with the usage."""
+    reads_calls: bool = False
+    """Whether calls of tools are read from the text of the answer."""
 
 
 @final
@@ -104,6 +107,8 @@ class Intake:
     def _read(self, raw: bytes, is_chat: bool, salt: bytes) -> Asked:
         try:
             body = parse_object(raw, WHERE)
+            if is_chat and body.get("tool_choice") == "none":  # so the model isn't told of them
+                body = {key: body[key] for key in body if key not in ("tools", "tool_choice")}
             if body.get("model") is not None:
                 self.check_name(check_text(body["model"], "model", WHERE))
             prompt = read_body(body, "", WHERE, is_chat=is_chat, obeyed=_OWN_KEYS)
@@ -116,7 +121,9 @@ class Intake:
         except UsageError as error:
             message = str(error).removeprefix(f"{WHERE}: ")
             raise ApiError(400, message, param="messages" if is_chat else "prompt") from error
-        return Asked(prompt, requests, is_stream, wants_usage)
+        template = str(self._source.tokenizer.chat_template)
+        reads_calls = bool(prompt.tools) and tools.are_known(template)
+        return Asked(prompt, requests, is_stream, wants_usage, reads_calls)
 
     def _requests(self, prompt: Prompt, salt: bytes) -> list[Request]:
         params = SamplingParams(max_new_tokens=COMPLETION_TOKENS, temperature=1.0)

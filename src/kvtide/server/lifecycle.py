@@ -73,8 +73,8 @@ async def _serve(
     service: Service, opened: socket.socket, *, drain_s: float, can_suspend: bool, say: Say
 ) -> None:
     name, url = service.intake.name, url_of(opened)
-    server = _Uvicorn(
-        _config(make_app(service)),
+    server = WebServer(
+        web_config(make_app(service)),
         lambda: say(f"{name} is served at {url}/v1; Ctrl-C ends it"),
     )
     signals = _Signals(asyncio.get_running_loop())
@@ -112,7 +112,8 @@ async def _drain(service: Service, signals: _Signals, drain_s: float, say: Say) 
     again.cancel()
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def web_config(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves the application."""
     return uvicorn.Config(
         app,
         http=BoundedProtocol,
@@ -128,7 +129,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
 
 
 @final
-class _Uvicorn(uvicorn.Server):
+class WebServer(uvicorn.Server):
     """uvicorn's server, which leaves signals alone, and says that it listens."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:

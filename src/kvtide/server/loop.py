@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar, final
 
 from kvtide.errors import KvtideError
@@ -24,6 +25,8 @@ from kvtide.serve.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_MOVING_S = 0.05
+"""How often an engine without work looks whether a tier has done what it was told."""
 
 
 @final
@@ -72,6 +75,8 @@ class Call:
         """How far each request was after the last step."""
         self.failure: Failure | None = None
         """Why there is no answer; None while there may be one."""
+        self.resumed_tokens = 0
+        """How many tokens of the answers an earlier engine had left in a tier."""
         self.is_gone = False
         """Whether nobody wants the answers any more."""
         self.started_at = time.monotonic()
@@ -216,7 +221,8 @@ class EngineLoop:
                 self._obey()
                 if self._engine.has_work and not self._is_ending:
                     self._step()
-                self.stats = self._engine.stats
+                else:
+                    self.stats = self._engine.stats
                 for observer in self._observers:
                     observer(self._engine)
         finally:
@@ -225,10 +231,20 @@ class EngineLoop:
 
     def _obey(self) -> None:
         """Does what was ordered. Without other work it waits for an order."""
-        if not self._engine.has_work:
-            self._orders.get()()
+        while not self._engine.has_work:
+            with suppress(Empty):
+                self._orders.get(timeout=self._longest_pause())()
+                break
         while not self._orders.empty():
             self._orders.get()()
+
+    def _longest_pause(self) -> float | None:
+        """How long the thread may wait for orders: while a tier moves something, not for ever.
+
+        The file of a request that was aborted while it was written is removed after its end.
+        """
+        spill = self._engine.store.spill
+        return _MOVING_S if spill is not None and spill.settle() else None
 
     def _add(self, call: Call) -> None:
         if call.is_gone:
@@ -242,6 +258,7 @@ class EngineLoop:
         if any(request.error is not None for request in call.requests):
             self._refuse(call)
         else:
+            call.resumed_tokens = sum(len(request.output_ids) for request in call.requests)
             call.publish()
 
     def _refuse(self, call: Call) -> None:
@@ -267,6 +284,7 @@ class EngineLoop:
             self.failures += 1
             self._give_up()
             return
+        self.stats = self._engine.stats  # before anybody hears of an answer that is in it
         changed = dict.fromkeys(self._calls.values())
         for request in finished:
             self._calls.pop(request.id, None)

@@ -13,6 +13,7 @@ from kvtide.server.feed import Feed
 from kvtide.server.intake import Asked, Intake
 from kvtide.server.limits import ServerLimits
 from kvtide.server.loop import Call, EngineLoop
+from kvtide.server.metrics import ServerMetrics
 from kvtide.server.tenants import Tenants
 
 
@@ -30,6 +31,12 @@ class Service:
     ending: str | None = None
     """Why no new request is taken; None while the server goes on."""
     live_calls: set[Call] = field(default_factory=set)
+    metrics: ServerMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Counts from now on."""
+        self.metrics = ServerMetrics(self.loop)
+
     feed: Feed = field(default_factory=Feed)
 
     @property
@@ -61,5 +68,6 @@ class Service:
                 yield call
             finally:
                 self.live_calls.discard(call)
+                self.metrics.note_end(call)
                 if not call.has_ended:
                     self.loop.abort(call)

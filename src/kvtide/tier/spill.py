@@ -62,8 +62,7 @@ class Spill:
         self._tiers = [RetriedTier(tier, clock=clock, sleep=sleep) for tier in tiers]
         self.stats = SpillStats(counts_by_name(self._tiers))
         self._name_of = name_of
-        self._prefix = token_hex(16)
-        self._count = 0
+        self._prefix, self._count = token_hex(16), 0
         self._high_blocks = int(high_mark * arena.block_count)
         self._deadline_s = deadline_s
         self._workers = workers or ThreadWorkers(_THREADS, deadline_s)
@@ -190,11 +189,12 @@ class Spill:
         elif entry.move.room is not None:  # it is removed below when the move has ended
             entry.move.room.release()
 
-    def settle(self) -> None:
-        """Notes which moves have ended. Doesn't block."""
+    def settle(self) -> bool:
+        """Notes which moves have ended, and returns whether others haven't. Doesn't block."""
         for entry in tuple(self._moving):
             if entry.move is not None and entry.move.job.done():
                 self._note_end(entry, entry.move)
+        return bool(self._moving)
 
     def close(self) -> None:
         """Waits for all moves, at most `deadline_s`. Repeatable.

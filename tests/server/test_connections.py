@@ -1,0 +1,103 @@
+"""Clients that go away, read slowly or send slowly, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide.serve.engine import Engine
+from kvtide.server import protocol
+from serve.harness import check_rows_once, end_answers_at
+from support.serving import Served, http_request, listening, serve_and
+
+LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 480, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def _shared_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_rows_once(monkeypatch)
+
+
+async def _until(holds: Any) -> None:
+    """Waits until the condition holds."""
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def _start(port: int, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(http_request("/v1/completions", body))
+    return reader, writer
+
+
+async def _freed(server: Served) -> None:
+    """Waits for the next pause between two steps, and checks that nobody holds a slot."""
+
+    def check(engine: Engine) -> None:
+        assert not engine.has_work
+        assert 0 == engine.pages.held_count
+
+    await asyncio.wrap_future(server.service.loop.ask(check))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_all_within_a_step(stream: bool, tmp_path: Path) -> None:
+    """Slots, host memory and files, of requests that run, wait and were retracted."""
+
+    async def test(server: Served) -> None:
+        end_answers_at(server.engine, ())
+        async with listening(server) as port:
+            connections = [await _start(port, {**LONG, "stream": stream}) for _ in range(5)]
+            disk = server.engine.store.disk
+            assert disk is not None
+            await _until(lambda: server.service.loop.stats.retracted and disk.stats.used_bytes)
+            for _, writer in connections:
+                writer.transport.abort()
+            await _until(lambda: not server.service.live_calls)
+            await _freed(server)
+            # A file that is being written is removed when that has ended, and nobody asks.
+            await _until(lambda: not (disk.stats.used_bytes or server.engine.tide.arena.used_bytes))
+
+    settings = {"disk_dir": tmp_path, "disk_memory_bytes": 1 << 30, "share_prefixes": False}
+    serve_and(test, host_memory_bytes=400_000, **settings)
+
+
+def test_a_reader_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests end, and others are answered meanwhile."""
+    monkeypatch.setattr(protocol, "READER_SECONDS", 0.2)
+
+    async def test(server: Served) -> None:
+        end_answers_at(server.engine, ())
+        async with listening(server) as port:
+            body = {**LONG, "n": 8, "logprobs": 20, "max_tokens": 200}
+            reader, writer = await _start(port, body)
+            await _until(lambda: server.service.live_calls)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            answer = await server.complete(prompt="Hi", max_tokens=3)
+            assert 200 == answer.status_code
+            await _until(lambda: not server.service.live_calls)
+            writer.transport.abort()
+            del reader
+
+    serve_and(test, pool_tokens=4096)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"])
+def test_a_client_without_a_request_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have sent nothing, or half of a head."""
+    monkeypatch.setattr(protocol, "REQUEST_SECONDS", 0.2)
+
+    async def test(server: Served) -> None:
+        async with listening(server) as port, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"" == await reader.read()
+            writer.close()
+
+    serve_and(test)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtide.server.tools import CalledTools, read_calls
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADD = {"name": "add", "arguments": json.dumps({"a": 1})}
+
+
+def _read(text: str) -> CalledTools:
+    return read_calls(text, has_ended=True)
+
+
+def test_calls_are_taken_out_of_the_text() -> None:
+    """The text before them stays, without the blanks at its end."""
+    assert CalledTools("Let me see.", (ADD, ADD)) == _read(f"Let me see.\n{CALL}\n{CALL}")
+    assert CalledTools("", (ADD,)) == _read(CALL)
+
+
+def test_a_call_without_its_end_counts_if_it_is_whole() -> None:
+    """A model may end its answer instead."""
+    assert CalledTools("", (ADD,)) == _read(CALL.removesuffix("</tool_call>"))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["{", "[]", '{"name": 5}', '{"arguments": {}}', '{"name": "a", "arguments": "b"}', "[" * 9999],
+)
+def test_what_is_no_call_stays_text(inner: str) -> None:
+    """Nothing of an answer is lost."""
+    text = f"a <tool_call>{inner}</tool_call> b"
+    assert CalledTools(text, ()) == _read(text)
+    after = f"a {CALL}{text}"
+    assert CalledTools(f"a{text[2:]}", (ADD,)) == _read(after)
+
+
+def test_a_growing_text_never_takes_anything_back() -> None:
+    """Each prefix has a beginning of the content, and of the calls."""
+    for text in (f"a <b <tool_c {CALL} {CALL}", "a <tool_call>x</tool_call> b", "a <tool_call "):
+        whole = _read(text)
+        for length in range(len(text)):
+            part = read_calls(text[:length], has_ended=False)
+            assert whole.content.startswith(part.content)
+            assert whole.calls[: len(part.calls)] == part.calls
