@@ -171,7 +171,8 @@ test-sglang: $(SGLANG)/.installed
 test-vllm: $(VLLM)/.installed
 	cd engines/vllm && KVTIDE_SMOLLM2="$$('$(CURDIR)/$(PY)' -c 'from kvtide.serve.find import \
 	  find_model; print(find_model("smollm2", progress=lambda *_: None).path)')" \
-	  $(ONE_THREAD) '$(CURDIR)/$(VLLM)/bin/python' $(SIDE_BY_SIDE) --dist loadfile
+	  $(ONE_THREAD) '$(CURDIR)/$(VLLM)/bin/python' $(SIDE_BY_SIDE) --dist loadfile \
+	  --no-loadscope-reorder
 
 # Exit 75 says that this system can't have Mooncake's libraries, which is no failure of kvtide's.
 test-mooncake: $(MOONCAKE)/.installed

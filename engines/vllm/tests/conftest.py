@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 # vLLM reads these when it is imported. Its scheduler and its worker then run in this process.
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -12,3 +14,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the tests that take long, so that no process waits for another at the end."""
+    first = ("test_serve.py", "test_host_and_disk.py", "test_ranks.py")
+    places = {name: place for place, name in enumerate(first)}
+    items.sort(key=lambda item: places.get(item.path.name, len(first)))

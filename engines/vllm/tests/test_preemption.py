@@ -9,7 +9,7 @@ from vllm_engine import BLOCK_TOKENS, opened, opened_with_kvtide
 from watched_moves import WatchedMoves
 
 TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_num_seqs": 4, "max_model_len": 512}
-TOKENS = 140
+TOKENS = 30
 """So many tokens an answer that each request needs a third block, which not all of them get."""
 PROMPTS = [Random(seed).choices(range(1000, 40_000), k=BLOCK_TOKENS + 120) for seed in range(4)]
 

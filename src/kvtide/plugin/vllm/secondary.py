@@ -32,6 +32,7 @@ from kvtide.plugin.vllm.connector import refuse_what_is_inexact
 from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.messages import COUNTS, names_of
 from kvtide.plugin.vllm.open_store import open_disk
+from kvtide.plugin.vllm.orphan import end_with_parent
 from kvtide.plugin.vllm.reads import refuse_if_moved
 from kvtide.plugin.vllm.settings import TIER, TIER_CONNECTOR, OffloadSettings, read_tier_settings
 from kvtide.plugin.vllm.stack import TierStack
@@ -129,6 +130,7 @@ class KvtideTier(SecondaryTierManager):
         readers, writers = (ThreadWorkers(_THREADS, _DEADLINE_S) for _ in range(2))
         self._moves = ChunkMoves(self._stack, row_bytes, readers, writers, deadline_s=_DEADLINE_S)
         self._lookups = _Lookups(self)
+        end_with_parent()
 
     def has(self, key: bytes) -> bool:
         """Whether a chunk is probably there. In a thread: a store is asked over a network."""
