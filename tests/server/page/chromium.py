@@ -43,6 +43,8 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Opens a page, and forgets what the console said before."""
+        self.driver.get("about:blank")
+        self.errors()
         self.driver.get(url)
 
     def run(self, script: str, *values: Any) -> Any:
@@ -67,8 +69,8 @@ class Browser:
         self.settle()
 
     def wait_for(self, script: str, *values: Any) -> None:
-        """Waits until a script's `return` is true; a minute at most."""
-        WebDriverWait(self.driver, 60, 0.05).until(lambda _: self.run(script, *values))
+        """Waits until a script's `return` is true; for minutes, on a machine that is slow."""
+        WebDriverWait(self.driver, 300, 0.05).until(lambda _: self.run(script, *values))
 
     def settle(self) -> None:
         """Waits until what was asked for is drawn."""

@@ -56,8 +56,9 @@ def ask(page: Browser, prompt: str, most: int) -> None:
 def test_the_page_follows_a_server_under_load(page: Browser, server: LiveServer) -> None:
     """While requests run it shows them; in the end it says what the engine says."""
     before = server.engine.stats.retractions
-    threads = load(server, 12)
-    page.wait_for("return look.rows().length > 3")
+    with server.held_at(20):
+        threads = load(server, 12)
+        page.wait_for("return look.rows().length > 3")
     for thread in threads:
         thread.join()
     page.wait_for("return look.text('running') === '0' && Number(look.text('done')) > 11")
