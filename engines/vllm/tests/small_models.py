@@ -32,6 +32,14 @@ PLAIN = {
 }
 """Full attention, with heads for two ranks."""
 
+PLAIN = {
+    **_SIZES,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+}
+"""Full attention alone."""
+
 WINDOWS = {
     **_SIZES,
     "architectures": ["Gemma3ForCausalLM"],

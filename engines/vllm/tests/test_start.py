@@ -39,12 +39,17 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changed", "said"),
         [
-            ({"lora_config": object()}, "LoRA"),
-            ({"speculative_config": object()}, "draft"),
+            ({"lora_config": object()}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+            (
+                {"speculative_config": SimpleNamespace(method="eagle", model="a/draft")},
+                r"draft \(eagle a/draft\)",
+            ),
             ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "kv_both"),
         ],
     )
-    def test_of_what_is_inexact_name_it(self, changed: dict[str, Any], said: str) -> None:
+    def test_of_what_is_inexact_name_it(
+        self, changed: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from kvtide.plugin.vllm.connector import refuse_what_is_inexact
 
         usual = {
@@ -52,6 +57,7 @@ class TestRefusals:
             "speculative_config": None,
             "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
         }
+        monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         refuse_what_is_inexact(SimpleNamespace(**usual))
         with pytest.raises(Refused, match=said):
             refuse_what_is_inexact(SimpleNamespace(**{**usual, **changed}))

@@ -11,6 +11,7 @@ groups        the blocks of a group of layers, as vLLM hands them over, as a poo
 open_store    opens a rank's store: pools, arena and disk
 identity      what decides the bytes of KV beside its tokens
 orphan        ends an engine whose server is gone
+adapters      which weights a LoRA adapter has; resumes: how much of a preempted request came back
 messages      what the scheduler tells the workers, and what they answer
 settings      what an operator sets
 secondary     a tier below vLLM's own host memory; chunks: its moves; stack: several tiers as one

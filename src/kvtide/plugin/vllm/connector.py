@@ -27,10 +27,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
+from kvtide.plugin.vllm.adapters import CHANGES_ALLOWED, Adapters, changes_are_allowed
 from kvtide.plugin.vllm.messages import BlockReport, Orders, Start
 from kvtide.plugin.vllm.open_store import OpenStore, open_store
 from kvtide.plugin.vllm.orphan import end_with_parent
 from kvtide.plugin.vllm.reads import refuse_if_moved
+from kvtide.plugin.vllm.resumes import ResumeCounts
 from kvtide.plugin.vllm.settings import SPEC, read_settings
 from kvtide.plugin.vllm.spec import KvtideManager, KvtideSpec, KvtideWorker
 from kvtide.tier import Namespace
@@ -45,6 +47,7 @@ READS: Table = {
     "OffloadingConnector": (
         *("connector_scheduler", "connector_worker", "register_kv_caches", "handle_preemptions"),
         *("start_load_kv", "build_connector_meta", "build_connector_worker_meta"),
+        *("on_new_request", "update_state_after_alloc"),
         *("update_connector_output", "get_kv_connector_stats", "get_num_new_matched_tokens"),
     ),
     "KVConnectorBase_V1": (
@@ -123,6 +126,8 @@ class KvtideConnector(OffloadingConnector):
             spec.open_worker = partial(self._open_worker, vllm_config, spec)
         else:
             end_with_parent()
+            self._adapters = Adapters()
+            self._resumes = ResumeCounts()
 
     # ---- worker --------------------------------------------------------------------------
 
@@ -192,6 +197,18 @@ class KvtideConnector(OffloadingConnector):
         namespace = first.namespace
         self._manager.books.open(start, lambda key: name_of(namespace.key_of(key.hex())))
 
+    def on_new_request(self, request: Any) -> None:
+        """Notes with which adapter a request is computed."""
+        if request.lora_request is not None:
+            adapter = self._adapters.of_request(request.lora_request)
+            self._manager.expect(request.request_id, adapter)
+        super().on_new_request(request)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Notes how many tokens of a request are about to be loaded."""
+        self._resumes.note_load(request.request_id, num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -205,6 +222,7 @@ class KvtideConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KvtideMetadata:
         """What the scheduler sends to the workers for a step."""
+        self._manager.counts += self._resumes.note_step(scheduler_output)
         sent = super().build_connector_meta(scheduler_output)
         fixed = {part.name: getattr(sent, part.name) for part in fields(sent)}
         is_empty = not scheduler_output.total_num_scheduled_tokens
@@ -223,13 +241,15 @@ def refuse_what_is_inexact(vllm_config: Any) -> None:
     """Raises Refused for a server whose KV kvtide couldn't tell from other KV."""
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         raise Refused('kvtide saves and loads; set "kv_role" to "kv_both"')
-    if vllm_config.lora_config is not None:
+    if vllm_config.lora_config is not None and changes_are_allowed():
         raise Refused(
-            "vLLM tells the KV of LoRA adapters apart by their names alone, so new weights under "
-            "an old name would get old KV; serve without --enable-lora, or without kvtide"
+            f"{CHANGES_ALLOWED} lets an adapter's weights change under its requests, and kvtide "
+            "isn't told; unset it, or serve without --enable-lora or without kvtide"
         )
-    if vllm_config.speculative_config is not None:
+    draft = vllm_config.speculative_config
+    if draft is not None:
+        named = " ".join(str(part) for part in (draft.method, draft.model) if part)
         raise Refused(
-            "kvtide doesn't know the weights of a draft model, whose KV it would save; serve "
+            f"kvtide doesn't know how a draft ({named}) changes the KV that it would save; serve "
             "without --speculative-config, or without kvtide"
         )

@@ -27,7 +27,7 @@ from kvtide.tier.namespace import salt_of
 READS: Table = {
     "VllmConfig": (
         *("model_config", "cache_config", "parallel_config", "load_config"),
-        "compilation_config",
+        *("compilation_config", "lora_config?"),
     ),
     "ModelConfig": ("model", "hf_config", "dtype", "quantization?", "seed?"),
     "CacheConfig": ("cache_dtype", "prefix_caching_hash_algo", "kv_cache_layout?"),
@@ -87,6 +87,8 @@ def _engine_of(vllm_config: Any, beside: Sequence[str]) -> str:
         str(cache["prefix_caching_hash_algo"]),
         # The CPU's attention kernels order a block's bytes by what the CPU can do.
         *(platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_tiles()),
+        # Layers with room for adapters have kernels of their own.
+        "adapters" if reads["lora_config"] is not None else "",
         *kinds,
         *beside,
     ]

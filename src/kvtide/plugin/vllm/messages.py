@@ -82,6 +82,8 @@ COUNTS = {
     "failed_writes": "Blocks that no tier took.",
     "failed_loads": "Loads that failed, whose requests are computed again.",
     "missing_blocks": "Blocks that no tier gave back.",
+    "restored_tokens": "Tokens of preempted requests that came back from host memory.",
+    "recomputed_tokens": "Tokens of preempted requests that are computed again.",
     "damaged_blocks": "Blocks with wrong bytes, in host memory or in a tier. None was used.",
 }
 """For each count its meaning, as a metric's help text."""

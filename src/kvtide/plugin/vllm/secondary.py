@@ -34,7 +34,13 @@ from kvtide.plugin.vllm.messages import COUNTS, names_of
 from kvtide.plugin.vllm.open_store import open_disk
 from kvtide.plugin.vllm.orphan import end_with_parent
 from kvtide.plugin.vllm.reads import refuse_if_moved
-from kvtide.plugin.vllm.settings import TIER, TIER_CONNECTOR, OffloadSettings, read_tier_settings
+from kvtide.plugin.vllm.settings import (
+    CONNECTOR,
+    TIER,
+    TIER_CONNECTOR,
+    OffloadSettings,
+    read_tier_settings,
+)
 from kvtide.plugin.vllm.stack import TierStack
 from kvtide.tier import DiskTier, MooncakeTier, Namespace
 from kvtide.tier.workers import ThreadWorkers
@@ -71,6 +77,11 @@ class KvtideTierConnector(OffloadingConnector):
         """Raises Refused for what can't be told apart, and what the tier raises."""
         refuse_if_moved()
         refuse_what_is_inexact(vllm_config)
+        if vllm_config.lora_config is not None:
+            raise Refused(
+                "vLLM tells a tier nothing of adapters; serve without --enable-lora, or with "
+                f'"kv_connector": "{CONNECTOR}", which knows them'
+            )
         before = _CONFIG.set(vllm_config)
         try:
             super().__init__(vllm_config, role, kv_cache_config)

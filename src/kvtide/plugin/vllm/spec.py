@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
+from kvtide.plugin.vllm.adapters import AdapterOf
 from kvtide.plugin.vllm.block_store import BlockStore, Pairs
 from kvtide.plugin.vllm.books import Asker, BlockBooks, BlockPlace
 from kvtide.plugin.vllm.messages import COUNTS, names_of
@@ -43,7 +44,7 @@ READS: Table = {
         *("complete_store", "on_new_request", "on_request_finished", "on_schedule_end"),
         *("has_pending_work", "reset_cache", "get_stats"),
     ),
-    "ReqContext": ("req_id",),
+    "ReqContext": ("req_id", "set_state", "get_state"),
     "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
     "OffloadingConnectorStats": ("increase_counter",),
     "GPULoadStoreSpec": ("block_ids", "group_sizes"),
@@ -79,6 +80,8 @@ class KvtideManager(OffloadingManager):
 
     def __init__(self, books: BlockBooks) -> None:
         self.books = books
+        self._adapters: dict[str, AdapterOf] = {}
+        """By the names of requests that vLLM is about to announce."""
         self._askers: dict[str, Asker] = {}
         """By the names of requests that haven't finished."""
         self.counts: Counter[str] = Counter()
@@ -86,7 +89,15 @@ class KvtideManager(OffloadingManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a block can be loaded, or may be in a later step."""
-        return _RESULTS[self.books.look_up(key, self._asker(req_context.req_id))]
+        adapter = req_context.get_state(AdapterOf)
+        if adapter is not None and not adapter.is_known:
+            return LookupResult.MISS
+        (own_key,) = _keys_of([key], req_context)
+        return _RESULTS[self.books.look_up(own_key, self._asker(req_context.req_id))]
+
+    def expect(self, req_id: str, adapter: AdapterOf) -> None:
+        """Says with which adapter the next new request is computed."""
+        self._adapters[req_id] = adapter
 
     def must_wait(self, req_id: str) -> bool:
         """Whether a request needn't look its blocks up, since one of them is still on its way."""
@@ -94,34 +105,43 @@ class KvtideManager(OffloadingManager):
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """The tier that a block came from."""
-        is_from_tier = self.books.came_from_tier(key)
+        (own_key,) = _keys_of([key], req_context)
+        is_from_tier = self.books.came_from_tier(own_key)
         return CacheHitSource.DISK if is_from_tier else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> KeySpec:
         """The blocks stay until `complete_load`."""
-        self.books.begin_load(keys)
-        return KeySpec(tuple(keys))
+        own_keys = _keys_of(keys, req_context)
+        self.books.begin_load(own_keys)
+        return KeySpec(own_keys)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """A load has ended."""
-        self.books.end_load(keys)
+        self.books.end_load(_keys_of(keys, req_context))
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Makes room for as many blocks as there is room for, the first ones first."""
-        saved = self.books.begin_save(list(keys))
-        without_room = sum(key not in self.books for key in keys)
+        adapter = req_context.get_state(AdapterOf)
+        if adapter is not None and not adapter.is_known:
+            return PrepareStoreOutput([], KeySpec([]), [])
+        by_own = dict(zip(_keys_of(keys, req_context), keys, strict=True))
+        saved = self.books.begin_save(list(by_own))
+        without_room = sum(key not in self.books for key in by_own)
         if without_room:
             self.counts["unsaved_blocks"] += without_room
-        return PrepareStoreOutput(saved, KeySpec(saved), [])
+        return PrepareStoreOutput([by_own[key] for key in saved], KeySpec(saved), [])
 
     def complete_store(
         self, keys: Collection[bytes], req_context: Any, success: bool = True
     ) -> None:
         """A save has ended."""
-        self.books.end_save(keys)
+        self.books.end_save(_keys_of(keys, req_context))
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """New blocks are saved as they come; those that were found are saved already."""
+        adapter = self._adapters.pop(req_context.req_id, None)
+        if adapter is not None:
+            req_context.set_state(adapter)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -229,6 +249,12 @@ class KvtideSpec(OffloadingSpec):
             )
         worker: KvtideWorker = self.open_worker(kv_caches)
         return worker
+
+
+def _keys_of(keys: Collection[bytes], req_context: Any) -> list[bytes]:
+    """The keys of a request's blocks, in which its adapter's weights count."""
+    adapter = req_context.get_state(AdapterOf)
+    return list(keys) if adapter is None else [adapter.key_of(key) for key in keys]
 
 
 def _pairs(outside: KeySpec, inside: GPULoadStoreSpec) -> list[Pairs]:

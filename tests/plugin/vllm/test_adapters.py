@@ -1,0 +1,82 @@
+"""KV of an adapter is bound to its weights, and isn't kept where nobody can tell them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtide.plugin.vllm.adapters import CHANGES_ALLOWED, Adapters, changes_are_allowed
+
+LATER = 4e9
+"""After all files of the tests, in seconds since 1970."""
+KEY = b"hash of tokens" + bytes(4)
+
+
+def adapter_in(folder: Path, weights: bytes, number: int = 1, **more: bool) -> SimpleNamespace:
+    """A request's adapter with these weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return SimpleNamespace(
+        lora_name="a", lora_int_id=number, lora_path=str(folder), load_inplace=False, **more
+    )
+
+
+def test_other_weights_have_other_keys(tmp_path: Path) -> None:
+    """The path decides nothing, and the group at the end of a key stays."""
+    keys = [
+        Adapters(lambda: LATER).of_request(adapter_in(tmp_path / name, weights)).key_of(KEY)
+        for name, weights in (("one", b"x"), ("two", b"x"), ("one", b"y"))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+    assert KEY not in keys
+    assert {KEY[-4:]} == {key[-4:] for key in keys}
+
+
+def test_files_that_changed_after_the_start_are_unknown(tmp_path: Path) -> None:
+    """vLLM may have read other contents. What is newer than the engine is unknown at once."""
+    adapter = adapter_in(tmp_path / "a", b"x")
+    assert not Adapters(lambda: 0.0).of_request(adapter).is_known
+
+    adapters = Adapters(lambda: LATER)
+    assert adapters.of_request(adapter).is_known
+    about = (tmp_path / "a" / "adapter_model.safetensors").stat()
+    adapter_in(tmp_path / "a", b"y")
+    os.utime(
+        tmp_path / "a" / "adapter_model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns)
+    )
+    assert not adapters.of_request(adapter).is_known
+    assert not adapters.of_request(adapter).is_known
+
+
+def test_what_isnt_a_folder_with_files_is_unknown(tmp_path: Path) -> None:
+    """So is a name on the hub."""
+    adapters = Adapters(lambda: LATER)
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "nothing", tmp_path / "empty"):
+        given = SimpleNamespace(lora_int_id=1, lora_path=str(path), load_inplace=False)
+        assert not adapters.of_request(given).is_known
+
+
+def test_new_weights_in_place_make_running_requests_unknown(tmp_path: Path) -> None:
+    """They are computed with the new weights from then on. Another adapter stays known."""
+    adapters = Adapters(lambda: LATER)
+    running = adapters.of_request(adapter_in(tmp_path / "a", b"x"))
+    other = adapters.of_request(adapter_in(tmp_path / "b", b"x", number=2))
+    new = adapter_in(tmp_path / "c", b"y")
+    new.load_inplace = True
+    assert not adapters.of_request(new).is_known
+    assert (False, True) == (running.is_known, other.is_known)
+    new.load_inplace = False
+    assert not adapters.of_request(new).is_known
+
+
+@pytest.mark.parametrize(("text", "is_allowed"), [("1", True), (" True", True), ("0", False)])
+def test_vllms_variable_is_read_as_vllm_does(
+    text: str, is_allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lets weights change under running requests."""
+    monkeypatch.setenv(CHANGES_ALLOWED, text)
+    assert is_allowed == changes_are_allowed()
