@@ -69,8 +69,8 @@ class Browser:
         self.settle()
 
     def wait_for(self, script: str, *values: Any) -> None:
-        """Waits until a script's `return` is true; for minutes, on a machine that is slow."""
-        WebDriverWait(self.driver, 300, 0.05).until(lambda _: self.run(script, *values))
+        """Waits until a script's `return` is true, which may take long where much else runs."""
+        WebDriverWait(self.driver, 120, 0.05).until(lambda _: self.run(script, *values))
 
     def settle(self) -> None:
         """Waits until what was asked for is drawn."""

@@ -22,7 +22,7 @@ from kvtide.server.loop import EngineLoop
 from kvtide.server.protocol import BoundedProtocol
 from kvtide.server.service import Service
 from kvtide.server.tenants import Tenants
-from serve.harness import check_rows_once, tiny, token_bytes
+from serve.harness import check_rows_once, end_answers_at, tiny, token_bytes
 
 
 @dataclass
@@ -65,6 +65,7 @@ def live_server(pool_tokens: int, keys: tuple[str, ...] = ()) -> Iterator[LiveSe
     with pytest.MonkeyPatch.context() as patch:
         check_rows_once(patch)
         engine = Engine.build(source, options)
+    end_answers_at(engine, [])  # each is as long as was asked for, whatever is drawn
     service = Service(
         loop=EngineLoop(engine),
         intake=Intake(source, "tiny-random", engine.stats.pool_tokens),
