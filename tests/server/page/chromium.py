@@ -14,7 +14,10 @@ from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-LOOKS = (Path(__file__).parent / "looks.js").read_text("utf-8")
+LOOKS, AUDIT = (
+    (Path(__file__).parent / name).read_text("utf-8") for name in ("looks.js", "audit.js")
+)
+NAMED = {"button", "textbox", "slider", "spinbutton", "image", "meter", "region", "group"}
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -54,6 +57,24 @@ class Browser:
     def look(self, name: str, *values: Any) -> Any:
         """What a function of looks.js gives."""
         return self.run(f"return look.{name}(...arguments);", *values)
+
+    def audit(self) -> list[str]:
+        """What audit.js objects to, now that the page is drawn."""
+        found = self.run(AUDIT)
+        assert found["texts"] > 40
+        return list(found["problems"])
+
+    def tree(self) -> list[tuple[str, str, Any]]:
+        """Chromium's tree for assistive technology: roles, names, and all else of each node."""
+        return [
+            (node["role"]["value"], node.get("name", {}).get("value", ""), node)
+            for node in self.call("Accessibility.getFullAXTree")["nodes"]
+            if not node["ignored"]
+        ]
+
+    def nameless(self) -> list[str]:
+        """The roles of nodes of which a screen reader can't say what they are for."""
+        return [role for role, name, _ in self.tree() if role in NAMED and not name]
 
     def call(self, method: str, **values: Any) -> Any:
         """A call of Chromium's own protocol."""

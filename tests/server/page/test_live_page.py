@@ -134,6 +134,20 @@ def test_an_error_of_the_server_is_told(page: Browser) -> None:
     ]
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_the_box_for_prompts_can_be_seen_and_is_named(
+    width: int, scheme: str, page: Browser
+) -> None:
+    """A talk, and all beside it, has the contrasts of WCAG's AA; and each control has a name."""
+    ask(page, "A word" * 40, 3)
+    page.wait_for("return look.text('ask-state').startsWith('The answer has ended')")
+    page.show(width, scheme)
+    assert [] == page.audit() + page.nameless()
+    names = {name for _, name, _ in page.tree()}
+    assert {"Prompt", "Send", "Stop", "New talk", "At most", "Conversation"} <= names
+
+
 def test_the_order_of_focus_has_the_box_for_prompts(page: Browser) -> None:
     """Tab goes through the time, the prompt and its buttons to the table."""
     page.run("document.activeElement.blur()")

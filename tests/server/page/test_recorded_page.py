@@ -14,9 +14,7 @@ from kvtide.server.webpage import recorded_page
 from serve.harness import check_rows_once, make_requests, tiny, token_bytes
 from server.page.chromium import Browser
 
-AUDIT = (Path(__file__).parent / "audit.js").read_text("utf-8")
 PAGE_COUNT, PAGE = 24, 16
-NAMED = {"button", "textbox", "slider", "spinbutton", "image", "meter", "region", "table", "group"}
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +75,7 @@ def known_at(events: list[Event], last: int) -> tuple[Event, list[int]]:
 def test_everything_can_be_seen(width: int, scheme: str, page: Browser) -> None:
     """Text, edges and colours have the contrasts of WCAG's AA, and nothing is cut off."""
     page.show(width, scheme)
-    found = page.run(AUDIT)
-    assert [] == found["problems"]
-    assert found["texts"] > 40
+    assert [] == page.audit()
 
 
 def test_the_page_opens_at_the_busiest_moment_and_shows_what_was_so(
@@ -183,12 +179,8 @@ def test_a_recording_plays_to_its_end(page: Browser, events: list[Event]) -> Non
 
 def test_a_screen_reader_finds_names_headings_and_tables(page: Browser) -> None:
     """Chromium's own tree for assistive technology has a name for whatever is of use."""
-    nodes = [
-        (node["role"]["value"], node.get("name", {}).get("value", ""), node)
-        for node in page.call("Accessibility.getFullAXTree")["nodes"]
-        if not node["ignored"]
-    ]
-    assert [] == [role for role, name, _ in nodes if role in NAMED - {"table"} and not name]
+    assert [] == page.nameless()
+    nodes = page.tree()
     headings = [name for role, name, _ in nodes if role == "heading"]
     assert ["kvtide", "Pages of the pool", "Over time", "Memory", "Requests"] == headings
     assert ["H1", *["H2"] * 4] == page.look("levels")
