@@ -5,13 +5,29 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from vllm_engine import BLOCK_TOKENS, opened, opened_with_kvtide
+from vllm_engine import BLOCK_TOKENS, Engine, opened, opened_with_kvtide
 from watched_moves import WatchedMoves
 
 TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_num_seqs": 4, "max_model_len": 512}
 TOKENS = 30
 """So many tokens an answer that each request needs a third block, which not all of them get."""
 PROMPTS = [Random(seed).choices(range(1000, 40_000), k=BLOCK_TOKENS + 120) for seed in range(4)]
+
+
+def recomputed_by_resumes(engine: Engine) -> list[int]:
+    """A list that grows with each request that goes on: how many tokens it computes again."""
+    schedule, found = engine.core.scheduler.schedule, list[int]()
+
+    def noted(*args: Any) -> Any:
+        scheduled = schedule(*args)
+        going_on = scheduled.scheduled_cached_reqs
+        for name, computed in zip(going_on.req_ids, going_on.num_computed_tokens, strict=True):
+            if name in going_on.resumed_req_ids:
+                found.append(len(going_on.all_token_ids[name]) - computed)
+        return scheduled
+
+    engine.core.scheduler.schedule = noted
+    return found
 
 
 class TestPreemption:
@@ -24,6 +40,7 @@ class TestPreemption:
         ) as engine:
             del engine.manager.get_stats  # the counts are vLLM's to take
             moves = WatchedMoves(engine.store)
+            recomputed = recomputed_by_resumes(engine)
             found = [answer.tokens for answer in engine.answers(PROMPTS, TOKENS)]
             counts = {
                 metric.name.removeprefix("vllm:kvtide_"): metric.value
@@ -33,6 +50,9 @@ class TestPreemption:
 
             # No two prompts begin alike, so only a request that was preempted has blocks to load.
             assert moves.compared > 0
+            # All comes back but the last block, which isn't full.
+            assert recomputed
+            assert max(recomputed) <= BLOCK_TOKENS
             assert expected == found
             assert counts["loaded_blocks"] == moves.compared
             assert counts["restored_tokens"] == moves.compared * BLOCK_TOKENS
