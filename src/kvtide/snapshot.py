@@ -34,9 +34,14 @@ def charge_for(arena: HostArena, seal: Seal, block_count: int) -> Charge:
 
     That is its seal, which may lack its spans yet, and its books. Its key is the caller's.
     """
-    span_count = block_count * (seal.chunk_bytes // SPAN_BYTES + 1)
     range_count = sum(map(len, (*seal.tokens, *seal.lasts)))
-    return arena.charge(_SNAPSHOT_BYTES + span_count * _SEALED_BYTES + range_count * _RANGE_BYTES)
+    return arena.charge(beside_bytes_of(seal.chunk_bytes, block_count, range_count))
+
+
+def beside_bytes_of(chunk_bytes: int, block_count: int, range_count: int) -> int:
+    """What a snapshot of such chunks, with so many ranges of tokens, takes beside its blocks."""
+    span_count = block_count * (chunk_bytes // SPAN_BYTES + 1)
+    return _SNAPSHOT_BYTES + span_count * _SEALED_BYTES + range_count * _RANGE_BYTES
 
 
 @final

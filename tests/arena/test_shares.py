@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtide.arena import arena_for
+from kvtide.arena import arena_for, arena_of_blocks
 from kvtide.device import CPUDevice, open_device
 from kvtide.errors import ArenaFull
 from kvtide.layout import GQA, Geometry
@@ -198,6 +198,31 @@ def resident_bytes() -> int:
     """The memory that the system has given to this process."""
     with Path("/proc/self/statm").open() as numbers:
         return int(numbers.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 10, 36 << 10, 3 << 20])
+@pytest.mark.parametrize("limit_bytes", [64 << 20, (1 << 30) + 12345])
+def test_blocks_and_what_each_takes_beside_are_within_the_limit(
+    limit_bytes: int, block_bytes: int, device: CPUDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other one would fit. Pinned memory is within it, too, which comes in powers of two."""
+    arena = arena_of_blocks(device, limit_bytes, block_bytes=block_bytes, beside_bytes=2_000)
+    left_bytes = limit_bytes - arena.block_count * (block_bytes + 2_000)
+    assert 0 <= left_bytes < block_bytes + 2_000
+    with pytest.raises(ArenaFull):
+        arena.lease(arena.block_count + 1)
+
+    taken: list[int] = []
+
+    def take(size_bytes: int) -> torch.Tensor:
+        taken.append(1 << (size_bytes - 1).bit_length())
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    with simulated("eager") as name, closing(open_device(name)) as pinning:
+        monkeypatch.setattr(pinning, "allocate_host", take)
+        arena = arena_of_blocks(pinning, limit_bytes, block_bytes=block_bytes, beside_bytes=2_000)
+        arena.lease(arena.block_count).release()
+        assert sum(taken) + arena.block_count * 2_000 <= limit_bytes
 
 
 def test_process_grows_by_no_more_than_the_limit(device: CPUDevice, tmp_path: Path) -> None:

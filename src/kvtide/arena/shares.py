@@ -12,6 +12,7 @@ powers of two, and what that wastes is within the limit, too.
 from __future__ import annotations
 
 from kvtide.arena.host import HostArena, slab_count_of
+from kvtide.device import Device
 from kvtide.errors import LayoutError
 from kvtide.integers import checked_integer
 from kvtide.layout import Geometry
@@ -51,6 +52,30 @@ def arena_for(pool: Pool, limit_bytes: int) -> HostArena:
         block_bytes=block_bytes,
         beside_bytes=limit_bytes - blocks_bytes,
         seal_bytes=max(share_bytes, _LEAST_SEALS),
+    )
+
+
+def arena_of_blocks(
+    device: Device, limit_bytes: int, *, block_bytes: int, beside_bytes: int
+) -> HostArena:
+    """An arena for snapshots of one block each, each of which takes `beside_bytes` beside it.
+
+    All of both are within `limit_bytes`; less than 64 MiB is all blocks, as above. Raises
+    LayoutError for an invalid limit.
+    """
+    limit_bytes = checked_integer(
+        limit_bytes, "host arena: limit_bytes", least=0, error=LayoutError
+    )
+    if limit_bytes < _LEAST_SHARED:
+        return HostArena(device, limit_bytes=limit_bytes, block_bytes=block_bytes)
+    count = limit_bytes // (block_bytes + beside_bytes)
+    if device.torch_device.type != "cpu":
+        count = _pinned_count(limit_bytes - count * beside_bytes, block_bytes)
+    return HostArena(
+        device,
+        limit_bytes=limit_bytes,
+        block_bytes=block_bytes,
+        beside_bytes=limit_bytes - count * block_bytes,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from kvtide.arena import HostArena
+from kvtide.arena import HostArena, arena_of_blocks
 from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import Device, open_device
 from kvtide.errors import UsageError
@@ -22,6 +22,7 @@ from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.messages import Start, group_of
 from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.sizes import format_size
+from kvtide.snapshot import beside_bytes_of
 from kvtide.tier import DiskTier, Namespace
 from kvtide.tier.folder import first_free
 from kvtide.tier.store import default_disk_bytes
@@ -131,7 +132,8 @@ def _arena_for(
             f"host_memory: {format_size(together)} for {rank_count} ranks is no room for a block "
             f"of {format_size(block_bytes)}; give each rank room for some blocks"
         )
-    return HostArena(device, limit_bytes=share, block_bytes=block_bytes)
+    beside_bytes = beside_bytes_of(block_bytes, 1, 1)
+    return arena_of_blocks(device, share, block_bytes=block_bytes, beside_bytes=beside_bytes)
 
 
 def open_disk(settings: OffloadSettings, rank: int, rank_count: int) -> DiskTier | None:
