@@ -140,6 +140,7 @@ demo: setup
 	@echo '# This run is ended after 15 seconds. The one after it goes on from its answers.'
 	timeout --foreground --signal TERM 15 $(DEMO) --overwrite || true
 	$(DEMO) --resume --verify
+	@echo '# To talk to the model: $(VENV)/bin/kvtide serve smollm2   (then open http://127.0.0.1:8000)'
 
 # Installing mostly waits for downloads, so the environments of engines are made beside the tests.
 test:

@@ -40,6 +40,9 @@ def test_the_next_server_goes_on_with_what_was_running(tmp_path: Path) -> None:
             begun += [chunk.choices[0].text for chunk in stream]
         assert "request_ended" == caught.value.code
         assert 0 == server.process.wait(60)
+        log = server.log.read_text()
+        assert "POST /v1/completions 200" in log
+        assert not any(secret in log for secret in (str(LONG["prompt"]), str(tmp_path)))
     with server_process(tmp_path, *disk, "--drain-seconds", "60") as server:
         answer = _client(server).completions.create(**LONG)
         assert expected.choices[0].text == answer.choices[0].text

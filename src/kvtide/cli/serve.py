@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from socket import socket
@@ -111,13 +113,14 @@ def _execute(settings: ServeSettings, serving: Serving) -> None:
             serving.check_mooncake(settings.engine.mooncake)
         display.load("loading torch", 0, None)
         serving.check_device(settings.engine.device, schedule=settings.schedule)
-        display.load(f"loading {settings.model}", 0, None)
+        display.load(f"loading {settings.name}", 0, None)
         source = serving.open_model(found, dtype=settings.dtype, progress=display.load)
         display.load("making the pool and the engine", 0, None)
         engine = _build_engine(settings, serving, source)
         if engine.exact_check is not None:
             display.say(describe_check(engine.exact_check), event="exact_mode")
-        _serve(settings, source, engine, opened, display)
+        with _logging_to(display):
+            _serve(settings, source, engine, opened, display)
 
 
 def _build_engine(settings: ServeSettings, serving: Serving, source: OpenModel) -> Engine:
@@ -154,6 +157,33 @@ def _serve(
         say=display.say,
     )
     display.say("ended")
+
+
+@contextmanager
+def _logging_to(display: Display) -> Iterator[None]:
+    """Shows what the server logs within this context, each call in a line."""
+    handler = _DisplayHandler(display)
+    logger = logging.getLogger("kvtide")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it shows what clients sent
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _DisplayHandler(logging.Handler):
+    """Shows records in a line each."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__()
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        is_loud = record.levelno >= logging.WARNING
+        self._display.say(record.getMessage(), event="warning" if is_loud else "note")
 
 
 def _has_tiers(engine: EngineOptions) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from http import HTTPStatus
 from typing import Any
 
@@ -60,3 +61,14 @@ def json_response(
         headers=headers,
         media_type="application/json",
     )
+
+
+def place_of(error: Exception) -> str:
+    """What an error is and where it was raised, for a log.
+
+    Its message may have a part of a prompt, or a path, and isn't for a log.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""
+    callers = " < ".join(frame.name for frame in reversed(frames[-6:-1]))
+    return f"{type(error).__name__}{place} < {callers}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from kvtide.errors import UsageError
 from kvtide.server.app import make_app
 from kvtide.server.protocol import BoundedProtocol
 from kvtide.server.service import Service
+from kvtide.sizes import counted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDING = "the server is ending and takes no new requests; send this again in a moment"
@@ -61,6 +63,7 @@ def run_server(
 
     Requests under way then have `drain_s` to end. The rest goes to tiers if `can_suspend`.
     """
+    _allow_many_files()
     service.loop.start()
     try:
         asyncio.run(_serve(service, opened, drain_s=drain_s, can_suspend=can_suspend, say=say))
@@ -75,7 +78,7 @@ async def _serve(
     name, url = service.intake.name, url_of(opened)
     server = WebServer(
         web_config(make_app(service)),
-        lambda: say(f"{name} is served at {url}/v1; Ctrl-C ends it"),
+        lambda: say(f"{name} is served at {url}/v1, and shown at {url}; Ctrl-C ends it"),
     )
     signals = _Signals(asyncio.get_running_loop())
     serving = asyncio.create_task(server.serve(sockets=[opened]))
@@ -88,7 +91,7 @@ async def _serve(
                 service.loop.suspend(LEFT if can_suspend else CUT)
             )
             if left_count:
-                say(f"left in tiers: {left_count} requests, for the next start to go on with")
+                say(f"left for the next start: {counted(left_count, 'request')}")
         service.feed.close()
         ended.cancel()
         server.should_exit = True
@@ -101,7 +104,10 @@ async def _drain(service: Service, signals: _Signals, drain_s: float, say: Say) 
     count = service.live_count
     if not count:
         return
-    say(f"ending: {count} requests have {drain_s:g} s to end; a second signal ends them now")
+    say(
+        f"ending: {counted(count, 'request')} under way, with {drain_s:g} s to end; a second "
+        "signal ends them now"
+    )
     again = asyncio.create_task(signals.next())
     deadline = asyncio.get_running_loop().time() + drain_s
     while service.live_calls and not again.done():
@@ -126,6 +132,13 @@ def web_config(app: FastAPI) -> uvicorn.Config:
         backlog=_BACKLOG,
         timeout_graceful_shutdown=5,
     )
+
+
+def _allow_many_files() -> None:
+    """Raises the limit of open files to the most that is allowed: a connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @final

@@ -22,6 +22,7 @@ from kvtide.errors import KvtideError
 from kvtide.serve.engine import Engine
 from kvtide.serve.request import Request
 from kvtide.serve.stats import EngineStats
+from kvtide.server.errors import place_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -263,9 +264,9 @@ class EngineLoop:
 
     def _refuse(self, call: Call) -> None:
         """Ends a call of which a request was refused; the format has no place for the others."""
-        message = next(r.error for r in call.requests if r.error is not None)
+        reason = next(r.error for r in call.requests if r.error is not None)
         self._end(call)
-        call.fail(Failure("refused", message))
+        call.fail(Failure("refused", f"the request can't be answered: {reason}"))
 
     def _abort(self, call: Call) -> None:
         self._end(call)
@@ -279,8 +280,8 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             finished = self._engine.step()
-        except Exception:
-            logger.exception("a step of the engine failed, and with it all requests")
+        except Exception as error:
+            logger.error("a step of the engine failed, and all requests: %s", place_of(error))
             self.failures += 1
             self._give_up()
             return

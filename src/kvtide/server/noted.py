@@ -5,13 +5,11 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
-import traceback
 from typing import final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtide.errors import first_line
-from kvtide.server.errors import ApiError
+from kvtide.server.errors import ApiError, place_of
 from kvtide.server.service import Service
 
 logger = logging.getLogger("kvtide.server.calls")
@@ -50,7 +48,7 @@ class Noted:
         try:
             await self._call(scope, receive, note)
         except Exception as error:
-            _log_mistake(error)
+            logger.error("a call failed by a mistake of kvtide's: %s", place_of(error))
             if status:
                 raise  # the answer can't be whole, so the connection ends
             failed = ApiError(500, "the server failed; its log says more")
@@ -66,14 +64,6 @@ class Noted:
             await self._app(scope, receive, send)
             return
         await ApiError(403, _FOREIGN).response()(scope, receive, send)
-
-
-def _log_mistake(error: Exception) -> None:
-    """Says where it was. Its message may have a part of a prompt, which isn't for a log."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].name}, line {frames[-1].lineno}" if frames else "nowhere"
-    logger.error("a call failed by a mistake of kvtide's: %s in %s", type(error).__name__, place)
-    logger.debug("%s", first_line(error), exc_info=error)
 
 
 def _is_of_here(scope: Scope) -> bool:
