@@ -11,7 +11,7 @@ import pytest
 
 from kvtide.serve.engine import Engine
 from kvtide.server import protocol
-from serve.harness import check_rows_once, end_answers_at
+from serve.harness import check_rows_once
 from support.serving import Served, http_request, listening, serve_and
 
 LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 480, "temperature": 0, "stream": True}
@@ -50,7 +50,6 @@ def test_a_client_that_goes_away_frees_all_within_a_step(stream: bool, tmp_path:
     """Slots, host memory and files, of requests that run, wait and were retracted."""
 
     async def test(server: Served) -> None:
-        end_answers_at(server.engine, ())
         async with listening(server) as port:
             connections = [await _start(port, {**LONG, "stream": stream}) for _ in range(5)]
             disk = server.engine.store.disk
@@ -72,7 +71,6 @@ def test_a_reader_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(protocol, "READER_SECONDS", 0.2)
 
     async def test(server: Served) -> None:
-        end_answers_at(server.engine, ())
         async with listening(server) as port:
             body = {**LONG, "n": 8, "logprobs": 20, "max_tokens": 200}
             reader, writer = await _start(port, body)

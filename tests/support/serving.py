@@ -25,7 +25,7 @@ from kvtide.server.limits import ServerLimits
 from kvtide.server.loop import EngineLoop
 from kvtide.server.service import Service
 from kvtide.server.tenants import Tenants
-from serve.harness import tiny, token_bytes
+from serve.harness import end_answers_at, tiny, token_bytes
 
 POOL_TOKENS = 512
 
@@ -62,6 +62,7 @@ async def served(
     source = tiny()
     memory = pool_tokens * token_bytes(source)
     engine = Engine.build(source, EngineOptions(kv_memory_bytes=memory, **options))
+    end_answers_at(engine, ())  # where an answer ends shall not depend on what is drawn
     service = Service(
         loop=EngineLoop(engine),
         intake=Intake(source, "tiny", engine.stats.pool_tokens),
