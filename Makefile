@@ -59,8 +59,8 @@ help:
 	@echo '                  LMCache, and beside computing again, on the disk of DISK=FOLDER (minutes)'
 	@echo 'make soak         what takes too long for make test: all models of transformers against their'
 	@echo '                  own answers, forty small models in exact mode, kvtide run ended again and'
-	@echo '                  again, fifty times by SIGKILL, and 10,000,000 steps over tiers that fail'
-	@echo '                  (many minutes; the last two together at most 20)'
+	@echo '                  again, fifty times by SIGKILL, 10,000,000 steps over tiers that fail, and'
+	@echo '                  a server under malformed requests and 20 minutes of pressure (over an hour)'
 	@echo 'make clean        remove the environments and everything else that make and tests made'
 	@echo
 	@echo 'PYTHON=python3.12 make ... picks another Python; KV_MEMORY=64MiB make demo another pool.'
@@ -215,6 +215,8 @@ soak: setup
 	$(ONE_THREAD) $(PY) benchmarks/run/soak.py
 	$(ONE_THREAD) $(PY) benchmarks/run/soak.py --ends 50 --by KILL --long --only lines.jsonl --prompts 1000
 	$(ONE_THREAD) $(PY) benchmarks/tiers/soak.py
+	$(ONE_THREAD) $(PY) benchmarks/serve/faults.py
+	$(ONE_THREAD) $(PY) benchmarks/serve/soak.py
 
 clean:
 	rm -rf simnpu/build simnpu/src/*.egg-info simnpu/src/simnpu/*.so
