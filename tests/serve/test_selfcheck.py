@@ -17,10 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtide.device import CPUDevice
-from kvtide.serve import attention, probes, selfcheck
+from kvtide.serve import attention, probes, selfcheck, trial_passes
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.operations import Product, SingleOperation
 from kvtide.serve.selfcheck import RowCheck, find_rows
+from kvtide.serve.trial_passes import TrialPasses
 from serve import small_models
 
 Change = Callable[[int, Tensor], Tensor]
@@ -218,7 +219,7 @@ def test_the_product_probes_alone_show_that_the_place_matters(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole passes could miss it by chance; the probes move rows to other places, too."""
-    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
+    monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     assert rules(1) == check(model, 12, planted).rules
 
@@ -227,7 +228,7 @@ def test_products_of_transposed_weights_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GPT-2 keeps its weights as [in, out], and multiplies them by another operation."""
-    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
+    monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out if count > 9 else out + 1e-3, out_features=256)
     found = check(small_models.model_of("GPT2"), 16, planted).rules
     assert found is not None
@@ -238,8 +239,8 @@ def test_a_large_head_is_measured_over_the_range(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary's weight is too large to try every count, but some counts are tried."""
-    monkeypatch.setattr(selfcheck, "_LARGE_WEIGHT", 131 * 64 - 1)
-    monkeypatch.setattr(selfcheck._Trial, "passes_agree", lambda trial, rules, chunks: True)
+    monkeypatch.setattr(trial_passes, "_LARGE_WEIGHT", 131 * 64 - 1)
+    monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out if count > 9 else out + 1e-3, out_features=131)
     assert rules(32) == check(model, 32, planted).rules
 

@@ -25,33 +25,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtide.device import Device
-from kvtide.pool import Pool
-from kvtide.serve.adapter import HookedModel, PreTrainedModel
-from kvtide.serve.attention import MOST_IN_BUCKET, AttentionPlan
-from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
-from kvtide.serve.operations import PassWatch, trial_row_count
-from kvtide.serve.paged import PagedModel
-from kvtide.serve.probes import AttentionProbe, AttentionSizes, Probe, ProductProbe, SingleProbe
+from kvtide.serve.adapter import PreTrainedModel
+from kvtide.serve.attention import MOST_IN_BUCKET
+from kvtide.serve.batch import ExactRules, RowCounts
+from kvtide.serve.probes import AttentionProbe, Probe
 from kvtide.serve.repeatable import is_mkl_repeatable
-from kvtide.serve.supported import geometry_of
+from kvtide.serve.trial_passes import SAMPLES, TrialPasses, spread
 
-# A weight with more numbers than this (a vocabulary) is measured at only a few counts of a set.
-_LARGE_WEIGHT = 8_000_000
-_SAMPLES = 8
-# Context lengths for attention; True means that many numbers of requests are tried, not few.
-_LENGTHS = ((64, True), (128, False), (320, False), (1088, False))
-_PAGE_SIZE = 16
-_SHARED_SLOTS = 144
 # Requests share no pass.
 _ALONE = RowCounts((1,))
-_SEED = 20240517
 
 
 @dataclass(frozen=True)
@@ -78,7 +67,7 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) ->
     model, and allocates a small pool meanwhile. Raises UsageError for a model that isn't served.
     """
     start = time.perf_counter()
-    trial = _Trial(model, device, max_rows)
+    trial = TrialPasses(model, device, max_rows)
     small, large = trial.probes()
     sets, of_rows = _agreeing_sets(small, _tried_counts(max_rows))
     of_attention = _split_by_neighbours(trial.attention_probes())
@@ -163,7 +152,7 @@ def _split_by_neighbours(probes: Sequence[tuple[AttentionProbe, Sequence[int]]])
 
 def _agree(probe: Probe, rows: RowCounts) -> bool:
     """Whether the probe's rows have the same bits at a sample of these counts."""
-    return set(_kinds_of(probe, _spread(rows.counts, _SAMPLES)).values()) == {0}
+    return set(_kinds_of(probe, spread(rows.counts, SAMPLES)).values()) == {0}
 
 
 def _candidates(sets: list[RowCounts], steps: Sequence[int]) -> list[RowCounts]:
@@ -208,192 +197,3 @@ def _remedy() -> str:
             "import it first, or set MKL_CBWR=AUTO"
         )
     return "--threads 1 may help, and --fast does without exactness"
-
-
-def _spread(counts: Sequence[int], most: int) -> list[int]:
-    """At most `most` of `counts`, evenly spread, with both ends."""
-    last = len(counts) - 1
-    return sorted({counts[last * step // (most - 1)] for step in range(most)})
-
-
-class _Trial:
-    """Makes probes for a model, and runs trial passes of it."""
-
-    def __init__(self, model: PreTrainedModel, device: Device, max_rows: int) -> None:
-        self._model = model
-        self._device = device
-        self._max_rows = max_rows
-        self._geometry = geometry_of(model.config, model.dtype, _PAGE_SIZE)
-
-    def probes(self) -> tuple[list[Probe], list[Probe]]:
-        """Probes for the operations of a pass; those with large weights are the second list."""
-        watch = self._watched_pass()
-        device, dtype = self._device.torch_device, self._model.dtype
-        small: list[Probe] = []
-        large: list[Probe] = []
-        for product in watch.products:
-            is_large = product.out_features * product.in_features > _LARGE_WEIGHT
-            probe = ProductProbe(product, dtype, device, self._max_rows)
-            (large if is_large else small).append(probe)
-        singles = [SingleProbe(operation, device) for operation in watch.singles]
-        small += [probe for probe in singles if probe.may_differ]
-        return small, large
-
-    def attention_probes(self) -> list[tuple[AttentionProbe, Sequence[int]]]:
-        """Probes of attention, each with the numbers of requests to try."""
-        config = self._model.config.get_text_config(decoder=True)
-        pool = self._pool(1)
-        (kv_heads, head_dim), (_, v_head_dim) = (pool.plane(n, 0).shape[1:] for n in ("k", "v"))
-        sizes = AttentionSizes(
-            config.num_attention_heads, kv_heads, head_dim, v_head_dim, self._model.dtype
-        )
-        most = min(self._max_rows, MOST_IN_BUCKET)
-        many = sorted({*range(2, min(most, 9)), *_spread(range(1, most + 1), _SAMPLES)})
-        few = [2, min(most, 3), most]
-        return [
-            (
-                AttentionProbe(sizes, self._device.torch_device, length, of_scores=of_scores),
-                many if by_many else few,
-            )
-            for length, by_many in _LENGTHS
-            for of_scores in (True, False)
-        ]
-
-    def passes_agree(self, rules: ExactRules, chunks: bool) -> bool:
-        """Whether a request gets the same bits in passes with different other requests.
-
-        With `chunks` each request has several queries, as chunks of prompts have; otherwise one.
-        """
-        rows = rules.chunk_rows if chunks else rules.rows
-        most = rows.most if chunks else min(rows.most, MOST_IN_BUCKET)
-        members = _members(most, chunks=chunks)
-        slot_count = 2 * (_SHARED_SLOTS + sum(member.count for member in members))
-        half = slot_count // 2
-        pool = self._pool(-(-slot_count // _PAGE_SIZE))
-        generator = torch.Generator().manual_seed(_SEED)
-        for plane in self._geometry.planes:
-            for layer in range(plane.layer_count):
-                typed = pool.plane(plane.name, layer)
-                # The host's random numbers, so that all devices get the same.
-                numbers = torch.randn(half, *typed.shape[1:], generator=generator).to(typed)
-                typed[:half], typed[half:slot_count] = numbers, numbers
-        paged = PagedModel(self._model, pool, exact=rules)
-        try:
-            whole = self._outcomes(paged, pool, members, 0)
-            for some, base in _trial_passes(members, half, generator):
-                found = self._outcomes(paged, pool, some, base)
-                expected = [whole[member.number] for member in some]
-                if not all(map(torch.equal, expected, found)):
-                    return False
-        finally:
-            paged.release()
-        return True
-
-    def _outcomes(
-        self, paged: PagedModel, pool: Pool, members: Sequence[_Member], base: int
-    ) -> list[Tensor]:
-        """For each member, as bytes, its logits and the keys and values that the pass wrote."""
-        batch = _requests(self._model, members, base)
-        logits = paged.forward(batch)
-        slots = batch.out_slots.to(self._device.torch_device)
-        written = torch.cat(
-            [
-                pool.plane(plane.name, layer)[slots].flatten(1).cpu().view(torch.uint8)
-                for plane in self._geometry.planes
-                for layer in range(plane.layer_count)
-            ],
-            1,
-        )
-        found = []
-        for scores, segment in zip(logits, batch.segments, strict=True):
-            rows = written[segment.first : segment.first + segment.count]
-            found.append(torch.cat([scores.contiguous().view(torch.uint8), rows.flatten()]))
-        return found
-
-    def _watched_pass(self) -> PassWatch:
-        """Watches a pass of padding, which writes no slot."""
-        count = trial_row_count(self._model)
-        device = self._device.torch_device
-        # Each row has another position, so that rows differ.
-        positions = torch.arange(count, device=device)
-        hooked = HookedModel(self._model, self._pool(1), experts_by_token=True)
-        try:
-            watch = PassWatch(count)
-            with watch:
-                nothing = positions[:0]
-                hooked.run(positions * 0, positions, nothing, AttentionPlan(count, ()), 0)
-        finally:
-            hooked.release()
-        return watch
-
-    def _pool(self, page_count: int) -> Pool:
-        return Pool.create(self._geometry, self._device, page_count=page_count)
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A request of the trial passes. Its last `count` tokens are computed."""
-
-    number: int
-    count: int
-    first_slot: int
-    """The slot of its first computed token, counted behind the shared slots."""
-
-    @property
-    def earlier(self) -> int:
-        """How many tokens come before the computed ones."""
-        return self.number * 37 % _SHARED_SLOTS
-
-
-def _members(most: int, *, chunks: bool) -> list[_Member]:
-    """Requests that fill a pass of `most` rows, or nearly."""
-    members: list[_Member] = []
-    used = 0
-    while True:
-        count = min(most, 2 + len(members) * 7 % 11) if chunks else 1
-        if members and used + count > most:
-            return members
-        members.append(_Member(len(members), count, used))
-        used += count
-
-
-def _trial_passes(
-    members: Sequence[_Member], half: int, generator: torch.Generator
-) -> Iterator[tuple[list[_Member], int]]:
-    """The members of each trial pass, and the first slot of the copy of the KV that they use.
-
-    The passes are: one member; half of the members in another order; all members if each has one
-    row; many copies of one member.
-    """
-    everyone, total = len(members), sum(member.count for member in members)
-    is_cheap = total == everyone
-    for step, count in enumerate(sorted({1, everyone // 2 | 1, everyone if is_cheap else 1}), 1):
-        order = torch.randperm(everyone, generator=generator)[: min(count, everyone)]
-        yield [members[number] for number in order.tolist()], half * (step % 2)
-    for number in sorted({0, everyone // 3, everyone - 1} if is_cheap else {everyone // 2}):
-        member = members[number]
-        yield [member] * max(1, min(64, total) // member.count), 0
-
-
-def _requests(model: PreTrainedModel, members: Sequence[_Member], base: int) -> PackedBatch:
-    """A batch of the members' queries. Their contexts share all slots before the computed ones."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    segments: list[Segment] = []
-    token_ids: list[int] = []
-    positions: list[int] = []
-    out_slots: list[Tensor] = []
-    for member in members:
-        computed = base + _SHARED_SLOTS + member.first_slot + torch.arange(member.count)
-        shared = torch.arange(base, base + member.earlier)
-        segments.append(Segment(len(token_ids), member.count, torch.cat([shared, computed])))
-        first = member.number * 7919
-        token_ids += [(first + step * 613) % vocabulary for step in range(member.count)]
-        positions += range(member.earlier, member.earlier + member.count)
-        out_slots.append(computed)
-    return PackedBatch(
-        torch.tensor(token_ids),
-        torch.tensor(positions),
-        torch.cat(out_slots),
-        tuple(segments),
-        torch.tensor([segment.first + segment.count - 1 for segment in segments]),
-    )
