@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +22,7 @@ from kvtide.serve.attention import (
     plan_attention,
 )
 from kvtide.serve.batch import Segment
+from kvtide.serve.query_blocks import QUERY_ROWS, QueryBlocks, cut
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 16, 4096
 SCALE = DIM**-0.5
@@ -82,13 +86,16 @@ def test_padded_lengths_stay_as_they_are(context: int) -> None:
     assert padded_length(context) == padded_length(padded_length(context))
 
 
+@pytest.mark.parametrize("by_position", [True, False])
 @pytest.mark.parametrize("sharing", list(Sharing))
-def test_attention_follows_the_formula(sharing: Sharing) -> None:
+def test_attention_follows_the_formula(sharing: Sharing, by_position: bool) -> None:
     """Single queries of different contexts, a first chunk and a later chunk equal float64."""
     segments = segments_of((1, 1), (1, 64), (1, 65), (1, 300), (70, 70), (30, 130))
     pool = planes(torch.float32)
     query = torch.randn(rows_of(segments), HEADS, DIM)
-    plan = plan_attention(segments, len(query), torch.float32, sharing=sharing)
+    plan = plan_attention(
+        segments, len(query), torch.float32, sharing=sharing, by_position=by_position
+    )
     torch.testing.assert_close(
         run(plan, query, pool), expected(segments, query, pool).float(), rtol=1e-4, atol=1e-5
     )
@@ -130,6 +137,49 @@ def test_a_request_gets_the_same_bits_from_other_slots(dtype: torch.dtype) -> No
     for plane, source in zip(other, pool, strict=True):
         plane[moved.slots] = source[segment.slots]
     assert torch.equal(here, run(plan_attention([moved], 1, dtype), query, (other[0], other[1])))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_gets_the_same_bits_however_it_is_cut(dtype: torch.dtype, threads: int) -> None:
+    """In blocks of positions, in one step or many, some of a single query; other slots hold NaN."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        (segment,) = segments_of((300, 300))
+        pool = planes(dtype)
+        for plane in pool:
+            plane[~torch.isin(torch.arange(SLOTS), segment.slots)] = float("nan")
+        query = torch.randn(300, HEADS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+        whole = run(plan_attention([segment], 300, dtype, by_position=True), query, pool)
+        for ends in ((1, 300), (31, 33, 64, 299, 300), (100, 200, 300), tuple(range(7, 301, 13))):
+            for first, last in itertools.pairwise((0, *ends)):
+                part = Segment(0, last - first, segment.slots[:last], of_prompt=True)
+                plan = plan_attention([part], last - first, dtype, by_position=True)
+                assert torch.equal(whole[first:last], run(plan, query[first:last], pool))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+def test_a_single_query_of_a_prompt_has_a_block_where_prompts_have(by_position: bool) -> None:
+    """Elsewhere it may share a bucket with tokens of answers."""
+    (segment,) = segments_of((1, 70))
+    prompt = replace(segment, of_prompt=True)
+    plan = plan_attention([prompt], 1, torch.float32, by_position=by_position)
+    assert [QueryBlocks if by_position else Bucket] == [type(part) for part in plan.parts]
+
+
+@given(st.integers(1, 400), st.integers(0, 400), st.integers(2, 300))
+def test_pieces_of_a_chunk_make_the_chunk(count: int, earlier: int, most: int) -> None:
+    """Together they have its rows in order, none has too many, and few end within a block."""
+    segment = Segment(5, count, torch.arange(earlier + count), of_prompt=True)
+    pieces = cut(segment, most)
+    rows = [row for piece in pieces for row in range(piece.first, piece.first + piece.count)]
+    assert list(range(5, 5 + count)) == rows
+    assert max(piece.count for piece in pieces) <= most
+    if most >= 2 * QUERY_ROWS:
+        assert all(len(piece.slots) % QUERY_ROWS == 0 for piece in pieces[:-1])
 
 
 def test_padding_rows_are_zero() -> None:

@@ -207,7 +207,7 @@ def test_exact_passes_keep_to_the_row_counts(
     passes: list[tuple[list[int], int]] = []
 
     def spy(segments: Sequence[Segment], row_count: int, *rest: Any, **named: Any) -> Any:
-        assert named == {"sharing": Sharing.ALIKE}
+        assert named == {"sharing": Sharing.ALIKE, "by_position": False}
         passes.append(([segment.count for segment in segments], row_count))
         return plan_attention(segments, row_count, *rest, **named)
 
@@ -217,6 +217,24 @@ def test_exact_passes_keep_to_the_row_counts(
     step(paged, [Answer([7] * n, s) for n, s in zip(counts, slots, strict=False)])
     paged.release()
     assert expected == sorted(passes)
+
+
+def test_a_chunk_longer_than_a_pass_runs_as_several() -> None:
+    """Its logits and its KV have the same bits as in one pass, if attention is by position."""
+    model = model_of()
+    written = []
+    for most in (64, 200):
+        pool = pool_of(model)
+        rows = RowCounts(tuple(range(16, most + 1)))
+        paged = PagedModel(model, pool, exact=ExactRules(rows, rows, by_position=True))
+        answer = Answer([7, *range(150)], torch.arange(160))
+        answer.next_count = lambda: 151  # type: ignore[method-assign]
+        step(paged, [answer])
+        paged.release()
+        kv = [pool.plane(name, layer)[:151] for name in ("k", "v") for layer in range(2)]
+        written.append((torch.stack(kv), answer.logits[0]))
+    assert torch.equal(written[0][0], written[1][0])
+    assert torch.equal(written[0][1], written[1][1])
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -65,7 +65,8 @@ class Bench:
         self.prefixes = PrefixCache(
             self.tide,
             self.pages,
-            self.block_tokens or block_tokens_for(self.chunk_tokens, PAGE_SIZE, exact=self.exact),
+            self.block_tokens
+            or block_tokens_for(self.chunk_tokens, PAGE_SIZE, whole_chunks=self.exact),
             key_of=lambda request, chain: f"{request.salt.hex()} {chain}",
             shares_answers=not self.exact,
             below_bytes=self.arena.limit_bytes,
@@ -155,7 +156,7 @@ def numbers(count: int, first: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "page_size", "exact", "expected"),
+    ("chunk_tokens", "page_size", "whole_chunks", "expected"),
     [
         (256, 16, True, 256),
         (7, 16, True, 112),
@@ -165,11 +166,11 @@ def numbers(count: int, first: int = 0) -> list[int]:
         (256, 1, False, 64),
     ],
 )
-def test_block_is_whole_pages_and_in_exact_mode_whole_chunks(
-    chunk_tokens: int, page_size: int, exact: bool, expected: int
+def test_block_is_whole_pages_and_whole_chunks_where_they_are_needed(
+    chunk_tokens: int, page_size: int, whole_chunks: bool, expected: int
 ) -> None:
-    """A chunk is computed alike in every prompt; the rest of a prompt isn't."""
-    assert expected == block_tokens_for(chunk_tokens, page_size, exact=exact)
+    """A chunk is computed alike in every prompt; the rest of a prompt may not be."""
+    assert expected == block_tokens_for(chunk_tokens, page_size, whole_chunks=whole_chunks)
 
 
 def test_common_chunks_are_computed_once() -> None:

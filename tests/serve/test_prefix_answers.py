@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kvtide.serve import engine as engine_module
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
+from kvtide.serve.selfcheck import RowCheck
 from kvtide.tier.inspection import inspect_folder
 from kvtide.tier.namespace import is_shared
 from serve.harness import (
@@ -34,9 +37,10 @@ FAMILIES = (
 
 
 @pytest.fixture(autouse=True)
-def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets all engines of one model share a self-check."""
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares blocks of two pages, and lets all engines of one model share a self-check."""
     check_rows_once(monkeypatch)
+    monkeypatch.setattr("kvtide.serve.prefix._FEW_TOKENS", 8)
 
 
 def make_requests(*, vocab_size: int = 199, salt: bytes = b"") -> list[Request]:
@@ -75,6 +79,31 @@ def build(source: OpenModel, *, pool_tokens: int | None = None, **options: objec
     return engine
 
 
+def cut_anywhere(patch: pytest.MonkeyPatch, seed: int) -> None:
+    """Lets prompts be cut into steps of random lengths."""
+    dice = random.Random(seed)
+
+    def next_count(request: Request, chunk_tokens: int, *, replay: bool) -> int:
+        left = len(request.prompt_ids) - request.stored
+        return dice.randint(1, min(left, chunk_tokens)) if left > 0 else 1
+
+    patch.setattr(Request, "next_count", next_count)
+
+
+@pytest.fixture
+def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the self-check find that bits depend on how a prompt is cut."""
+
+    find_rows_once: Any = vars(engine_module)["find_rows"]
+
+    def find(model: object, device: object) -> RowCheck:
+        found: RowCheck = find_rows_once(model, device)
+        assert found.rules is not None
+        return dataclasses.replace(found, rules=dataclasses.replace(found.rules, by_position=False))
+
+    monkeypatch.setattr("kvtide.serve.engine.find_rows", find)
+
+
 def source_of(family: str, dtype: torch.dtype) -> OpenModel:
     """A small random model of a family, with the tokenizer of another: no text is compared."""
     return dataclasses.replace(tiny(), model=model_of(family, dtype))
@@ -95,12 +124,17 @@ def alone(source: OpenModel) -> list[tuple[object, ...]]:
 def test_a_hit_equals_the_computed_answer(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens and the logits of each step are the same, with room for all and with little."""
+    """Tokens and the logits of each step are the same, with room for all and with little.
+
+    Prompts are cut anywhere, so that hits end anywhere too.
+    """
     source = source_of(family, dtype)
     expected = alone(source)
     for pool_tokens in (None, 150):
-        engine, requests = build(source, pool_tokens=pool_tokens), make_requests()
         with monkeypatch.context() as patch:
+            cut_anywhere(patch, seed=pool_tokens or 0)
+            engine, requests = build(source, pool_tokens=pool_tokens), make_requests()
+            assert not engine._model.needs_whole_chunks
             poison_released(engine, patch)
             run_all(engine, requests)
         spared, retractions = engine.stats.cached_tokens, engine.stats.retractions
@@ -135,6 +169,18 @@ def test_little_memory_changes_no_bit(
     assert expected == answers(requests)
 
 
+@pytest.mark.usefixtures("whole_chunks")
+def test_a_hit_of_whole_chunks_equals_the_computed_answer() -> None:
+    """Where a cut of a prompt changes bits, whole chunks are shared, and the check says so."""
+    expected = alone(tiny())
+    engine, requests = build(tiny()), make_requests()
+    run_all(engine, requests)
+    assert engine.stats.cached_tokens["device"] % CHUNK == 0 < engine.stats.cached_tokens["device"]
+    engine.close()
+    assert expected == answers(requests)
+
+
+@pytest.mark.usefixtures("whole_chunks")
 def test_chunk_boundaries_depend_on_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that reads blocks computes the rest in the steps in which it would alone."""
     steps = {share: boundaries(monkeypatch, share=share) for share in (False, True)}
@@ -160,8 +206,9 @@ def boundaries(monkeypatch: pytest.MonkeyPatch, *, share: bool) -> dict[str, set
     return found
 
 
+@pytest.mark.usefixtures("whole_chunks")
 def test_sharing_less_than_a_chunk_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: with blocks of a page an answer differs, so the rule is needed."""
+    """A control: without blocks of positions an answer differs if a page is shared."""
     expected = alone(tiny())
     monkeypatch.setattr("kvtide.serve.engine.block_tokens_for", lambda *_, **__: 4)
     engine, requests = build(tiny()), make_requests()
@@ -170,8 +217,9 @@ def test_sharing_less_than_a_chunk_would_change_bits(monkeypatch: pytest.MonkeyP
     assert expected != answers(requests)
 
 
-def test_next_turn_starts_from_what_the_last_one_left() -> None:
+def test_next_turn_starts_from_what_the_last_one_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fast mode answers are shared too, in blocks of whole pages of about 64 tokens."""
+    monkeypatch.setattr("kvtide.serve.prefix._FEW_TOKENS", 64)
     engine = build(tiny(), exact=False)
     first = Request("a", [5] * 90, SamplingParams(60))
     run_all_but_keep(engine, first)
@@ -211,7 +259,8 @@ def test_damaged_block_is_a_miss() -> None:
         block.snapshot.lease.blocks[0].bytes_view(1)[0] ^= 1
     again = Request("a", prompt, SamplingParams(3))
     run_all_but_keep(engine, again)
-    assert len(below) == engine.scheduler.prefixes.stats.failed
+    assert engine.scheduler.prefixes.stats.failed > 0
+    assert "host" not in engine.stats.cached_tokens
     engine.close()
     assert answers([request]) == answers([again])
 
@@ -248,7 +297,7 @@ def test_vanished_files_of_blocks_are_misses(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("steps", [20, 24, 30])
+@pytest.mark.parametrize("steps", [16, 20, 24])
 def test_a_later_engine_goes_on_with_requests_that_shared(tmp_path: Path, steps: int) -> None:
     """What is left of them on the disk is whole by itself, and leaves it with them."""
     expected = alone(tiny())

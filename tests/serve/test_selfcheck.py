@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtide.device import CPUDevice
-from kvtide.serve import attention, probes, selfcheck, trial_passes
+from kvtide.serve import attention, probes, query_blocks, selfcheck, trial_passes
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.operations import Product, SingleOperation
 from kvtide.serve.selfcheck import RowCheck, find_rows
@@ -93,9 +93,9 @@ def check(model: Any, max_rows: int, planted: Planted | None = None) -> RowCheck
         return find_rows(model, CPUDevice(), max_rows=max_rows)
 
 
-def rules(*counts: int, share_attention: bool = True) -> ExactRules:
+def rules(*counts: int, by_position: bool = True) -> ExactRules:
     """Makes rules that allow passes of these row counts."""
-    return ExactRules(RowCounts(counts), RowCounts(counts), share_attention)
+    return ExactRules(RowCounts(counts), RowCounts(counts), by_position=by_position)
 
 
 def test_without_dependence_every_count_is_safe(model: Any) -> None:
@@ -145,7 +145,7 @@ def test_rows_run_alone_if_their_place_matters(model: Any) -> None:
     """Only passes of one row are safe; the check says that this is slow, and why."""
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     found = check(model, 12, planted)
-    assert rules(1) == found.rules
+    assert rules(1, by_position=False) == found.rules
     why = "that is slow: all passes have 1 row, since other numbers of rows change a product"
     assert why in found.detail
     assert "--fast" in found.detail
@@ -170,7 +170,7 @@ def test_a_dependence_in_no_probe_is_found(model: Any) -> None:
     model.model.norm.register_forward_hook(
         lambda module, arguments, out: out + 1e-3 * out.mean(1, keepdim=True)
     )
-    assert rules(1) == check(model, 12).rules
+    assert rules(1, by_position=False) == check(model, 12).rules
 
 
 def test_results_that_never_repeat_allow_no_exact_mode(model: Any) -> None:
@@ -206,6 +206,58 @@ def test_attention_that_depends_on_its_thread_is_found(
     assert why in found.detail
 
 
+def by_place(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
+    """Attention in which queries of zeros change the others."""
+    out = scaled_dot_product_attention(query, key, value, **named)
+    return out + 1e-3 * (query == 0).all(-1).sum()
+
+
+def test_attention_that_depends_on_how_a_prompt_is_cut_is_found(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then prompts are computed and shared in whole chunks, and the check says so."""
+    monkeypatch.setattr(query_blocks, "scaled_dot_product_attention", by_place)
+    found = check(model, 24)
+    assert rules(*range(1, 25), by_position=False) == found.rules
+    why = "prompts share whole chunks alone, since another cut of a prompt changes attention over"
+    assert why in found.detail
+
+
+def test_whole_passes_show_what_no_probe_of_a_cut_shows(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same dependence, with probes that see nothing."""
+    monkeypatch.setattr(query_blocks, "scaled_dot_product_attention", by_place)
+    monkeypatch.setattr(TrialPasses, "cut_probes", lambda trial: [])
+    found = check(model, 24)
+    assert rules(*range(1, 25), by_position=False) == found.rules
+    assert "changes a pass of the model" in found.detail
+
+
+@pytest.mark.parametrize("of_scores", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_of_a_cut_shows_another_order_of_additions(
+    dtype: torch.dtype, of_scores: bool
+) -> None:
+    """With the earlier tokens in another order most numbers of each row differ."""
+    sizes = probes.AttentionSizes(6, 2, 64, 64, dtype)
+    probe = probes.CutProbe(sizes, torch.device("cpu"), 128, of_scores=of_scores)
+
+    def output() -> Tensor:
+        found = probe.outcome(13)
+        assert found is not None
+        return found.view(dtype).view(query_blocks.QUERY_ROWS, -1)
+
+    forward = output()
+    assert torch.equal(forward, output())
+    if of_scores:
+        probe.query, probe.keys = probe.query.flip(2), probe.keys.flip(2)
+    else:
+        for rows in (probe.keys, probe.values):
+            rows[:96] = rows[:96].flip(0)
+    assert ((forward != output()).float().mean(1) > 0.5).all()
+
+
 def test_mkl_without_its_repeatable_mode_is_named(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +273,7 @@ def test_the_product_probes_alone_show_that_the_place_matters(
     """Whole passes could miss it by chance; the probes move rows to other places, too."""
     monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
-    assert rules(1) == check(model, 12, planted).rules
+    assert rules(1, by_position=False) == check(model, 12, planted).rules
 
 
 def test_products_of_transposed_weights_are_tried(

@@ -1,8 +1,9 @@
 """Attention over pool slots, in plain torch, planned once a step for all layers.
 
-The plan has two kinds of parts. A *span* is several queries of one request (prefill): its context
-is gathered and attended to by itself. A *bucket* is one query each of several requests whose
-contexts are padded to the same length (decode): one gather and one kernel call serve all of them.
+The plan has three kinds of parts. A *span* is several queries of one request (prefill): its context
+is gathered and attended to by itself. In exact mode a request's queries are *blocks* instead
+(`kvtide.serve.query_blocks`). A *bucket* is one query each of several requests whose contexts are
+padded to the same length (decode): one gather and one kernel call serve all of them.
 
 A request's result must not depend on the other requests in its bucket. The padded length depends
 on the request's length alone. Padding repeats the request's first slot, and a bias of minus
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtide.serve.batch import Segment
+from kvtide.serve.query_blocks import QueryBlocks, attend_blocks, plan_blocks
 
 _FINEST_BLOCK = 64
 MOST_IN_BUCKET = 64
@@ -81,7 +83,7 @@ class AttentionPlan:
 
     row_count: int
     """The number of rows, padding included. Padding rows, in no part, get zeros."""
-    parts: tuple[Queries | Bucket, ...]
+    parts: tuple[Queries | QueryBlocks | Bucket, ...]
     """In the order of their rows, without gaps, from row 0."""
 
     def to(self, device: torch.device) -> AttentionPlan:
@@ -105,16 +107,20 @@ def plan_attention(
     dtype: torch.dtype,
     *,
     sharing: Sharing = Sharing.ALIKE,
+    by_position: bool = False,
 ) -> AttentionPlan:
     """Plans the attention of one pass. The segments' `first` counts rows of the pass.
 
-    Segments of one query must be sorted by `padded_length`; `PagedModel` sorts them.
+    With `by_position` prompts are computed in blocks of positions. Other segments of one query must
+    be sorted by `padded_length`; `PagedModel` sorts them.
     """
-    parts: list[Queries | Bucket] = []
+    parts: list[Queries | QueryBlocks | Bucket] = []
     singles: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
-        if segment.count == 1:
+        if segment.count == 1 and not (by_position and segment.of_prompt):
             singles[padded_length(len(segment.slots))].append(segment)
+        elif by_position:
+            parts.append(plan_blocks(segment, dtype))
         else:
             parts.append(_queries(segment))
     if sharing is Sharing.ANY and singles:
@@ -187,9 +193,11 @@ def attend(
         k = workspace.gather("k", keys, part.slots)
         v = workspace.gather("v", values, part.slots)
         rows = query[part.first : part.first + part.count]
-        if len(rows) < len(query):
+        if len(rows) < len(query) and not isinstance(part, QueryBlocks):
             rows = rows.clone()  # its place in memory must not depend on the other rows
-        if isinstance(part, Queries):
+        if isinstance(part, QueryBlocks):
+            outputs.append(attend_blocks(part, rows, k, v, scale))
+        elif isinstance(part, Queries):
             outputs.append(_attend_queries(part, rows, k, v, scale))
         else:
             outputs.append(_attend_bucket(part, rows, k, v, scale))

@@ -25,6 +25,9 @@ class Segment:
     count: int
     """The number of query tokens in this step, at least 1."""
     slots: Tensor
+    of_prompt: bool = False
+    """Whether the queries are a prompt's. It matters where there is one: an answer's token is
+    computed in another manner than the last token of a prompt that came in several steps."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def pack(
         first, stored = len(token_ids), request.stored
         token_ids += request.tokens(stored, count)
         positions += range(stored, stored + count)
-        segments.append(Segment(first, count, slots_of(request)[: stored + count]))
+        slots = slots_of(request)[: stored + count]
+        segments.append(Segment(first, count, slots, stored < len(request.prompt_ids)))
         if request.is_ready_after(count):
             logit_rows.append(first + count - 1)
     return PackedBatch(
@@ -125,3 +129,7 @@ class ExactRules:
     are equal, the two kinds of segments share passes."""
     share_attention: bool = True
     """Whether requests of one query each may share a call of the attention kernel."""
+    by_position: bool = False
+    """Whether a prompt's token gets the same bits however the prompt is cut into steps. Then all
+    passes of prompts have `chunk_rows`. Otherwise a longer chunk is a pass of its own, and a
+    token's bits depend on the chunk that it is in."""

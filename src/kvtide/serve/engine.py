@@ -270,7 +270,7 @@ class Engine:
         block_tokens = 0
         if options.share_prefixes:
             block_tokens = block_tokens_for(
-                options.chunk_tokens, pool.page_size, exact=options.exact
+                options.chunk_tokens, pool.page_size, whole_chunks=self._model.needs_whole_chunks
             )
         return PrefixCache(
             self.tide,

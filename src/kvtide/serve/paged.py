@@ -9,21 +9,24 @@ computes them sees a shape that depends on other requests:
 2. A matrix product chooses its kernel, and so its order of additions, by the number of rows. A
    function of single numbers computes the last few numbers of a pass by other code than the rest.
    `kvtide.serve.selfcheck` measures at which row counts a row gets the same bits. A step runs as
-   several passes: segments that fit share a pass, padded to such a count; a longer segment is a
-   pass by itself, unpadded. A minimum row count is not enough: with AMX in bfloat16, 1 to 32 rows
-   agree, but 33, 37, 192 and 256 rows each have another order. Answer tokens (one query) and
-   chunks of prompts (several) may have different counts: a token is always computed as one kind.
+   several passes: segments that fit share a pass, padded to such a count. A minimum row count is
+   not enough: with AMX in bfloat16, 1 to 32 rows agree, but 33, 37, 192 and 256 rows each have
+   another order. Tokens of answers and of prompts may have different counts: a token is always
+   computed as one kind.
 3. The head is a matrix product too. In a shared pass it sees only the rows whose logits are wanted,
    padded to such a count.
-4. The scheduler chooses the chunks of a prompt. Exact mode relies on this choice: it must depend on
-   the request alone, not on the room that is left.
+4. A prompt may be cut into steps anywhere: a chunk that is too long for such a count runs as
+   several passes, and attention is computed in blocks of positions (`kvtide.serve.query_blocks`).
+   Where the self-check finds that this doesn't give the same bits, a longer chunk is a pass by
+   itself, unpadded, and exact mode relies on the scheduler: a prompt's chunks must depend on the
+   request alone, not on the room that is left.
 5. Experts run token by token. They don't collect the tokens of a batch by expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +37,7 @@ from kvtide.pool import Pool
 from kvtide.serve.adapter import HookedModel, PreTrainedModel
 from kvtide.serve.attention import Sharing, padded_length, plan_attention
 from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
+from kvtide.serve.query_blocks import cut
 from kvtide.serve.supported import geometry_of
 
 
@@ -54,7 +58,7 @@ class _PassRows:
         placed: list[Segment] = []
         sources: list[int] = []
         for segment in segments:
-            placed.append(Segment(len(sources), segment.count, segment.slots))
+            placed.append(replace(segment, first=len(sources)))
             sources += range(segment.first, segment.first + segment.count)
         return cls(tuple(placed), sources, rows)
 
@@ -81,10 +85,19 @@ class PagedModel:
         self._dtype: torch.dtype = model.dtype
         self._device = pool.device.torch_device
         self._exact = exact
+        self._by_position = exact is not None and exact.by_position
         self._sharing = Sharing.ANY
         if exact is not None:
             self._sharing = Sharing.ALIKE if exact.share_attention else Sharing.NONE
         self._model = HookedModel(model, pool, experts_by_token=exact is not None)
+
+    @property
+    def needs_whole_chunks(self) -> bool:
+        """Whether the bits of a prompt's token depend on the chunk of the prompt that it is in.
+
+        In fast mode they do too, but there no bits are promised.
+        """
+        return self._exact is not None and not self._by_position
 
     def release(self) -> None:
         """Gives the model its attention function back. Don't use this object afterwards."""
@@ -113,9 +126,12 @@ class PagedModel:
 
     def _passes(self, segments: Sequence[Segment]) -> Iterator[_PassRows]:
         """Splits a step into passes; within a pass segments of one query come first, by length."""
-        singles = [segment for segment in segments if segment.count == 1]
+        singles = [segment for segment in segments if self._is_single(segment)]
         singles.sort(key=lambda segment: padded_length(len(segment.slots)))
-        chunks = [segment for segment in segments if segment.count > 1]
+        chunks = [segment for segment in segments if not self._is_single(segment)]
+        if self._exact is not None and self._by_position:
+            most = self._exact.chunk_rows.most
+            chunks = [piece for chunk in chunks for piece in cut(chunk, most)]
         if self._exact is None:
             yield _PassRows.from_segments(singles + chunks, None)
         elif self._exact.rows == self._exact.chunk_rows:
@@ -123,6 +139,10 @@ class PagedModel:
         else:
             yield from _shared_passes(singles, self._exact.rows)
             yield from _shared_passes(chunks, self._exact.chunk_rows)
+
+    def _is_single(self, segment: Segment) -> bool:
+        """Whether the segment's attention is that of a token of an answer."""
+        return segment.count == 1 and not (self._by_position and segment.of_prompt)
 
     def _run(self, rows: _PassRows, batch: PackedBatch, keep: list[int]) -> Tensor:
         """The logits of the pass's rows `keep`.
@@ -133,7 +153,13 @@ class PagedModel:
         sources = torch.tensor(rows.sources)
         row_count = rows.padded(len(rows.sources))
         padding = (0, row_count - len(rows.sources))
-        plan = plan_attention(rows.segments, row_count, self._dtype, sharing=self._sharing)
+        plan = plan_attention(
+            rows.segments,
+            row_count,
+            self._dtype,
+            sharing=self._sharing,
+            by_position=self._by_position,
+        )
         heads = pad(torch.tensor(keep, dtype=torch.int64), (0, rows.padded(len(keep)) - len(keep)))
         device = self._device
         logits = self._model.run(

@@ -24,23 +24,23 @@ from kvtide.serve.seeker import Seeker
 from kvtide.tide import Tide
 from kvtide.tier import Spill
 
-_FAST_TOKENS = 64
-"""About how many tokens a block has in fast mode: small ones would waste the arena's blocks."""
+_FEW_TOKENS = 64
+"""About how many tokens a block has: small ones would waste the arena's blocks."""
 
 _NO_BLOCKS = 1 << 62
 """A block of so many tokens is never full, so nothing is shared."""
 
 
-def block_tokens_for(chunk_tokens: int, page_size: int, *, exact: bool) -> int:
-    """How many tokens a block has: whole pages, and in exact mode whole chunks of prompts.
+def block_tokens_for(chunk_tokens: int, page_size: int, *, whole_chunks: bool) -> int:
+    """How many tokens a block has: whole pages, and with `whole_chunks` whole chunks of prompts.
 
-    A chunk is a step of its own, whose bits depend on its length. All requests compute a prompt's
-    full chunks in the same manner, so their KV has the same bits. The rest of a prompt, and an
-    answer, is computed in other steps than the same tokens in a longer prompt.
+    Whole chunks are needed where the bits of a prompt's token depend on the chunk that it is in
+    (`ExactRules.by_position`): all requests compute a prompt's full chunks in the same manner, but
+    not the rest of a prompt.
     """
-    if exact:
+    if whole_chunks:
         return lcm(chunk_tokens, page_size)
-    return page_size * max(1, _FAST_TOKENS // page_size)
+    return page_size * max(1, _FEW_TOKENS // page_size)
 
 
 @final

@@ -18,6 +18,7 @@ from torch.nn.functional import linear, pad
 from kvtide.serve.attention import Workspace, attend, plan_attention
 from kvtide.serve.batch import Segment
 from kvtide.serve.operations import Product, SingleOperation
+from kvtide.serve.query_blocks import QUERY_ROWS
 
 _SEED = 20240517
 _TRIED_NUMBERS = 1 << 16
@@ -121,6 +122,48 @@ class AttentionProbe:
         scale = self._sizes.head_dim**-0.5
         found = attend(plan, query, self.keys, self.values, scale, self._workspace)
         return _first_of_equal(found.reshape(count, -1))
+
+
+class CutProbe:
+    """Attention of the last block of positions of a prompt of `length` tokens, in one step or two.
+
+    With `of_scores` the products of queries and keys sum to zero, otherwise the values do.
+    """
+
+    def __init__(
+        self, sizes: AttentionSizes, device: torch.device, length: int, *, of_scores: bool
+    ) -> None:
+        self.name = f"attention over {length} tokens"
+        self._sizes, self._device = sizes, device
+        self._workspace = Workspace()
+        self._slots = torch.arange(length)
+        generator = torch.Generator().manual_seed(_SEED)
+        query = torch.randn(QUERY_ROWS, sizes.heads, sizes.head_dim, generator=generator)
+        if of_scores:
+            # The rows are one query, by different powers of two.
+            scales = torch.exp2(-torch.arange(QUERY_ROWS) % 5)
+            query, keys, values = _scores_that_cancel(sizes, length)
+            query = query * scales[:, None, None]
+        else:
+            # The block itself adds nothing, so that the sum of what comes before stays zero.
+            _, keys, values = _values_that_cancel(sizes, length - QUERY_ROWS + 3)
+            keys, values = (pad(rows[:-3], (0, 0, 0, 0, 0, QUERY_ROWS)) for rows in (keys, values))
+        self.query = query.to(sizes.dtype).to(device)
+        self.keys = keys.to(sizes.dtype).to(device)
+        self.values = values.to(sizes.dtype).to(device)
+
+    def outcome(self, count: int) -> Tensor | None:
+        """The block's result, as bytes, if the first step computes `count` queries of it."""
+        before = len(self._slots) - QUERY_ROWS
+        steps = [(first, last) for first, last in ((0, count), (count, QUERY_ROWS)) if first < last]
+        found = []
+        for first, last in steps:
+            segment = Segment(0, last - first, self._slots[: before + last], of_prompt=True)
+            plan = plan_attention([segment], last - first, self._sizes.dtype, by_position=True)
+            query, scale = self.query[first:last], self._sizes.head_dim**-0.5
+            plan = plan.to(self._device)
+            found.append(attend(plan, query, self.keys, self.values, scale, self._workspace))
+        return torch.cat(found).reshape(1, -1).contiguous().view(torch.uint8)
 
 
 def _first_of_equal(rows: Tensor) -> Tensor | None:

@@ -12,10 +12,14 @@ and with the current number of threads:
 2. Attention is tried in the same manner, with the model's heads and widths, for several context
    lengths and up to 64 requests in a call. If the results depend on the number of requests, each
    request gets a call by itself.
-3. The cheapest set is tried with whole passes of the model over a small pool. A pass of all trial
+3. Attention of a prompt's block of positions (`kvtide.serve.query_blocks`) is tried in one step and
+   in two, for several lengths.
+4. The cheapest set is tried with whole passes of the model over a small pool. A pass of all trial
    requests must give each the same bits as passes of some of them in another order and with other
    slots, and as passes of many copies of one of them. This is done for answer tokens (one row per
-   request) and for chunks of prompts (several rows per request).
+   request) and for chunks of prompts (several rows per request), which are cut in two, too.
+
+If a cut changes bits, a prompt is computed in whole chunks, and each of them in one step.
 
 A set may have a single count: then every pass has exactly that many rows, in the worst case one. If
 not even one row repeats its bits, exact mode is impossible.
@@ -35,12 +39,16 @@ from kvtide.device import Device
 from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.attention import MOST_IN_BUCKET
 from kvtide.serve.batch import ExactRules, RowCounts
-from kvtide.serve.probes import AttentionProbe, Probe
+from kvtide.serve.probes import AttentionProbe, CutProbe, Probe
+from kvtide.serve.query_blocks import QUERY_ROWS
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.trial_passes import SAMPLES, TrialPasses, spread
 
 # Requests share no pass.
 _ALONE = RowCounts((1,))
+_FEW_ROWS = 16
+# A block of a prompt is computed whole, and in two steps that begin at these queries of it.
+_CUTS = (QUERY_ROWS, 1, 13, QUERY_ROWS - 1)
 
 
 @dataclass(frozen=True)
@@ -71,34 +79,58 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) ->
     small, large = trial.probes()
     sets, of_rows = _agreeing_sets(small, _tried_counts(max_rows))
     of_attention = _split_by_neighbours(trial.attention_probes())
+    search = _Search(trial, sets, large, max_rows, share_attention=not of_attention)
+    tried = _candidates(sets, (1, 2, 4, 8, 16, 32, 64))
+    rows = search.answer_rows(tried)
+    if rows is None:
+        listed = "; ".join(map(str, tried)) or "none"
+        detail = f"no row count up to {max_rows} is safe here (tried {listed}); {_remedy()}"
+        return RowCheck(None, detail, time.perf_counter() - start)
+    of_cuts = _split_by_cuts(trial.cut_probes())
+    rules = search.prompt_rules(rows, cut_anywhere=not of_cuts)
+    detail = f"passes of {_counted(rows)} agree bit for bit"
+    if rows != rules.chunk_rows:
+        detail += f", for prompts of {_counted(rules.chunk_rows)}"
+    detail += _explain_speed(rules, of_rows, of_attention)
+    detail += _explain_sharing(rules, of_cuts)
+    return RowCheck(rules, detail, time.perf_counter() - start)
 
-    def rules_with(rows: RowCounts, chunk_rows: RowCounts) -> ExactRules:
-        return ExactRules(rows, chunk_rows, share_attention=not of_attention)
 
-    def is_safe(rules: ExactRules, *, chunks: bool) -> bool:
+@dataclass(frozen=True)
+class _Search:
+    """Tries row counts with whole passes of the model."""
+
+    trial: TrialPasses
+    sets: list[RowCounts]
+    large: list[Probe]
+    max_rows: int
+    share_attention: bool
+
+    def answer_rows(self, candidates: Sequence[RowCounts]) -> RowCounts | None:
+        """The first of `candidates` that is safe for passes of answer tokens."""
+        for rows in candidates:
+            if self._is_safe(ExactRules(rows, _ALONE, self.share_attention), chunks=False):
+                return rows
+        return None
+
+    def prompt_rules(self, rows: RowCounts, *, cut_anywhere: bool) -> ExactRules:
+        """The rules with the cheapest row counts for prompts, if possible cut anywhere."""
+        candidates = _candidates(self.sets, (16, 32, 64, 128, 256))
+        for by_position in (True, False) if cut_anywhere else (False,):
+            for chunk_rows in candidates:
+                # A prompt in passes of a few rows is slower than one that shares less.
+                if by_position and chunk_rows.most < max(2, min(_FEW_ROWS, self.max_rows)):
+                    continue
+                rules = ExactRules(rows, chunk_rows, self.share_attention, by_position)
+                if self._is_safe(rules, chunks=True):
+                    return rules
+        return ExactRules(rows, _ALONE, self.share_attention)
+
+    def _is_safe(self, rules: ExactRules, *, chunks: bool) -> bool:
         rows = rules.chunk_rows if chunks else rules.rows
         known = chunks and rows == rules.rows  # large weights were tried at them for answers
-        agree = known or all(_agree(probe, rows) for probe in large)
-        return agree and trial.passes_agree(rules, chunks)
-
-    candidates = _candidates(sets, (1, 2, 4, 8, 16, 32, 64))
-    safe = (rows for rows in candidates if is_safe(rules_with(rows, _ALONE), chunks=False))
-    rows = next(safe, None)
-    if rows is None:
-        tried = "; ".join(map(str, candidates)) or "none"
-        detail = f"no row count up to {max_rows} is safe here (tried {tried}); {_remedy()}"
-        return RowCheck(None, detail, time.perf_counter() - start)
-    for chunk_rows in _candidates(sets, (16, 32, 64, 128, 256)):
-        if is_safe(rules_with(rows, chunk_rows), chunks=True):
-            break
-    else:
-        chunk_rows = _ALONE
-    rules = rules_with(rows, chunk_rows)
-    detail = f"passes of {_counted(rows)} agree bit for bit"
-    if rows != chunk_rows:
-        detail += f", for prompts of {_counted(chunk_rows)}"
-    detail += _explain_speed(rules, of_rows, of_attention)
-    return RowCheck(rules, detail, time.perf_counter() - start)
+        agree = known or all(_agree(probe, rows) for probe in self.large)
+        return agree and self.trial.passes_agree(rules, chunks)
 
 
 def _tried_counts(max_rows: int) -> list[int]:
@@ -150,6 +182,14 @@ def _split_by_neighbours(probes: Sequence[tuple[AttentionProbe, Sequence[int]]])
     return []
 
 
+def _split_by_cuts(probes: Sequence[CutProbe]) -> list[str]:
+    """The name of the first probe whose bits depend on how a block of a prompt is cut."""
+    for probe in probes:
+        if set(_kinds_of(probe, _CUTS).values()) != {0}:
+            return [probe.name]
+    return []
+
+
 def _agree(probe: Probe, rows: RowCounts) -> bool:
     """Whether the probe's rows have the same bits at a sample of these counts."""
     return set(_kinds_of(probe, spread(rows.counts, SAMPLES)).values()) == {0}
@@ -184,6 +224,14 @@ def _explain_speed(rules: ExactRules, of_rows: Sequence[str], of_attention: Sequ
         changed = " and ".join(of_attention)
         costs.append(f"each request needs a call by itself, since others in it change {changed}")
     return f"; that is slow: {'; '.join(costs)}; {_remedy()}" if costs else ""
+
+
+def _explain_sharing(rules: ExactRules, of_cuts: Sequence[str]) -> str:
+    """Why prompts share only whole chunks; empty if they share more."""
+    if rules.by_position:
+        return ""
+    what = " and ".join(of_cuts) or "a pass of the model"
+    return f"; prompts share whole chunks alone, since another cut of a prompt changes {what}"
 
 
 def _counted(rows: RowCounts) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,14 @@ from kvtide.serve.attention import MOST_IN_BUCKET, AttentionPlan
 from kvtide.serve.batch import ExactRules, PackedBatch, Segment
 from kvtide.serve.operations import PassWatch, trial_row_count
 from kvtide.serve.paged import PagedModel
-from kvtide.serve.probes import AttentionProbe, AttentionSizes, Probe, ProductProbe, SingleProbe
+from kvtide.serve.probes import (
+    AttentionProbe,
+    AttentionSizes,
+    CutProbe,
+    Probe,
+    ProductProbe,
+    SingleProbe,
+)
 from kvtide.serve.supported import geometry_of
 
 # A weight with more numbers than this (a vocabulary) is measured at only a few counts of a set.
@@ -26,6 +33,7 @@ _LARGE_WEIGHT = 8_000_000
 SAMPLES = 8
 # Context lengths for attention; True means that many numbers of requests are tried, not few.
 _LENGTHS = ((64, True), (128, False), (320, False), (1088, False))
+_PROMPT_LENGTHS = (64, 544, 1088)
 _PAGE_SIZE = 16
 _SHARED_SLOTS = 144
 _SEED = 20240517
@@ -62,12 +70,7 @@ class TrialPasses:
 
     def attention_probes(self) -> list[tuple[AttentionProbe, Sequence[int]]]:
         """Probes of attention, each with the numbers of requests to try."""
-        config = self._model.config.get_text_config(decoder=True)
-        pool = self._pool(1)
-        (kv_heads, head_dim), (_, v_head_dim) = (pool.plane(n, 0).shape[1:] for n in ("k", "v"))
-        sizes = AttentionSizes(
-            config.num_attention_heads, kv_heads, head_dim, v_head_dim, self._model.dtype
-        )
+        sizes = self._attention_sizes()
         most = min(self._max_rows, MOST_IN_BUCKET)
         many = sorted({*range(2, min(most, 9)), *spread(range(1, most + 1), SAMPLES)})
         few = [2, min(most, 3), most]
@@ -80,10 +83,28 @@ class TrialPasses:
             for of_scores in (True, False)
         ]
 
+    def cut_probes(self) -> list[CutProbe]:
+        """Probes of attention that compute a block of a prompt in one step and in two."""
+        sizes, device = self._attention_sizes(), self._device.torch_device
+        return [
+            CutProbe(sizes, device, length, of_scores=of_scores)
+            for length in _PROMPT_LENGTHS
+            for of_scores in (True, False)
+        ]
+
+    def _attention_sizes(self) -> AttentionSizes:
+        config = self._model.config.get_text_config(decoder=True)
+        pool = self._pool(1)
+        (kv_heads, head_dim), (_, v_head_dim) = (pool.plane(n, 0).shape[1:] for n in ("k", "v"))
+        return AttentionSizes(
+            config.num_attention_heads, kv_heads, head_dim, v_head_dim, self._model.dtype
+        )
+
     def passes_agree(self, rules: ExactRules, chunks: bool) -> bool:
         """Whether a request gets the same bits in passes with different other requests.
 
         With `chunks` each request has several queries, as chunks of prompts have; otherwise one.
+        Where prompts may be cut anywhere, half of the requests are computed in two steps, too.
         """
         rows = rules.chunk_rows if chunks else rules.rows
         most = rows.most if chunks else min(rows.most, MOST_IN_BUCKET)
@@ -102,7 +123,8 @@ class TrialPasses:
         try:
             whole = self._outcomes(paged, pool, members, 0)
             for some, base in _trial_passes(members, half, generator):
-                found = self._outcomes(paged, pool, some, base)
+                is_cut = rules.by_position and chunks and len(some) > 1
+                found = self._outcomes(paged, pool, some, base, is_cut=is_cut)
                 expected = [whole[member.number] for member in some]
                 if not all(map(torch.equal, expected, found)):
                     return False
@@ -111,9 +133,31 @@ class TrialPasses:
         return True
 
     def _outcomes(
-        self, paged: PagedModel, pool: Pool, members: Sequence[_Member], base: int
+        self,
+        paged: PagedModel,
+        pool: Pool,
+        members: Sequence[_Member],
+        base: int,
+        *,
+        is_cut: bool = False,
     ) -> list[Tensor]:
-        """For each member, as bytes, its logits and the keys and values that the pass wrote."""
+        """For each member, as bytes, its logits and the keys and values that were written.
+
+        If `is_cut` each member is computed in two steps.
+        """
+        if not is_cut:
+            return [torch.cat(pair) for pair in self._step(paged, pool, members, base)]
+        first = self._step(paged, pool, [member.halves()[0] for member in members], base)
+        second = self._step(paged, pool, [member.halves()[1] for member in members], base)
+        return [
+            torch.cat([logits, early, late])
+            for (_, early), (logits, late) in zip(first, second, strict=True)
+        ]
+
+    def _step(
+        self, paged: PagedModel, pool: Pool, members: Sequence[_Member], base: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """For each member, as bytes, its logits and the keys and values that the step wrote."""
         batch = _requests(self._model, members, base)
         logits = paged.forward(batch)
         slots = batch.out_slots.to(self._device.torch_device)
@@ -128,7 +172,7 @@ class TrialPasses:
         found = []
         for scores, segment in zip(logits, batch.segments, strict=True):
             rows = written[segment.first : segment.first + segment.count]
-            found.append(torch.cat([scores.contiguous().view(torch.uint8), rows.flatten()]))
+            found.append((scores.contiguous().view(torch.uint8), rows.flatten()))
         return found
 
     def _watched_pass(self) -> PassWatch:
@@ -159,6 +203,14 @@ class _Member:
     count: int
     first_slot: int
     """The slot of its first computed token, counted behind the shared slots."""
+    of_prompt: bool
+    done: int = 0
+    """How many of these tokens an earlier step has computed."""
+
+    def halves(self) -> tuple[_Member, _Member]:
+        """The member in two steps, of which one may be a single token."""
+        first = 1 + self.number % (self.count - 1)
+        return replace(self, count=first), replace(self, done=first)
 
     @property
     def earlier(self) -> int:
@@ -167,14 +219,15 @@ class _Member:
 
 
 def _members(most: int, *, chunks: bool) -> list[_Member]:
-    """Requests that fill a pass of `most` rows, or nearly."""
+    """Requests that fill a pass of `most` rows, or nearly: several, if it has room for two rows."""
     members: list[_Member] = []
     used = 0
+    longest = min(most, max(2, most // 4)) if chunks else 1
     while True:
-        count = min(most, 2 + len(members) * 7 % 11) if chunks else 1
+        count = min(longest, 3 + len(members) * 23 % 59)
         if members and used + count > most:
             return members
-        members.append(_Member(len(members), count, used))
+        members.append(_Member(len(members), count, used, chunks))
         used += count
 
 
@@ -205,12 +258,13 @@ def _requests(model: PreTrainedModel, members: Sequence[_Member], base: int) -> 
     out_slots: list[Tensor] = []
     for member in members:
         computed = base + _SHARED_SLOTS + member.first_slot + torch.arange(member.count)
-        shared = torch.arange(base, base + member.earlier)
-        segments.append(Segment(len(token_ids), member.count, torch.cat([shared, computed])))
+        slots = torch.cat([torch.arange(base, base + member.earlier), computed])
+        steps = range(member.done, member.count)
+        segments.append(Segment(len(token_ids), len(steps), slots, member.of_prompt))
         first = member.number * 7919
-        token_ids += [(first + step * 613) % vocabulary for step in range(member.count)]
-        positions += range(member.earlier, member.earlier + member.count)
-        out_slots.append(computed)
+        token_ids += [(first + step * 613) % vocabulary for step in steps]
+        positions += [member.earlier + step for step in steps]
+        out_slots.append(computed[member.done :])
     return PackedBatch(
         torch.tensor(token_ids),
         torch.tensor(positions),
