@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kvtide.serve.prefix import PrefixCache, block_tokens_for
 from kvtide.serve.request import PrefixBlock, Request, SamplingParams
 from kvtide.serve.scheduler import Scheduler, SchedulerOptions
 from kvtide.tide import Tide
+from kvtide.tier import DiskTier, Spill
 
 PAGE_SIZE = 4
 CHUNK_TOKENS = 8
@@ -45,6 +47,8 @@ class Bench:
     host_blocks: int = 0
     chunk_tokens: int = CHUNK_TOKENS
     block_tokens: int | None = None
+    disk_dir: Path | None = None
+    """Where a disk tier has its files, to which only requests' own snapshots go."""
     computed: dict[str, list[int]] = field(default_factory=dict)
     """For each request the numbers of the tokens that were computed, in order."""
 
@@ -61,7 +65,9 @@ class Bench:
         )
         self.pages = PageAllocator(self.page_count)
         pool = Pool.create(geometry, device, page_count=self.page_count)
-        self.tide = Tide(pool, self.arena, self.pages)
+        disk = None if self.disk_dir is None else DiskTier(self.disk_dir, limit_bytes=1 << 20)
+        self.spill = None if disk is None else Spill(self.arena, [disk])
+        self.tide = Tide(pool, self.arena, self.pages, self.spill)
         self.prefixes = PrefixCache(
             self.tide,
             self.pages,
@@ -69,7 +75,8 @@ class Bench:
             or block_tokens_for(self.chunk_tokens, PAGE_SIZE, whole_chunks=self.exact),
             key_of=lambda request, chain: f"{request.salt.hex()} {chain}",
             shares_answers=not self.exact,
-            below_bytes=self.arena.limit_bytes,
+            below_bytes=0 if disk is not None else self.arena.limit_bytes,
+            spill=self.spill,
         )
         options = SchedulerOptions(self.chunk_tokens, 64, self.on_pressure, self.exact)
         self.scheduler = Scheduler(
@@ -127,6 +134,8 @@ class Bench:
             self.scheduler.remove(request)
         assert self.pages.held_count == self.prefixes.idle_page_count
         self.prefixes.blocks.clear()
+        if self.spill is not None:
+            self.spill.close()
         free = (self.pages.free_count, len(self.prefixes.blocks.known), self.arena.used_bytes)
         assert (self.page_count, 0, 0) == free
 
@@ -294,6 +303,23 @@ def test_retracted_request_reads_its_blocks_again(page_count: int) -> None:
     assert 0 == bench.scheduler.stats.recomputed_tokens
     assert numbers(3, 16) == bench.computed["b"][:3]
     assert len(set(bench.computed["b"])) == len(bench.computed["b"])
+
+
+def test_request_whose_snapshot_has_all_tokens_waits_for_room_for_all(tmp_path: Path) -> None:
+    """That others hold its first tokens spares it no page: the snapshot has them, too."""
+    bench = Bench(12, host_blocks=16, disk_dir=tmp_path)
+    first, second = make("a", numbers(32), 6), make("b", [*numbers(32), 90], 4)
+    bench.scheduler.add(first)
+    bench.scheduler.add(second)
+    while second.stored < 33:
+        bench.step()
+    bench.scheduler.retract(second)
+    assert second.snapshot is not None
+    assert second.stored == second.snapshot.token_count
+    while bench.step():
+        bench.end_those_that_are_done()
+    assert 1 == bench.scheduler.stats.resumes
+    assert 0 == bench.scheduler.stats.recomputed_tokens
 
 
 def test_request_whose_blocks_are_lost_is_computed_again() -> None:

@@ -209,9 +209,15 @@ class PrefixCache:
         return len(request.blocks) * self._block_tokens
 
     def common_page_count(self, request: Request) -> int:
-        """Pages of the request's first tokens that others hold, so that it needs none for them."""
+        """Pages of the request's first tokens that others hold, so that it needs none for them.
+
+        Of a request with a snapshot only the blocks that aren't in it count: the others come back
+        to pages of its own.
+        """
+        awaited = [block.key for block in request.awaited]
+        keys = self._keys(request) if request.snapshot is None else awaited
         count = 0
-        for block in map(self.blocks.known.get, self._keys(request)):
+        for block in map(self.blocks.known.get, keys):
             if block is None or not (block.readers and block.pages):
                 break
             count += 1

@@ -325,8 +325,7 @@ class Scheduler:
         """Whether free pages are enough for the request and for what running ones know they need.
 
         That is the pages for its known tokens, but for those that it shares with running requests,
-        the pages that the running requests' known tokens
-        still lack, and `spare` pages.
+        the pages that the running requests' known tokens still lack, and `spare` pages.
 
         The length of the answers isn't known, and no page is kept for them: a retraction is cheap,
         an idle page isn't. Only `wait` keeps pages for the longest answers. But a request comes
