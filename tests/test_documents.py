@@ -269,8 +269,9 @@ def test_picture_ends_as_a_run_ends_today() -> None:
 
 def test_pictures_are_small() -> None:
     """Small pictures keep a clone fast."""
-    pictures = [*(ROOT / "docs" / "pictures").glob("*.svg")]
-    assert pictures
+    folder = ROOT / "docs" / "pictures"
+    pictures = [path for path in folder.iterdir() if path.suffix != ".py"]
+    assert {".svg", ".webp"} == {path.suffix for path in pictures}
     assert [] == [path.name for path in pictures if path.stat().st_size > LARGEST_PICTURE_BYTES]
 
 

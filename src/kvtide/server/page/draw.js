@@ -148,7 +148,9 @@ function drawFills(canvas, player, from, to, at) {
   const points = thinned(player.points, canvas.clientWidth);
   drawStrip(canvas, from, to, at, (pen, across, _, height) => {
     const accent = css("--accent");
-    drawLine(pen, points, across, height, ({ disk }) => disk, { stroke: css("--soft"), dash: [2, 3] });
+    if (player.tail.values.disk_limit_bytes) {
+      drawLine(pen, points, across, height, ({ disk }) => disk, { stroke: css("--soft"), dash: [2, 3] });
+    }
     drawLine(pen, points, across, height, ({ host }) => host, { stroke: css("--ink"), dash: [7, 4] });
     drawLine(pen, points, across, height, ({ pool }) => pool, { stroke: accent, fill: accent });
   });

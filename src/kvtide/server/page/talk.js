@@ -80,7 +80,7 @@ async function* answerTo(messages, most, signal) {
     signal,
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({
-      model, messages, max_tokens: most, stream: true, stream_options: { include_usage: true },
+      model, messages, max_tokens: most, temperature: 0, stream: true, stream_options: { include_usage: true },
     }),
   });
   for await (const text of sentEvents(answer)) {
