@@ -306,7 +306,7 @@ def test_retracted_request_reads_its_blocks_again(page_count: int) -> None:
 
 
 def test_request_whose_snapshot_has_all_tokens_waits_for_room_for_all(tmp_path: Path) -> None:
-    """That others hold its first tokens spares it no page: the snapshot has them, too."""
+    """It needs pages for tokens that others hold as well: the snapshot has them, too."""
     bench = Bench(12, host_blocks=16, disk_dir=tmp_path)
     first, second = make("a", numbers(32), 6), make("b", [*numbers(32), 90], 4)
     bench.scheduler.add(first)
