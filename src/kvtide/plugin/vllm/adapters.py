@@ -79,9 +79,8 @@ class Adapters:
                 return digest
             looks = found
             newest_s = max((look[-1] for look in found.values()), default=float("inf"))
-            digest = (
-                _hash_of(path, found) if newest_s < self._started_s and before is None else None
-            )
+            is_old = before is None and newest_s < self._started_s
+            digest = _hash_of(path, found) if is_old else None
             if found != _looks(path):
                 digest = None
         except OSError:
