@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_a_client_that_goes_away_frees_all_within_a_step(stream: bool, tmp_path:
                 writer.transport.abort()
             await _until(lambda: not server.service.live_calls)
             await _freed(server)
+            assert server.service.loop.stats.new_tokens < 5 * LONG["max_tokens"]
             # A file that is being written is removed when that has ended, and nobody asks.
             await _until(lambda: not (disk.stats.used_bytes or server.engine.tide.arena.used_bytes))
 
@@ -71,16 +73,20 @@ def test_a_reader_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(protocol, "READER_SECONDS", 0.2)
 
     async def test(server: Served) -> None:
-        async with listening(server) as port:
-            body = {**LONG, "n": 8, "logprobs": 20, "max_tokens": 200}
-            reader, writer = await _start(port, body)
-            await _until(lambda: server.service.live_calls)
-            writer.transport.pause_reading()  # type: ignore[attr-defined]
-            answer = await server.complete(prompt="Hi", max_tokens=3)
-            assert 200 == answer.status_code
-            await _until(lambda: not server.service.live_calls)
-            writer.transport.abort()
-            del reader
+        async with listening(server, send_bytes=4096) as port:
+            slow = socket.socket()
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", port))
+            with contextlib.closing(slow):
+                body = {**LONG, "n": 4, "logprobs": 20}
+                slow.sendall(http_request("/v1/completions", body))
+                await _until(lambda: server.service.live_calls)
+                answer = await server.complete(prompt="Hi", max_tokens=3)
+                assert 200 == answer.status_code
+                await _until(lambda: not server.service.live_calls)
+                slow.settimeout(20)
+                parts = [*iter(lambda: slow.recv(1 << 16), b"")]
+                assert b"[DONE]" not in b"".join(parts)
 
     serve_and(test, pool_tokens=4096)
 

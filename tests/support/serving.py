@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -130,9 +131,14 @@ def _wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
 
 
 @contextlib.asynccontextmanager
-async def listening(server: Served) -> AsyncIterator[int]:
-    """Has the server's routes behind a real socket of this process; yields its port."""
+async def listening(server: Served, *, send_bytes: int | None = None) -> AsyncIterator[int]:
+    """Has the server's routes behind a real socket of this process; yields its port.
+
+    The system keeps about `send_bytes` of what a client hasn't read, by default megabytes.
+    """
     with contextlib.closing(open_socket("127.0.0.1", 0)) as opened:
+        if send_bytes is not None:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         started = asyncio.Event()
         web = WebServer(web_config(server.app), started.set)
         task = asyncio.create_task(web.serve(sockets=[opened]))

@@ -151,6 +151,8 @@ class EngineLoop:
         """The engine's counts after its last step."""
         self.failures = 0
         """How often a step failed, which ends all requests."""
+        self.aborted = 0
+        """How many requests nobody wanted any more. The engine's stats have them as done."""
         self._engine = engine
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._calls: dict[str, Call] = {}
@@ -269,6 +271,7 @@ class EngineLoop:
         call.fail(Failure("refused", f"the request can't be answered: {reason}"))
 
     def _abort(self, call: Call) -> None:
+        self.aborted += sum(request.id in self._calls for request in call.requests)
         self._end(call)
         call.publish()
 

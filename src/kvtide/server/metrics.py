@@ -102,7 +102,8 @@ class _EngineMetrics(Collector):
         yield CounterMetricFamily("kvtide:failed_steps", "Steps that failed.", failures)
         states = {"running": stats.running, "waiting": stats.waiting, "retracted": stats.retracted}
         yield _labelled(GaugeMetricFamily, "requests", "Requests by state.", "state", states)
-        ended = {"done": stats.done, "failed": stats.failed}
+        aborted = self._loop.aborted
+        ended = {"done": stats.done - aborted, "aborted": aborted, "failed": stats.failed}
         yield _labelled(CounterMetricFamily, "ended_requests", "Ended requests.", "how", ended)
         says = "Tokens of prompts that weren't computed, by where their KV was."
         yield _labelled(CounterMetricFamily, "cached_tokens", says, "place", stats.cached_tokens)
