@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,31 @@ def test_a_reader_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> 
                 assert b"[DONE]" not in b"".join(parts)
 
     serve_and(test, pool_tokens=4096)
+
+
+def test_bytes_after_a_request_that_are_none_end_the_connection() -> None:
+    """The client made the mistake, so the log has no error, and others are answered."""
+    errors = BufferingHandler(100)
+    errors.setLevel(logging.WARNING)
+
+    async def test(server: Served) -> None:
+        async with listening(server) as port, asyncio.timeout(20):
+            for body in ({**LONG, "stream": False}, LONG, {}):
+                reader, writer = await _start(port, body)
+                await asyncio.sleep(0)
+                writer.write(b"GARBAGE\r\n\r\n")
+                while await reader.read(1 << 16):
+                    pass
+                writer.close()
+            await _until(lambda: not server.service.live_calls)
+            assert 200 == (await server.complete(prompt="Hi", max_tokens=3)).status_code
+
+    logging.getLogger().addHandler(errors)
+    try:
+        serve_and(test)
+    finally:
+        logging.getLogger().removeHandler(errors)
+    assert [] == [record.getMessage() for record in errors.buffer]
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"])

@@ -166,7 +166,6 @@ def _logging_to(display: Display) -> Iterator[None]:
     logger = logging.getLogger("kvtide")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it shows what clients sent
     try:
         yield
     finally:

@@ -126,6 +126,7 @@ def web_config(app: FastAPI) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="critical",  # below that it shows what clients sent
         access_log=False,
         server_header=False,
         proxy_headers=False,

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import final
 
+from h11 import LocalProtocolError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtide.server.errors import ApiError, place_of
@@ -47,6 +48,8 @@ class Noted:
 
         try:
             await self._call(scope, receive, note)
+        except LocalProtocolError as error:  # the client sent no HTTP meanwhile: it is gone
+            logger.debug("%s", place_of(error))
         except Exception as error:
             logger.error("a call failed by a mistake of kvtide's: %s", place_of(error))
             if status:
