@@ -99,7 +99,7 @@ def test_events_say_who_holds_each_page_and_who_gave_them_up(small: Engine) -> N
 
 def test_pages_that_several_requests_read_are_told_apart(small: Engine) -> None:
     """A page that two requests read says so, and one that nobody reads any more is kept."""
-    prompt = list(range(4, 4 + 2 * PAGE))
+    prompt = list(range(4, 4 + 4 * PAGE))
     first, second = (
         Request(name, [*prompt, 40 + number], SamplingParams(max_new_tokens=4, seed=number))
         for number, name in enumerate("ab")
@@ -107,7 +107,7 @@ def test_pages_that_several_requests_read_are_told_apart(small: Engine) -> None:
     events = watched(small, [first, second])
     owners = {row[2] for event in events for row in event.get("pages", [])}
     assert {1, 2, -2, KEPT} <= owners
-    assert 2 * PAGE == drawn(events)[0]["cached_tokens"]
+    assert 4 * PAGE == drawn(events)[0]["cached_tokens"]
 
 
 def test_events_have_nothing_of_prompts_and_ids(small: Engine) -> None:
