@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ MOONCAKE = MooncakeSettings("a:1")
 
 
 @pytest.fixture(autouse=True)
-def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets all engines of one model share a self-check."""
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares blocks of a chunk, and lets all engines of one model share a self-check."""
     check_rows_once(monkeypatch)
+    monkeypatch.setattr("kvtide.serve.prefix._FEW_TOKENS", CHUNK)
 
 
 @pytest.fixture
@@ -91,13 +92,14 @@ def answer(engine: Engine, requests: Iterable[Request]) -> list[tuple[object, ..
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[list[tuple[object, ...]]]:
+def alone() -> list[tuple[object, ...]]:
     """The answers of an engine that shares nothing."""
     with pytest.MonkeyPatch.context() as patch:
         check_rows_once(patch)
         engine = build(None, share_prefixes=False)
-        yield answer(engine, make_requests())
+        found = answer(engine, make_requests())
         engine.close()
+    return found
 
 
 def leave(engine: Engine, requests: Iterable[Request]) -> list[tuple[object, ...]]:
