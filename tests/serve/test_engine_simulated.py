@@ -15,7 +15,7 @@ from kvtide.errors import KvtideError
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import OpenModel, open_model
 from kvtide.serve.paged import PagedModel
-from kvtide.serve.request import Request
+from kvtide.serve.request import Request, SamplingParams
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from serve.harness import assert_nothing_held, make_requests, run_all, token_bytes
@@ -65,6 +65,47 @@ def test_answers_are_those_of_the_cpu(schedule: str, dtype: str) -> None:
         assert engine.stats.retractions > 0
         assert engine.stats.offloaded_bytes == engine.stats.restored_bytes > 0
         del source, engine
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_requests_that_share_a_prefix_get_the_answers_of_the_cpu(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks stay on the device, leave it and come back; the CPU's answers shared nothing."""
+    monkeypatch.setattr("kvtide.serve.prefix._FEW_TOKENS", 8)
+    with simulated(schedule) as name:
+        source = open_model("tiny-random", dtype="float32")
+        answers, engine = conversation(source, name, shares=True)
+        assert conversation(source, "cpu", shares=False)[0] == answers
+        assert {"device", "host"} == set(engine.stats.cached_tokens)
+        del source, engine
+
+
+def conversation(source: OpenModel, device: str, *, shares: bool) -> tuple[Answers, Engine]:
+    """Answers three turns of two conversations in turns, in a pool for one of them."""
+    size = token_bytes(source)
+    options = EngineOptions(
+        device=device,
+        kv_memory_bytes=_POOL_TOKENS * size if shares else None,
+        host_memory_bytes=1 << 24,
+        page_size=8,
+        chunk_tokens=16,
+        keep_logits=True,
+        share_prefixes=shares,
+    )
+    turns = [
+        Request(f"{turn} {who}", [*range(who, who + 14 * turn)], SamplingParams(3))
+        for turn in (1, 2, 3)
+        for who in (10, 90)
+    ]
+    engine = Engine.build(source, options, turns)
+    for request in turns:
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+    assert_nothing_held(engine)
+    engine.close()
+    return [_outcome(request) for request in turns], engine
 
 
 # ---- the engine, broken -----------------------------------------------------------------------

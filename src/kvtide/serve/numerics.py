@@ -10,6 +10,7 @@ import torch
 from kvtide import __version__
 from kvtide.machine import machine_name
 from kvtide.serve.batch import ExactRules
+from kvtide.serve.query_blocks import QUERY_ROWS
 from kvtide.serve.repeatable import MKL_MODE
 
 
@@ -30,5 +31,6 @@ def numerics_of(device: torch.device, rules: ExactRules) -> str:
         f"{torch.get_num_threads()} threads",
         device.type if name_of is None else str(name_of(device)),
         repr(rules),
+        f"{QUERY_ROWS} queries",
     )
     return "; ".join(parts)
