@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import OpenModel, open_model
@@ -200,6 +201,27 @@ def test_a_prefix_of_another_namespace_is_not_found(
     answer(second, [request])
     second.close()
     assert (4 * CHUNK if change == "nothing" else 0) == request.cached_tokens
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_another_computation_left_of_a_request_is_never_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    """In exact mode its KV may have other bits: the request is computed anew, on each machine."""
+    first, (left,) = build(tmp_path / "kv"), make_requests(1)
+    left.key = "0" * 32
+    first.add(left)
+    for _ in range(6):
+        first.step()
+    assert 1 == first.suspend()
+    first.close()
+    monkeypatch.setattr("torch.__version__", torch.__version__ if is_same else "another torch")
+    second, requests = build(tmp_path / "kv"), make_requests(2)
+    requests[0].key = left.key
+    answer(second, requests)
+    place = {"device": 4 * CHUNK}
+    assert (int(is_same), place) == (second.stats.resumes, second.stats.cached_tokens)
+    second.close()
 
 
 def test_two_salts_are_not_one(tmp_path: Path) -> None:

@@ -23,15 +23,20 @@ from kvtide.tier import Namespace, Store
 from kvtide.tier.namespace import is_shared
 
 
-def namespace_of(source: OpenModel, geometry: Geometry, options: EngineOptions) -> Namespace:
-    """What decides the bytes of KV that an engine computes. Reads all weights, the first time."""
+def namespace_of(
+    source: OpenModel, geometry: Geometry, options: EngineOptions, numerics: str
+) -> Namespace:
+    """What decides the bytes of KV that an engine computes. Reads all weights, the first time.
+
+    KV of a request becomes blocks that others read, so both are bound by the same `numerics`.
+    """
     mode = "exact" if options.exact else "fast"
     kind = options.device.partition(":")[0]
     return Namespace(
         model=source.identity,
         weights="",  # the model's hash has them
         layout=geometry.fingerprint.hex(),
-        engine=f"kvtide {mode} {kind} {options.chunk_tokens}",
+        engine=f"kvtide {mode} {kind} {options.chunk_tokens}; {numerics}",
         stage="0/1",
         rank="0/1",
         adapter="",
@@ -58,7 +63,7 @@ class RequestStore:
     ) -> None:
         """Opens the tiers that the options name. Raises the errors of Store.
 
-        `numerics` is what else decides the bits of blocks, which others may have computed.
+        `numerics` is what else decides the bits of KV, which another engine may have computed.
         """
         self.store = Store(
             arena,
@@ -68,12 +73,9 @@ class RequestStore:
             name_of=self._name_of,
         )
         has_tiers = self.store.spill is not None
-        self._namespace = namespace_of(source, geometry, options) if has_tiers else None
+        self._namespace = namespace_of(source, geometry, options, numerics) if has_tiers else None
         self._salt = options.salt
-        self._of_blocks = Namespace(model=source.name, weights="", layout="")
-        if self._namespace is not None:
-            engine = f"{self._namespace.engine}; {numerics}"
-            self._of_blocks = replace(self._namespace, engine=engine)
+        self._of_blocks = self._namespace or Namespace(model=source.name, weights="", layout="")
 
     def block_key_of(self, request: Request, chain: str) -> str:
         """The key of a block of the request, whose tokens and those before them `chain` is of.
