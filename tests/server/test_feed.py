@@ -73,7 +73,7 @@ def test_events_need_a_key_where_there_are_keys() -> None:
     """The page itself has no secret; its events show what all tenants do."""
 
     async def watch(server: Served) -> None:
-        refused = await server.client.get("/events")
+        refused = await asyncio.wait_for(server.client.get("/events"), 30)
         assert (401, "authentication_error") == (
             refused.status_code,
             refused.json()["error"]["type"],
