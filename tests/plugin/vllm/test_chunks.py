@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -105,6 +105,25 @@ class TestChunkMoves:
         assert ((), KEYS[:1]) == (found.moved, found.missed)
         assert {POISON} == set(target)
 
+    def test_that_go_on_too_late_put_no_other_chunk_under_a_name(self, tier: DiskTier) -> None:
+        """One waits for the tier's answer, and the others for a thread, while the rows change."""
+        source = filled()
+        hanging = HangingTier(tier)
+        with opened(hanging, deadline_s=0.05) as moves:
+            moves.store(1, rows(source))
+            jobs = moves._moves[1].jobs
+            found = ended(moves)
+            source[:] = bytes([POISON]) * len(source)
+            hanging.goes_on.set()
+            assert not any(job.wait() for job in jobs)
+        target = bytearray(len(source))
+        with opened(tier) as moves:
+            moves.load(3, rows(target))
+            back = ended(moves)
+
+        assert ((), KEYS) == (found.moved, found.missed)
+        assert (KEYS, {0}) == (back.missed, set(target))
+
     def test_of_another_size_are_missing(self, tier: DiskTier) -> None:
         source = filled()
         with opened(tier) as moves:
@@ -122,7 +141,7 @@ class TestChunkMoves:
 
 
 class HangingTier(Tier):
-    """A tier whose reads wait for an event."""
+    """A tier that reads, and says what it has, only after an event."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -130,11 +149,12 @@ class HangingTier(Tier):
 
     def contains(self, key: str) -> bool:
         """See Tier."""
+        self.goes_on.wait(60)
         return self._tier.contains(key)
 
-    def put(self, key: str, seal: Seal, chunks: object) -> None:
+    def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""
-        raise AssertionError("nobody writes")
+        self._tier.put(key, seal, chunks)
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
         """See Tier."""

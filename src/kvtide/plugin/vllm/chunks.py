@@ -1,8 +1,8 @@
 """ChunkMoves: moves chunks of vLLM's own host memory to a tier and back, in threads.
 
 vLLM's primary tier has a row of bytes for each chunk, and gives a row away again when it is told
-that a move has ended. So a read goes to memory of its own first, and to the row only if nobody has
-given it up meanwhile: a disk that hangs and answers late writes into no other chunk.
+that a move has ended. A tier may hang and answer late. So a read goes to memory of its own first,
+and to the row only if nobody has given it up meanwhile; and what is written was sealed before that.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ChunkMoves:
     def store(self, job_id: int, rows: Sequence[Row]) -> None:
         """Begins to write rows to the tier."""
         move = self._moves[job_id] = _ChunkMove(self._clock(), rows, is_load=False)
-        move.jobs = [self._writers.start(partial(self._write, row)) for row in rows]
+        move.jobs = [self._writers.start(partial(self._write, move, row)) for row in rows]
 
     def load(self, job_id: int, rows: Sequence[Row]) -> None:
         """Begins to read rows from the tier, every byte of which is checked before it is there."""
@@ -123,18 +123,18 @@ class ChunkMoves:
             for job in move.jobs:
                 left_s = move.started + self._deadline_s - self._clock()
                 workers.settle(job, max(0.0, left_s))
-            with self._copying:
-                move.is_given_up = True
+            self._give_up(move)
 
     def close(self) -> None:
         """Waits a while for moves, and ends the threads."""
         for workers in (self._writers, self._readers):
             workers.close(self._deadline_s)
+        for move in self._moves.values():
+            self._give_up(move)
         self._moves.clear()  # they have views of vLLM's memory
 
     def _end(self, job_id: int, move: _ChunkMove) -> EndedChunks:
-        with self._copying:
-            move.is_given_up = True
+        self._give_up(move)
         results = [job.done() and job.wait() for job in move.jobs]
         both = list(zip(move.rows, results, strict=True))
         if not all(job.done() for job in move.jobs):
@@ -146,19 +146,32 @@ class ChunkMoves:
         seconds = self._clock() - move.started
         return EndedChunks(job_id, moved, missed, len(moved) * self._row_bytes, seconds)
 
+    def _give_up(self, move: _ChunkMove) -> None:
+        with self._copying:
+            move.is_given_up = True
+
     def _count(self, name: str) -> None:
         with self._counting:
             self._counts[name] += 1
 
     # ---- in a thread ---------------------------------------------------------------------
 
-    def _write(self, row: Row) -> bool:
+    def _is_wanted(self, move: _ChunkMove) -> bool:
+        """Whether its rows still have its chunks: vLLM gives them away once it is given up."""
+        with self._copying:
+            return not move.is_given_up
+
+    def _write(self, move: _ChunkMove, row: Row) -> bool:
         _, name, content = row
         try:
-            if not self._tier.contains(name):
-                self._tier.put(name, self._sealed(name, content), [content])
-            self._count("written_blocks")
-            return True
+            if self._is_wanted(move) and not self._tier.contains(name):
+                seal = self._sealed(name, content)
+                # What the row gets after this differs from the seal, and so no load takes it.
+                if self._is_wanted(move):
+                    self._tier.put(name, seal, [content])
+            if self._is_wanted(move):
+                self._count("written_blocks")
+                return True
         except KvtideError as error:
             logger.debug("kvtide: a chunk wasn't written: %s", first_line(error))
         except Exception:
