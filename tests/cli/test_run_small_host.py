@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtide.cli.main import main
+from kvtide.cli.serving import LibraryServing
+from kvtide.serve.fetch import Progress
+from kvtide.serve.find import FoundModel
+from kvtide.serve.models import OpenModel
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from support.results import read_report
@@ -40,6 +45,13 @@ class HeldBytes:
         monkeypatch.setattr(Tide, "discard", discarding)
 
 
+class _NoTokenEnds(LibraryServing):
+    def open_model(self, found: FoundModel, *, dtype: str, progress: Progress) -> OpenModel:
+        return replace(
+            super().open_model(found, dtype=dtype, progress=progress), eos_ids=frozenset()
+        )
+
+
 def test_tenth_of_the_host_memory_and_a_disk_are_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +74,7 @@ def test_tenth_of_the_host_memory_and_a_disk_are_enough(
         "--report": str(tmp_path / "report.json"),
     }
     words = [word for option in options.items() for word in option]
-    assert 0 == main(["run", str(prompts), "--verify", *words])
+    assert 0 == main(["run", str(prompts), "--verify", *words], serving=_NoTokenEnds())
     report = read_report(tmp_path / "report.json")
     assert held.peak_bytes >= 10 * HOST_BYTES
     assert (True, True, REQUESTS, 0) == tuple(
