@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, MutableMapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -135,5 +136,19 @@ def test_a_server_that_ends_ends_the_streams() -> None:
         while server.service.feed._watchers:
             await asyncio.sleep(0.01)
         stream.cancel()
+
+    serve_and(watch)
+
+
+def test_one_watcher_too_many_gets_an_answer_that_says_so() -> None:
+    """The route tells it as any other error."""
+
+    async def watch(server: Served) -> None:
+        with ExitStack() as others:
+            for _ in range(MOST_WATCHERS):
+                others.enter_context(server.service.feed.watching())
+            refused = await asyncio.wait_for(server.client.get("/events"), 30)
+        assert (429, "5") == (refused.status_code, refused.headers["retry-after"])
+        assert "close one of them" in refused.json()["error"]["message"]
 
     serve_and(watch)
