@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvtide.server.answers import Reply, sse_event
+from kvtide.server.calls import Call
 from kvtide.server.errors import ApiError, json_response
 from kvtide.server.intake import Asked
-from kvtide.server.loop import Call
 from kvtide.server.service import Service
 
 _STATUS = {"refused": 400, "failed": 500, "ended": 503}

@@ -16,8 +16,8 @@ from kvtide.prompts.openai_answers import (
     usage_of,
 )
 from kvtide.serve.request import Request
+from kvtide.server.calls import Progressed
 from kvtide.server.intake import Asked
-from kvtide.server.loop import Progressed
 from kvtide.server.tools import read_calls, with_ids
 
 DONE = b"data: [DONE]\n\n"

@@ -10,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvtide.serve.stats import EngineStats
-from kvtide.server.loop import Call, EngineLoop
+from kvtide.server.calls import Call
+from kvtide.server.loop import EngineLoop
 from kvtide.tier.counts import TierCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import final
 
+from kvtide.server.calls import Call
 from kvtide.server.errors import ApiError
 from kvtide.server.feed import Feed
 from kvtide.server.intake import Asked, Intake
 from kvtide.server.limits import ServerLimits
-from kvtide.server.loop import Call, EngineLoop
+from kvtide.server.loop import EngineLoop
 from kvtide.server.metrics import ServerMetrics
 from kvtide.server.tenants import Tenants
 

@@ -1,0 +1,119 @@
+"""Calls: what clients asked for, and how far the answers are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+from kvtide.serve.request import Request
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call has no answer: the engine doesn't take it, failed at it, or has ended."""
+
+    kind: Literal["refused", "failed", "ended"]
+    message: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """How far a request was after a step. Nothing of it changes any more."""
+
+    text: str = ""
+    token_count: int = 0
+    finish_reason: str | None = None
+    """How it ended: `finish_reason` of its request."""
+    error: str | None = None
+    cached_tokens: int = 0
+    retractions: int = 0
+    first_at: float | None = None
+    """When it had its first token, by `time.monotonic`."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer is complete, or there will be none."""
+        return self.finish_reason is not None
+
+
+@final
+class Call:
+    """The requests of a client's call, which end together, and how far they are.
+
+    Made and waited for in an asyncio loop; the engine's thread publishes.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = tuple(requests)
+        self.progress = tuple(Progressed() for _ in requests)
+        """How far each request was after the last step."""
+        self.failure: Failure | None = None
+        """Why there is no answer; None while there may be one."""
+        self.resumed_tokens = 0
+        """How many tokens of the answers an earlier engine had left in a tier."""
+        self.is_gone = False
+        """Whether nobody wants the answers any more."""
+        self.started_at = time.monotonic()
+        self.ended_at: float | None = None
+        self._asyncio_loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all answers have ended."""
+        return all(progress.has_ended for progress in self.progress)
+
+    async def change(self) -> None:
+        """Waits until there is something new since the last call."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def wake(self) -> None:
+        """Ends the wait of `change`. For the asyncio loop's thread."""
+        self._changed.set()
+
+    def publish(self) -> None:
+        """Takes over how far the requests are. For the engine's thread."""
+        now = time.monotonic()
+        self.progress = tuple(
+            _progressed(request, before.first_at or now)
+            for request, before in zip(self.requests, self.progress, strict=True)
+        )
+        error = next((request.error for request in self.requests if request.error), None)
+        if self.failure is None and error is not None:
+            self.failure = Failure("failed", error)
+        if self.has_ended:
+            self.ended_at = now
+        self._tell()
+
+    def fail(self, failure: Failure) -> None:
+        """Ends all answers that haven't ended with an error. For the engine's thread."""
+        self.failure = failure
+        for request in self.requests:
+            if request.finish_reason in (None, "abort"):
+                request.finish_reason, request.error = "error", failure.message
+        self.publish()
+
+    def _tell(self) -> None:
+        try:
+            self._asyncio_loop.call_soon_threadsafe(self.wake)
+        except RuntimeError:  # the asyncio loop is closed, so nobody waits
+            self.is_gone = True
+
+
+def _progressed(request: Request, first_at: float) -> Progressed:
+    token_count = len(request.output_ids)
+    return Progressed(
+        text=request.text,
+        token_count=token_count,
+        finish_reason=request.finish_reason,
+        error=request.error,
+        cached_tokens=request.cached_tokens,
+        retractions=request.retractions,
+        first_at=first_at if token_count else None,
+    )
