@@ -125,6 +125,17 @@ class TestMoves:
         assert (1, 1) == (report.counts["damaged_blocks"], report.counts["failed_loads"])
         assert {bytes([POISON]) * 32} == {*caches.bytes_of(0, 5), *caches.bytes_of(0, 4)}
 
+    def test_of_one_damaged_block_may_fail_twice(self) -> None:
+        with opened(Caches()) as store:
+            store.save(1, [[(A, 1), (B, 2)], []])
+            store.take_ended()
+            store._held[A].lease.blocks[0].bytes_view(1)[0] ^= 1
+            for job_id in (2, 3):
+                store.load(job_id, [[(A, 5), (B, 4)], []])
+            assert [False, False] == [ended.went_well for ended in store.take_ended()]
+            assert {B} == store._held.keys()
+            assert 1 == store.take_report().counts["damaged_blocks"]
+
     def test_of_a_block_that_isnt_here_fail_alone(self) -> None:
         with opened(Caches()) as store:
             store.load(1, [[(A, 1)], []])
@@ -253,6 +264,22 @@ class TestHungTier:
             tier.wait_for(THREADS)
             now[0] = 6
             assert {*keys} == store.take_report().missing
+            tier.let_go(THREADS)
+
+    def test_hangs_as_well_where_nobody_wants_its_blocks_any_more(self) -> None:
+        """Its reads keep all threads, so that one that is wanted never begins."""
+        tier, now = HungTier(), [0.0]
+        keys = [bytes([number, 0]) for number in range(THREADS)]
+        with opened(Caches(), tier, deadline_s=5, clock=lambda: now[0]) as store:
+            store.follow(Orders(fetch=keys))
+            tier.wait_for(THREADS)
+            store.follow(Orders(forget=keys))
+            store.follow(Orders(fetch=[b"z\0"]))
+            assert not store.take_report().missing
+            now[0] = 6
+            assert {b"z\0"} == store.take_report().missing
+            store.follow(Orders(fetch=[b"y\0"]))
+            assert {b"y\0"} == store.take_report().missing
             tier.let_go(THREADS)
 
     def test_is_not_what_a_fetch_that_waits_for_a_thread_says(self) -> None:

@@ -279,9 +279,12 @@ class BlockStore:
                 self._report.lost.add(key)
             self._report.counts["unsaved_blocks"] += len(part.keys)
             return
-        damaged = [key for key in part.keys if not self._is_whole(key)]
+        # A load that failed before this one may have dropped the damaged block.
+        here = [key for key in part.keys if key in self._held]
+        damaged = [key for key in here if not self._is_whole(key)]
         self._report.counts["damaged_blocks"] += len(damaged)
-        for key in damaged or part.keys:
+        is_explained = damaged or len(here) < len(part.keys)
+        for key in damaged if is_explained else here:
             self._forget(key)
             self._report.lost.add(key)
 

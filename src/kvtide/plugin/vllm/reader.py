@@ -58,9 +58,12 @@ class TierReader:
         self._clock = clock
         self._fetches: dict[bytes, _Fetch] = {}
         self._late: list[_Fetch] = []
+        self._withdrawn: list[_Fetch] = []
+        """Reads that go on although nobody wants the block: they may be late, too."""
 
     def begin(self, key: bytes, group: BlockGroup, name: str, lease: Lease) -> bool:
         """Begins to read the block of that name into the lease; False if the tier hangs."""
+        self._look_at_withdrawn()
         self._late = [fetch for fetch in self._late if not fetch.job.done()]
         if self._late:
             return False
@@ -86,6 +89,8 @@ class TierReader:
         """Nobody wants the block any more. Its memory is free when the read has ended."""
         fetch = self._fetches.pop(key, None)
         if fetch is not None:
+            if not fetch.job.cancel():
+                self._withdrawn.append(fetch)
             fetch.lease.release()
 
     def withdraw_all(self) -> None:
@@ -98,6 +103,7 @@ class TierReader:
 
         One that takes too long keeps its thread, so those that wait for a thread end with it.
         """
+        self._look_at_withdrawn()
         for key, fetch in list(self._fetches.items()):
             if fetch.job.done():
                 found = self._found(key, fetch)
@@ -114,6 +120,11 @@ class TierReader:
         """Ends the threads; waits for those that read, together at most `deadline_s`."""
         self.withdraw_all()
         self._workers.close(self._deadline_s)
+
+    def _look_at_withdrawn(self) -> None:
+        """Forgets withdrawn reads that have ended or are late."""
+        going_on = [fetch for fetch in self._withdrawn if not fetch.job.done()]
+        self._withdrawn = [fetch for fetch in going_on if not self._is_late(fetch)]
 
     def _is_late(self, fetch: _Fetch) -> bool:
         """Whether a thread has read for too long. From now on no read begins until it ends."""
