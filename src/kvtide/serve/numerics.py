@@ -8,17 +8,19 @@ from importlib.metadata import version
 import torch
 
 from kvtide import __version__
-from kvtide.machine import machine_name
+from kvtide.machine import machine_name, processor_traits
 from kvtide.serve.batch import ExactRules
 from kvtide.serve.query_blocks import QUERY_ROWS
-from kvtide.serve.repeatable import MKL_MODE
+
+_OF_LIBRARIES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_")
+"""How the names of variables begin by which libraries choose their kernels."""
 
 
 def numerics_of(device: torch.device, rules: ExactRules) -> str:
     """A text that differs where exact mode may compute other bits: on other machines, say.
 
-    It has versions, the processor or the device, the instructions that torch uses, its threads, and
-    the rules that the self-check found.
+    It has versions, the processor or the device, settings of libraries that choose kernels, threads,
+    and the rules that the self-check found.
     """
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     parts = (
@@ -26,11 +28,17 @@ def numerics_of(device: torch.device, rules: ExactRules) -> str:
         f"torch {torch.__version__}",
         f"transformers {version('transformers')}",
         machine_name(),
+        processor_traits(),
         torch.backends.cpu.get_cpu_capability(),
-        f"MKL {os.environ.get(MKL_MODE)}",
+        f"products in {torch.get_float32_matmul_precision()}",
+        *(f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_of_library(name)),
         f"{torch.get_num_threads()} threads",
         device.type if name_of is None else str(name_of(device)),
         repr(rules),
         f"{QUERY_ROWS} queries",
     )
     return "; ".join(parts)
+
+
+def _is_of_library(name: str) -> bool:
+    return name.startswith(_OF_LIBRARIES)
