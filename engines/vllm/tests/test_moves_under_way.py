@@ -112,7 +112,8 @@ class TestReset:
                 engine.step()
             threading.Timer(0.05, go.set).start()
             assert engine.llm.reset_prefix_cache(reset_connector=True)
-        engine.end_all()
+        engine.check_nothing_leaked()
+        assert not engine.store._held
 
         assert (expected["prompt"], 0) == _told(engine, PROMPT)
         engine.check_nothing_leaked()

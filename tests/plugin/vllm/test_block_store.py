@@ -89,6 +89,19 @@ def fetched(store: BlockStore, *keys: bytes) -> BlockReport:
     return report
 
 
+@contextmanager
+def held(store: BlockStore) -> Iterator[None]:
+    """Lets moves begin, and not end before the block does, as on an accelerator."""
+    go, device = threading.Event(), store._groups[0].pool.device
+    assert isinstance(device, CPUDevice)
+    store._at_once = False
+    device._queue.submit(go.wait)
+    try:
+        yield
+    finally:
+        go.set()
+
+
 SAVED: Sequence[Pairs] = [[(A, 1), (B, 2)], [(C, 3)]]
 LOADED: Sequence[Pairs] = [[(A, 5), (B, 4)], [(C, 1)]]
 
@@ -203,11 +216,52 @@ class TestDisk:
             moved(store, 1)
         with opened(Caches(), tier) as store:
             before = fetched(store, A)
-            store.follow(Orders(forgets_all=True))
+            store.follow(Orders(reset_number=1))
             after = fetched(store, A)
         tier.close()
 
         assert ({A}, {A}) == ({*before.fetched}, after.missing)
+
+
+class TestReset:
+    """vLLM resets its caches when weights have changed."""
+
+    def test_keeps_nothing_of_a_save_under_way(self, tmp_path: Path) -> None:
+        tier = DiskTier(tmp_path, limit_bytes=1 << 20)
+        caches = Caches()
+        with opened(caches, tier) as store:
+            with held(store):
+                store.save(1, SAVED)
+                store.follow(Orders(reset_number=1))
+            moved(store, 1)
+            assert not store._held
+            assert not store._arena.used_bytes
+        assert 0 == tier.stats.snapshots
+        tier.close()
+
+    def test_keeps_nothing_of_a_save_that_was_ordered_before(self, tmp_path: Path) -> None:
+        """vLLM tells of a save one step after it ordered it."""
+        tier = DiskTier(tmp_path, limit_bytes=1 << 20)
+        with opened(Caches(), tier) as store:
+            store.follow(Orders(reset_number=1))
+            store.save(1, SAVED, reset_number=0)
+            store.save(2, [[], [(C, 3)]], reset_number=1)
+            store.wait([1, 2])
+            assert [1, 2] == [move.job_id for move in store.take_ended()]
+            assert {C} == {*store._held}
+        assert 1 == tier.stats.snapshots
+        tier.close()
+
+    def test_makes_a_load_under_way_fail(self) -> None:
+        with opened(Caches()) as store:
+            store.save(1, SAVED)
+            moved(store, 1)
+            with held(store):
+                store.load(2, LOADED)
+                store.follow(Orders(reset_number=1))
+            went_well, report = moved(store, 2)
+
+        assert (False, 1) == (went_well, report.counts["failed_loads"])
 
 
 class HungTier(Tier):

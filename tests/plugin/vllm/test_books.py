@@ -207,7 +207,7 @@ class TestClear:
         place_of(books, C)
         books.clear()
 
-        assert books.take_orders().forgets_all
+        assert 1 == books.take_orders().reset_number == books.reset_number
         assert [BlockPlace.NOWHERE] * 2 == [place_of(books, key) for key in (A, C)]
         books.end_load([A])
         books.note(BlockReport(fetched=Counter([C])))

@@ -71,6 +71,8 @@ class _Move:
     is_load: bool
     parts: list[_Part] = field(default_factory=list)
     has_failed: bool = False
+    is_forgotten: bool = False
+    """Whether a reset came meanwhile, after which nobody may use what it moves."""
 
 
 @final
@@ -110,22 +112,29 @@ class BlockStore:
         self._held: dict[bytes, Snapshot] = {}
         self._moves: dict[int, _Move] = {}
         self._ended: list[EndedMove] = []
+        self._reset_number = 0
         self._report = BlockReport()
 
     # ---- what the scheduler orders -------------------------------------------------------
 
     def follow(self, orders: Orders) -> None:
         """Forgets blocks, and begins to fetch others."""
-        if orders.forgets_all:
+        if orders.reset_number:
             self._forget_all()
+            self._reset_number = orders.reset_number
         for key in orders.forget:
             self._forget(key)
         for key in orders.fetch:
             self._begin_fetch(key)
 
-    def save(self, job_id: int, groups: Sequence[Pairs]) -> None:
-        """Begins to copy blocks off the device; for each group its pairs."""
+    def save(self, job_id: int, groups: Sequence[Pairs], reset_number: int = 0) -> None:
+        """Begins to copy blocks off the device; for each group its pairs.
+
+        A save that was ordered before the last reset moves nothing: `reset_number` tells.
+        """
         move = self._moves[job_id] = _Move(self._clock(), is_load=False)
+        if reset_number != self._reset_number:
+            return
         for group, pairs in zip(self._groups, groups, strict=True):
             leased = [(key, block, lease) for key, block in pairs if (lease := self._lease(key))]
             if leased:
@@ -249,6 +258,9 @@ class BlockStore:
                 logger.warning("kvtide: a move of blocks failed: %s", first_line(error))
                 self._note_failure(move, part)
                 continue
+            if move.is_forgotten:
+                self._drop(move, part)
+                continue
             size_bytes += len(part.keys) * part.group.block_bytes
             if move.is_load:
                 self._report.counts["loaded_blocks"] += len(part.keys)
@@ -273,11 +285,8 @@ class BlockStore:
 
     def _note_failure(self, move: _Move, part: _Part) -> None:
         """Drops the blocks of a part that failed; of a load only the damaged, if any is."""
-        if not move.is_load:
-            for key, lease in zip(part.keys, part.leases, strict=True):
-                lease.release()
-                self._report.lost.add(key)
-            self._report.counts["unsaved_blocks"] += len(part.keys)
+        if move.is_forgotten or not move.is_load:
+            self._drop(move, part)
             return
         # A load that failed before this one may have dropped the damaged block.
         here = [key for key in part.keys if key in self._held]
@@ -287,6 +296,17 @@ class BlockStore:
         for key in damaged if is_explained else here:
             self._forget(key)
             self._report.lost.add(key)
+
+    def _drop(self, move: _Move, part: _Part) -> None:
+        """Keeps no block of a save that failed, or that a reset forgot; nor of such a load."""
+        move.has_failed = True
+        if move.is_load:
+            return
+        for lease in part.leases:
+            lease.release()
+        self._report.counts["unsaved_blocks"] += len(part.keys)
+        if not move.is_forgotten:
+            self._report.lost.update(part.keys)
 
     def _is_whole(self, key: bytes) -> bool:
         try:
@@ -344,6 +364,8 @@ class BlockStore:
             self._reader.withdraw_all()
         for key in tuple(self._held):
             self._forget(key)
+        for move in self._moves.values():
+            move.is_forgotten = True
         self._namespace = replace(
             self._namespace, engine=f"{self._namespace.engine} {token_hex(16)}"
         )

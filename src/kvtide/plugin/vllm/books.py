@@ -69,6 +69,8 @@ class BlockBooks:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         """By key; the block used least recently first."""
         self._orders = Orders()
+        self.reset_number = 0
+        """The last reset: how often `clear` was called."""
         self._step = 0
         self._coming = 0
         self._below: OrderedDict[bytes, None] = OrderedDict()
@@ -213,7 +215,8 @@ class BlockBooks:
         self._below.clear()
         self._coming = 0
         self._left.clear()
-        self._orders = Orders(forgets_all=True)
+        self.reset_number += 1
+        self._orders = Orders(reset_number=self.reset_number)
 
     # ---- room ----------------------------------------------------------------------------
 

@@ -27,11 +27,11 @@ class Orders:
     """Blocks whose host memory is free for others."""
     fetch: list[bytes] = field(default_factory=list)
     """Blocks to bring from a tier to host memory."""
-    forgets_all: bool = False
-    """Whether nothing that was saved before may be used any more, in no tier either."""
+    reset_number: int = 0
+    """Unless 0, nothing that was saved before this reset is used any more, in no tier either."""
 
     def __bool__(self) -> bool:
-        return bool(self.forget or self.fetch or self.forgets_all)
+        return bool(self.forget or self.fetch or self.reset_number)
 
 
 @final

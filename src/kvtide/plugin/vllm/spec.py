@@ -68,10 +68,14 @@ _RESULTS = {
 
 @final
 class KeySpec(LoadStoreSpec):
-    """Blocks outside the device, by their keys, in the order of the blocks on the device."""
+    """Blocks outside the device, by their keys, in the order of the blocks on the device.
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
+    `reset_number` is the last reset before the move was ordered.
+    """
+
+    def __init__(self, keys: Sequence[bytes], reset_number: int = 0) -> None:
         self.keys = tuple(keys)
+        self.reset_number = reset_number
 
 
 @final
@@ -113,7 +117,7 @@ class KvtideManager(OffloadingManager):
         """The blocks stay until `complete_load`."""
         own_keys = _keys_of(keys, req_context)
         self.books.begin_load(own_keys)
-        return KeySpec(own_keys)
+        return KeySpec(own_keys, self.books.reset_number)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """A load has ended."""
@@ -129,7 +133,8 @@ class KvtideManager(OffloadingManager):
         without_room = sum(key not in self.books for key in by_own)
         if without_room:
             self.counts["unsaved_blocks"] += without_room
-        return PrepareStoreOutput([by_own[key] for key in saved], KeySpec(saved), [])
+        target = KeySpec(saved, self.books.reset_number)
+        return PrepareStoreOutput([by_own[key] for key in saved], target, [])
 
     def complete_store(
         self, keys: Collection[bytes], req_context: Any, success: bool = True
@@ -190,7 +195,7 @@ class KvtideWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeySpec) -> bool:
         """Begins to copy blocks off the device."""
-        self.store.save(job_id, _pairs(dst_spec, src_spec))
+        self.store.save(job_id, _pairs(dst_spec, src_spec), dst_spec.reset_number)
         return True
 
     def submit_load(self, job_id: int, src_spec: KeySpec, dst_spec: GPULoadStoreSpec) -> bool:
