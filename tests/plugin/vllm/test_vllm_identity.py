@@ -57,7 +57,9 @@ def config_for(model: Path, **changed: Any) -> VllmConfig:
         "dtype": torch.bfloat16,
         "quantization": None,
         "seed": 0,
+        "max_model_len": 4096,
         "cache_dtype": "auto",
+        "kv_cache_dtype_skip_layers": [],
         "prefix_caching_hash_algo": "sha256",
         "kv_cache_layout": "LBHNC",
         "rank": 0,
@@ -68,6 +70,7 @@ def config_for(model: Path, **changed: Any) -> VllmConfig:
         "decode_context_parallel_size": 1,
         "data_parallel_index": 0,
         "load_format": "auto",
+        "model_loader_extra_config": {},
         "static_forward_context": {},
         **changed,
     }
@@ -116,6 +119,10 @@ def named(
         {"decode_context_parallel_size": 2},
         {"revision": "1234"},
         {"load_format": "dummy"},
+        {"load_format": "pt"},
+        {"model_loader_extra_config": {"qlora_adapter": "elsewhere"}},
+        {"max_model_len": 8192},
+        {"kv_cache_dtype_skip_layers": ["0"]},
         {"static_forward_context": {"layer": object()}},
     ],
 )

@@ -29,14 +29,17 @@ READS: Table = {
         *("model_config", "cache_config", "parallel_config", "load_config"),
         *("compilation_config", "lora_config?"),
     ),
-    "ModelConfig": ("model", "hf_config", "dtype", "quantization?", "seed?"),
-    "CacheConfig": ("cache_dtype", "prefix_caching_hash_algo", "kv_cache_layout?"),
+    "ModelConfig": ("model", "hf_config", "dtype", "max_model_len", "quantization?", "seed?"),
+    "CacheConfig": (
+        *("cache_dtype", "kv_cache_dtype_skip_layers", "prefix_caching_hash_algo"),
+        "kv_cache_layout?",
+    ),
     "ParallelConfig": (
         *("rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size"),
         *("prefill_context_parallel_size", "decode_context_parallel_size"),
         "data_parallel_index",
     ),
-    "LoadConfig": ("load_format",),
+    "LoadConfig": ("load_format", "model_loader_extra_config"),
     "CompilationConfig": ("static_forward_context",),
 }
 """What is read of vLLM's configuration."""
@@ -77,12 +80,18 @@ def _engine_of(vllm_config: Any, beside: Sequence[str]) -> str:
     """The versions and whatever else decides in which order bytes lie within a block."""
     reads = Reader(vllm_config, READS)
     model, cache = Reader(reads["model_config"], READS), Reader(reads["cache_config"], READS)
+    load = Reader(reads["load_config"], READS)
     layers = Reader(reads["compilation_config"], READS)["static_forward_context"]
     kinds = sorted({f"{type(layer).__name__} {_backend_of(layer)}" for layer in layers.values()})
     decides = [
         *("vLLM", VLLM.version, "torch", installed_version("torch")),
         *(str(model["dtype"]), str(model["quantization"])),
+        # Some models turn all keys otherwise if a prompt may be long, as with LongRoPE.
+        str(model["max_model_len"]),
+        # These choose between the files of a folder that has several.
+        *(str(load["load_format"]), str(load["model_loader_extra_config"])),
         *(str(cache["cache_dtype"]), str(cache["kv_cache_layout"])),
+        str(cache["kv_cache_dtype_skip_layers"]),
         # A block's key is a hash of its tokens, which this algorithm makes.
         str(cache["prefix_caching_hash_algo"]),
         # The CPU's attention kernels order a block's bytes by what the CPU can do.

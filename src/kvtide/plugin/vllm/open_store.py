@@ -60,7 +60,11 @@ def open_store(
         arena = _arena_for(groups, device, settings.host_memory_bytes, rank_count)
         disk = open_disk(settings, rank, rank_count)
         layouts = [group.pool.geometry.canonical for group in groups]
-        namespace = namespace_of(vllm_config, settings, layouts, is_durable=disk is not None)
+        # Layers of one width differ by their names alone.
+        named = [str(group.layer_names) for group in config.groups]
+        namespace = namespace_of(
+            vllm_config, settings, layouts, is_durable=disk is not None, beside=named
+        )
         numbers = {group.group_id: number for number, group in enumerate(config.groups)}
         blocks = BlockStore(groups, lambda key: numbers[group_of(key)], arena, namespace, disk)
         start = _start_of(arena, groups, disk)

@@ -36,7 +36,7 @@ from kvtide.plugin.vllm.messages import COUNTS, names_of
 READS: Table = {
     "OffloadingSpec": ("config", "extra_config", "offload_prompt_only", "tokens_per_block"),
     "OffloadingConfig": ("groups", "parallel", "cache", "extra_config"),
-    "OffloadingGroupConfig": ("group_id",),
+    "OffloadingGroupConfig": ("group_id", "layer_names"),
     "OffloadingParallelConfig": ("world_size", "rank"),
     "OffloadingCacheConfig": ("blocks_per_chunk",),
     "OffloadingManager": (
