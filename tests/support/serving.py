@@ -50,16 +50,15 @@ class Served:
         return await self.client.post("/v1/chat/completions", json={"messages": messages, **body})
 
 
-@contextlib.asynccontextmanager
-async def served(
+def make_service(
     *,
     keys: tuple[str, ...] = (),
     max_live: int = 64,
     body_bytes: int = 1 << 20,
     pool_tokens: int = POOL_TOKENS,
     **options: Any,
-) -> AsyncIterator[Served]:
-    """Serves the small random model within this process, without a socket."""
+) -> tuple[Engine, Service]:
+    """Returns the small random model's engine, and its service, whose loop isn't started."""
     source = tiny()
     memory = pool_tokens * token_bytes(source)
     engine = Engine.build(source, EngineOptions(kv_memory_bytes=memory, **options))
@@ -70,6 +69,13 @@ async def served(
         tenants=Tenants(keys),
         limits=ServerLimits(max_live, body_bytes),
     )
+    return engine, service
+
+
+@contextlib.asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[Served]:
+    """Serves the small random model within this process, without a socket."""
+    engine, service = make_service(**settings)
     app = make_app(service)
     service.loop.start()
     transport = httpx.ASGITransport(app)

@@ -8,13 +8,14 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import final
+from typing import Any, final
 
 import uvicorn
 from fastapi import FastAPI
 
-from kvtide.errors import UsageError
+from kvtide.errors import KvtideError, UsageError
 from kvtide.server.app import make_app
+from kvtide.server.loop import CUT
 from kvtide.server.protocol import BoundedProtocol
 from kvtide.server.service import Service
 from kvtide.sizes import counted
@@ -22,7 +23,6 @@ from kvtide.sizes import counted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDING = "the server is ending and takes no new requests; send this again in a moment"
 LEFT = "the server ended; send the same request again, and it goes on from where it was"
-CUT = "the server ended before the answer; send the request again"
 _BACKLOG = 2048
 Say = Callable[[str], None]
 
@@ -61,7 +61,8 @@ def run_server(
 ) -> None:
     """Serves until a signal ends it; closes what the service has. Blocks.
 
-    Requests under way then have `drain_s` to end. The rest goes to tiers if `can_suspend`.
+    Requests under way then have `drain_s` to end. The rest goes to tiers if `can_suspend`. Raises
+    KvtideError if the engine ended by itself, which ends the server, too.
     """
     _allow_many_files()
     service.loop.start()
@@ -70,6 +71,10 @@ def run_server(
     finally:
         service.intake.close()
         service.loop.close()
+    if service.loop.has_failed:
+        raise KvtideError(
+            "the engine failed and can't go on; the log says where. Start the server again"
+        )
 
 
 async def _serve(
@@ -84,8 +89,10 @@ async def _serve(
     serving = asyncio.create_task(server.serve(sockets=[opened]))
     with signals.handled():
         ended = asyncio.create_task(signals.next())
-        await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
+        gone = asyncio.wrap_future(service.loop.ended)
+        first: list[asyncio.Future[Any]] = [serving, ended, gone]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not (serving.done() or gone.done()):
             await _drain(service, signals, drain_s, say)
             left_count = await asyncio.wrap_future(
                 service.loop.suspend(LEFT if can_suspend else CUT)

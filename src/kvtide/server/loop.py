@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar, final
 
@@ -26,22 +27,44 @@ T = TypeVar("T")
 _MOVING_S = 0.05
 """How often an engine without work looks whether a tier has done what it was told."""
 FAILED = "the engine failed while it computed this; try again"
+ENDED = "the engine has ended, and the server ends; send this again when it has started anew"
+CUT = "the server ended before the answer; send the request again"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the engine's thread shall do between two steps."""
+
+    do: Callable[[], None]
+    fail: Callable[[Failure], None]
+    """Called if it fails, or if the thread has ended: nobody shall wait for it for ever."""
 
 
 @final
 class EngineLoop:
-    """Steps an engine in a thread of its own, while there is work."""
+    """Steps an engine in a thread of its own, while there is work.
+
+    An error costs the calls that it touches, and the thread goes on. If it can't, it ends all
+    calls, and refuses later ones.
+    """
 
     def __init__(self, engine: Engine) -> None:
         """Takes the engine over, and closes it in the end."""
         self.stats: EngineStats = engine.stats
         """The engine's counts after its last step."""
         self.failures = 0
-        """How often a step failed, which ends all requests."""
+        """How often the engine failed: at a step, which ends all requests, or at an order."""
         self.aborted = 0
         """How many requests nobody wanted any more. The engine's stats have them as done."""
+        self.has_failed = False
+        """Whether the thread ended by an error."""
+        self.ended: Future[None] = _future()
+        """Is done when the thread has ended."""
         self._engine = engine
-        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._orders: SimpleQueue[_Order] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._takes_orders = True
         self._calls: dict[str, Call] = {}
         self._observers: list[Callable[[Engine], None]] = []
         self._is_ending = False
@@ -53,25 +76,31 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        """Whether the thread runs, and does what is asked."""
+        return self._takes_orders and self._thread.is_alive()
 
     def observe(self, observer: Callable[[Engine], None]) -> None:
-        """Has `observer` called after each step, in the engine's thread. It must be quick."""
+        """Has `observer` called after each step, in the engine's thread. It must be quick.
+
+        One that raises an error is called no more.
+        """
         self._observers.append(observer)
 
     def submit(self, call: Call) -> None:
         """Hands the requests of a call over. Their first progress says whether they are taken."""
-        self._orders.put(lambda: self._add(call))
+        self._order(lambda: self._add(call), call.fail)
 
     def abort(self, call: Call) -> None:
         """Ends the requests of a call within one step, and frees all that they hold."""
         call.is_gone = True
-        self._orders.put(lambda: self._abort(call))
+        self._order(lambda: self._abort(call), call.fail)
 
     def ask(self, question: Callable[[Engine], T]) -> Future[T]:
-        """What `question` returns, called between two steps, in the engine's thread."""
-        future: Future[T] = Future()
+        """What `question` returns, called between two steps, in the engine's thread.
+
+        The future has the error that it raises, and RuntimeError where the thread has ended.
+        """
+        future: Future[T] = _future()
 
         def answer() -> None:
             try:
@@ -79,18 +108,18 @@ class EngineLoop:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._orders.put(answer)
+        self._order(answer, lambda failure: future.set_exception(RuntimeError(failure.message)))
         return future
 
     def suspend(self, message: str) -> Future[int]:
         """Leaves requests in tiers, and ends all with an error. Gives how many were left."""
+        future: Future[int] = _future()
 
-        def leave(engine: Engine) -> int:
-            left_count = engine.suspend()
-            self._fail_all(Failure("ended", message))
-            return left_count
+        def leave() -> None:
+            future.set_result(self._leave(message))
 
-        return self.ask(leave)
+        self._order(leave, lambda _: future.set_result(0))
+        return future
 
     def close(self) -> None:
         """Ends the thread after the step that it is in, and closes the engine. Waits for that."""
@@ -100,8 +129,15 @@ class EngineLoop:
         def end() -> None:
             self._is_ending = True
 
-        self._orders.put(end)
+        self._order(end, lambda _: None)
         self._thread.join()
+
+    def _order(self, do: Callable[[], None], fail: Callable[[Failure], None]) -> None:
+        with self._lock:  # so that none comes after the thread has looked for the last time
+            if self._takes_orders:
+                self._orders.put(_Order(do, fail))
+                return
+        fail(Failure("ended", ENDED))
 
     # ---- in the engine's thread --------------------------------------------------------
 
@@ -113,20 +149,53 @@ class EngineLoop:
                     self._step()
                 else:
                     self.stats = self._engine.stats
-                for observer in self._observers:
-                    observer(self._engine)
+                self._tell_observers()
+        except Exception as error:
+            self.has_failed = True
+            logger.error("the engine can't go on, and the server ends: %s", place_of(error))
         finally:
-            self._fail_all(Failure("ended", "the server has ended"))
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        with self._lock:
+            self._takes_orders = False
+        failure = Failure("ended", ENDED if self.has_failed else CUT)
+        while not self._orders.empty():
+            self._orders.get().fail(failure)
+        self._fail_all(failure)
+        try:
             self._engine.close()
+        except Exception as error:
+            self._note_failure("closing the engine", error)
+        self.ended.set_result(None)
+
+    def _tell_observers(self) -> None:
+        for observer in list(self._observers):
+            try:
+                observer(self._engine)
+            except Exception as error:
+                self._note_failure("an observer, which is told no more,", error)
+                self._observers.remove(observer)
+
+    def _note_failure(self, what: str, error: Exception) -> None:
+        self.failures += 1
+        logger.error("%s failed: %s", what, place_of(error))
 
     def _obey(self) -> None:
         """Does what was ordered. Without other work it waits for an order."""
         while not self._engine.has_work:
             with suppress(Empty):
-                self._orders.get(timeout=self._longest_pause())()
+                self._do(self._orders.get(timeout=self._longest_pause()))
                 break
         while not self._orders.empty():
-            self._orders.get()()
+            self._do(self._orders.get())
+
+    def _do(self, order: _Order) -> None:
+        try:
+            order.do()
+        except Exception as error:
+            self._note_failure("an order to the engine", error)
+            order.fail(Failure("failed", FAILED))
 
     def _longest_pause(self) -> float | None:
         """How long the thread may wait for orders: while a tier moves something, not for ever.
@@ -139,23 +208,36 @@ class EngineLoop:
     def _add(self, call: Call) -> None:
         if call.is_gone:
             return
-        for request in call.requests:
-            self._calls[request.id] = call
-            try:
+        try:
+            for request in call.requests:
+                self._calls[request.id] = call
                 self._engine.add(request)
-            except KvtideError as error:
-                request.finish_reason, request.error = "error", str(error)
-        if any(request.error is not None for request in call.requests):
-            self._refuse(call)
-        else:
-            call.resumed_tokens = sum(len(request.output_ids) for request in call.requests)
-            call.publish()
+        except KvtideError as error:
+            self._refuse(call, str(error))
+            return
+        except Exception:
+            self._end(call)
+            raise
+        refused = next((r.error for r in call.requests if r.error is not None), None)
+        if refused is not None:
+            self._refuse(call, refused)
+            return
+        call.resumed_tokens = sum(len(request.output_ids) for request in call.requests)
+        call.publish()
 
-    def _refuse(self, call: Call) -> None:
+    def _refuse(self, call: Call, reason: str) -> None:
         """Ends a call of which a request was refused; the format has no place for the others."""
-        reason = next(r.error for r in call.requests if r.error is not None)
         self._end(call)
         call.fail(Failure("refused", f"the request can't be answered: {reason}"))
+
+    def _leave(self, message: str) -> int:
+        failure = Failure("ended", CUT)
+        try:
+            left_count = self._engine.suspend()
+            failure = Failure("ended", message)
+            return left_count
+        finally:
+            self._fail_all(failure)
 
     def _abort(self, call: Call) -> None:
         self.aborted += sum(request.id in self._calls for request in call.requests)
@@ -165,14 +247,19 @@ class EngineLoop:
     def _end(self, call: Call) -> None:
         for request in call.requests:
             if self._calls.pop(request.id, None) is not None:
-                self._engine.abort(request.id)
+                self._free(request.id)
+
+    def _free(self, request_id: str) -> None:
+        try:
+            self._engine.abort(request_id)
+        except Exception as error:
+            self._note_failure("the end of a request", error)
 
     def _step(self) -> None:
         try:
             finished = self._engine.step()
         except Exception as error:
-            logger.error("a step of the engine failed, and all requests: %s", place_of(error))
-            self.failures += 1
+            self._note_failure("a step of the engine, with all requests,", error)
             self._give_up()
             return
         self.stats = self._engine.stats  # before anybody hears of an answer that is in it
@@ -183,13 +270,25 @@ class EngineLoop:
             call.publish()
 
     def _give_up(self) -> None:
-        """Ends all requests after an error of the engine, which may go on without them."""
+        """Ends all requests after an error of the engine, which may go on without them.
+
+        Raises RuntimeError if it still has some: they would fail at each step.
+        """
         for request_id in list(self._calls):
-            self._engine.abort(request_id)
+            self._free(request_id)
         self._fail_all(Failure("failed", FAILED))
+        if self._engine.has_work:
+            raise RuntimeError("the engine kept requests that failed")
 
     def _fail_all(self, failure: Failure) -> None:
         calls = dict.fromkeys(self._calls.values())
         self._calls.clear()
         for call in calls:
             call.fail(failure)
+
+
+def _future() -> Future[T]:
+    """A future that runs already: who waits for it can't cancel it."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -100,7 +100,9 @@ class _EngineMetrics(Collector):
         for name, says in _COUNTERS.items():
             yield CounterMetricFamily(f"kvtide:{name}", says, getattr(stats, name))
         failures = self._loop.failures
-        yield CounterMetricFamily("kvtide:failed_steps", "Steps that failed.", failures)
+        yield CounterMetricFamily(
+            "kvtide:failed_steps", "Steps of the engine that failed, and orders to it.", failures
+        )
         states = {"running": stats.running, "waiting": stats.waiting, "retracted": stats.retracted}
         yield _labelled(GaugeMetricFamily, "requests", "Requests by state.", "state", states)
         aborted = self._loop.aborted

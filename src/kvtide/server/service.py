@@ -13,7 +13,7 @@ from kvtide.server.errors import ApiError
 from kvtide.server.feed import Feed
 from kvtide.server.intake import Asked, Intake
 from kvtide.server.limits import ServerLimits
-from kvtide.server.loop import EngineLoop
+from kvtide.server.loop import ENDED, EngineLoop
 from kvtide.server.metrics import ServerMetrics
 from kvtide.server.tenants import Tenants
 
@@ -49,6 +49,8 @@ class Service:
         """Raises ApiError if `count` more answers are too many now."""
         if self.ending is not None:
             raise ApiError(503, self.ending, code="server_ending", retry_after_s=5)
+        if not self.loop.is_alive:
+            raise ApiError(503, ENDED, code="server_ending", retry_after_s=5)
         if self.live_count + count > self.limits.max_live:
             raise ApiError(
                 429,
