@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -33,27 +34,25 @@ class LiveServer:
     engine: Engine
     service: Service
     seen: dict[int, Request] = field(default_factory=dict)
-    _most_tokens: int | None = None
-    _released: threading.Event = field(default_factory=threading.Event)
+    most_tokens: int | None = None
+    """How many an answer may have before the engine rests; None is any number."""
 
     def note(self, engine: Engine) -> None:
         """Notes the requests of a step. For the engine's thread."""
         for request in (*engine.scheduler.running, *engine.scheduler.retracted):
             self.seen[request.arrival] = request
-            if self._most_tokens is not None and len(request.output_ids) >= self._most_tokens:
-                while not self._released.wait(0.1):
-                    self.service.feed.observe(engine)  # when that is due
+            while self.most_tokens is not None and len(request.output_ids) >= self.most_tokens:
+                time.sleep(0.05)
+                self.service.feed.observe(engine)  # which tells what is due
 
     @contextlib.contextmanager
     def held_at(self, token_count: int) -> Iterator[None]:
         """Within this context the engine rests once an answer has so many tokens."""
-        self._released.clear()
-        self._most_tokens = token_count
+        self.most_tokens = token_count
         try:
             yield
         finally:
-            self._most_tokens = None
-            self._released.set()
+            self.most_tokens = None
 
 
 @contextlib.contextmanager

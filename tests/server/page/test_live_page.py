@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -47,6 +48,14 @@ def load(server: LiveServer, count: int) -> list[threading.Thread]:
     return threads
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Waits until something is so in this process, for as long as a slow machine may take."""
+    until = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def ask(page: Browser, prompt: str, most: int) -> None:
     """Writes a prompt, and sends it, by the keyboard alone."""
     page.run("byId('most').value = arguments[0]; byId('prompt').focus()", most)
@@ -56,8 +65,10 @@ def ask(page: Browser, prompt: str, most: int) -> None:
 def test_the_page_follows_a_server_under_load(page: Browser, server: LiveServer) -> None:
     """While requests run it shows them; in the end it says what the engine says."""
     before = server.engine.stats.retractions
-    with server.held_at(20):
+    with server.held_at(1):
         threads = load(server, 12)
+        wait_until(lambda: server.service.live_count == 12)
+        server.most_tokens = 30
         page.wait_for("return look.rows().length > 3")
     for thread in threads:
         thread.join()
@@ -87,6 +98,17 @@ def test_one_who_comes_later_sees_what_was_before(page: Browser, server: LiveSer
     page.press(Keys.SHIFT + Keys.TAB)
     page.press(Keys.ENTER)
     page.wait_for("return look.text('play') === 'Pause'")
+
+
+def test_a_page_that_was_left_watches_no_more(page: Browser, server: LiveServer) -> None:
+    """Its stream ends with it, and begins again when the browser shows it again."""
+    watchers = server.service.feed._watchers
+    assert 1 == len(watchers)
+    page.driver.get("about:blank")
+    wait_until(lambda: not watchers)
+    page.driver.back()
+    page.wait_for("return look.text('connection') === 'live'")
+    wait_until(lambda: len(watchers) == 1)
 
 
 def test_a_prompt_is_answered_and_the_next_turn_knows_of_it(

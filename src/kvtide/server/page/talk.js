@@ -51,8 +51,11 @@ async function nameOfModel(signal) {
 // is when that changes, and `onModel` with the model's name. A key is got by `getKey`.
 async function listen(onEvent, onState, onModel, getKey) {
   for (let wait = 500; ; wait = Math.min(8000, wait * 2)) {
+    // A browser keeps a page that was left for a while, and its connections, of which it has few.
+    const left = new AbortController();
+    addEventListener("pagehide", () => left.abort(), { signal: left.signal });
     try {
-      const answer = await reach("/events", { headers: { Accept: "text/event-stream" } });
+      const answer = await reach("/events", { headers: { Accept: "text/event-stream" }, signal: left.signal });
       onState("good", "live");
       nameOfModel().then(onModel, () => {});
       for await (const text of sentEvents(answer)) {
