@@ -19,7 +19,7 @@ _OF_LIBRARIES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_")
 def numerics_of(device: torch.device, rules: ExactRules) -> str:
     """A text that differs where exact mode may compute other bits: on other machines, say.
 
-    It has versions, the processor or the device, settings of libraries that choose kernels, threads,
+    It has versions, the processor or the device, settings that choose kernels, threads,
     and the rules that the self-check found.
     """
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
