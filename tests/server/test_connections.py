@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import threading
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from serve.harness import check_rows_once
 from support.serving import Served, http_request, listening, serve_and
 
 LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 480, "temperature": 0, "stream": True}
+_HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +134,70 @@ def test_a_client_without_a_request_is_left(sent: bytes, monkeypatch: pytest.Mon
             writer.close()
 
     serve_and(test)
+
+
+def test_a_request_right_behind_another_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience with clients that send nothing doesn't end what is being answered."""
+    released = threading.Event()
+
+    async def test(server: Served) -> None:
+        async with listening(server) as port, asyncio.timeout(20):
+            server.service.loop.ask(lambda _: released.wait(20))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            monkeypatch.setattr(protocol, "REQUEST_SECONDS", 0.1)
+            writer.write(_HEALTH + http_request("/v1/completions", LONG))
+            await _until(lambda: server.service.live_calls)
+            await asyncio.sleep(0.3)
+            released.set()
+            assert (await reader.readuntil(b"data: [DONE]")).endswith(b"[DONE]")
+            writer.close()
+
+    serve_and(test)
+
+
+def test_a_client_that_was_slow_once_has_no_more_time_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The patience with a reader and that with a request don't end each other."""
+    monkeypatch.setattr(protocol, "REQUEST_SECONDS", 2)
+
+    async def test(server: Served) -> None:
+        async with listening(server, send_bytes=4096) as port, asyncio.timeout(20):
+            body = {**LONG, "stream": False, "n": 4, "logprobs": 20}
+            reader, writer = await _start(port, body)
+            transport: Any = writer.transport
+            transport.pause_reading()
+            await _until(lambda: server.service.live_calls)
+            await _until(lambda: not server.service.live_calls)
+            transport.resume_reading()
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            await reader.readexactly(int(head.split("content-length: ")[1].split()[0]))
+            writer.write(b"GET / HTTP/1.1\r\nHost: local")
+            with contextlib.suppress(ConnectionResetError):
+                assert b"" == await reader.read()
+            writer.close()
+
+    serve_and(test, pool_tokens=4096)
+
+
+@pytest.mark.parametrize("more", [b"GET", _HEALTH, 8 * _HEALTH, b"GET /" + (1 << 21) * b"x"])
+def test_a_client_that_sent_more_and_goes_away_is_noticed(more: bytes) -> None:
+    """What stands behind a call in the connection doesn't hide the end of it."""
+    released = threading.Event()
+
+    async def test(server: Served) -> None:
+        async with listening(server) as port, asyncio.timeout(20):
+            server.service.loop.ask(lambda _: released.wait(20))
+            _, writer = await _start(port, {**LONG, "stream": False})
+            await _until(lambda: server.service.live_calls)
+            (call,) = server.service.live_calls
+            writer.write(more)
+            await asyncio.sleep(0.1)
+            writer.transport.abort()
+            await _until(lambda: call.is_gone)
+            released.set()
+
+    try:
+        serve_and(test)
+    finally:
+        released.set()
