@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx2 as httpx
@@ -163,14 +165,41 @@ def test_log_probabilities_of_a_stream_are_those_of_the_whole() -> None:
     serve_and(test)
 
 
-def test_a_full_queue_says_when_to_come_again() -> None:
-    """The answers under way count, whoever asked for them."""
+def test_a_full_queue_says_when_to_come_again(patch: pytest.MonkeyPatch) -> None:
+    """Calls count from their arrival on, while nothing of them is read yet."""
+    released = threading.Event()
 
     async def test(server: Served) -> None:
-        answer = await server.complete(prompt="Hi", n=3)
+        intake = server.service.intake
+        read = intake._read
+
+        def read_later(*arguments: Any) -> Any:
+            released.wait(20)
+            return read(*arguments)
+
+        patch.setattr(intake, "_read", read_later)
+        calls = [asyncio.create_task(server.complete(prompt="Hi")) for _ in range(3)]
+        done, _ = await asyncio.wait(calls, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        (answer,) = [call.result() for call in done]
         assert "rate_limit_error" == _error(answer, 429)["type"]
         assert int(answer.headers["retry-after"]) >= 1
+        released.set()
+        assert [200, 200, 429] == sorted([(await call).status_code for call in calls])
         assert 200 == (await server.complete(prompt="Hi", n=2)).status_code
+
+    try:
+        serve_and(test, max_live=2)
+    finally:
+        released.set()
+
+
+def test_more_answers_than_the_server_ever_takes_are_refused() -> None:
+    """To come again later wouldn't help, so the call itself is wrong."""
+
+    async def test(server: Served) -> None:
+        error = _error(await server.complete(prompt="Hi", n=3), 400)
+        assert ("n", "invalid_request_error") == (error["param"], error["type"])
+        assert 0 == server.service.live_count
 
     serve_and(test, max_live=2)
 

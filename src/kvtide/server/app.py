@@ -70,10 +70,10 @@ def _model(service: Service) -> dict[str, object]:
 
 
 async def _answer(service: Service, request: Request, *, is_chat: bool) -> Response:
-    service.check_room(1)  # before any work is done for it
-    raw = await read_body_of(request, service.limits)
-    salt: bytes = request.state.tenant.salt
-    asked = await service.intake.read(raw, is_chat=is_chat, salt=salt)
+    with service.arriving():  # before any work is done for it
+        raw = await read_body_of(request, service.limits)
+        salt: bytes = request.state.tenant.salt
+        asked = await service.intake.read(raw, is_chat=is_chat, salt=salt)
     service.check_room(len(asked.requests))
     return AnswerResponse(service, asked)
 

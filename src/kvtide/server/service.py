@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import final
 
@@ -32,6 +32,8 @@ class Service:
     ending: str | None = None
     """Why no new request is taken; None while the server goes on."""
     live_calls: set[Call] = field(default_factory=set)
+    arriving_count: int = 0
+    """How many calls are being read, each with one answer at least."""
     metrics: ServerMetrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,15 +44,32 @@ class Service:
 
     @property
     def live_count(self) -> int:
-        """How many answers are under way, those that wait included."""
-        return sum(len(call.requests) for call in self.live_calls)
+        """How many answers are under way, those that wait or are being read included."""
+        return self.arriving_count + sum(len(call.requests) for call in self.live_calls)
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Counts a call that is being read within this context. Raises as `check_room`."""
+        self.check_room(1)
+        self.arriving_count += 1
+        try:
+            yield
+        finally:
+            self.arriving_count -= 1
 
     def check_room(self, count: int) -> None:
-        """Raises ApiError if `count` more answers are too many now."""
+        """Raises ApiError if `count` more answers are too many now, or at any time."""
         if self.ending is not None:
             raise ApiError(503, self.ending, code="server_ending", retry_after_s=5)
         if not self.loop.is_alive:
             raise ApiError(503, ENDED, code="server_ending", retry_after_s=5)
+        if count > self.limits.max_live:
+            raise ApiError(
+                400,
+                f"n is {count}, and this server takes {self.limits.max_live} answers at once "
+                "(--max-running and --max-waiting); ask for fewer",
+                param="n",
+            )
         if self.live_count + count > self.limits.max_live:
             raise ApiError(
                 429,
