@@ -50,10 +50,7 @@ def config_for(model: Path, **changed: Any) -> VllmConfig:
     hf_config = {"layers": changed.pop("layers", 2), "_name_or_path": str(model)}
     values = {
         "model": str(model),
-        "hf_config": SimpleNamespace(
-            to_json_string=lambda use_diff: json.dumps(hf_config),
-            _commit_hash=changed.pop("revision", None),
-        ),
+        "hf_config": SimpleNamespace(to_json_string=lambda use_diff: json.dumps(hf_config)),
         "dtype": torch.bfloat16,
         "quantization": None,
         "seed": 0,
@@ -117,7 +114,6 @@ def named(
         {"world_size": 2, "tensor_parallel_size": 2},
         {"world_size": 2, "pipeline_parallel_size": 2},
         {"decode_context_parallel_size": 2},
-        {"revision": "1234"},
         {"load_format": "dummy"},
         {"load_format": "pt"},
         {"model_loader_extra_config": {"qlora_adapter": "elsewhere"}},
@@ -154,6 +150,28 @@ def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) ->
     (elsewhere / "notes.txt").write_text("no weights")
 
     assert before == named(config_for(elsewhere))
+
+
+def test_a_model_of_the_hub_is_known_by_its_revision(tmp_path: Path) -> None:
+    """vLLM has its name alone, and has put its files into a cache."""
+    cache = tmp_path / "models--org--name"
+    for revision in ("a" * 40, "b" * 40):
+        (cache / "snapshots" / revision).mkdir(parents=True)
+        (cache / "snapshots" / revision / "model.safetensors").write_bytes(b"weights")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    hub = config_for(Path("org/name"), download_dir=str(tmp_path))
+    pinned = config_for(Path("org/name"), download_dir=str(tmp_path), revision="b" * 40)
+
+    assert ["revision " + "a" * 40, "revision " + "b" * 40] == [
+        named(config).weights for config in (hub, pinned)
+    ]
+
+
+def test_a_model_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    """Another loader of vLLM's may have it from elsewhere."""
+    with pytest.raises(UsageError, match="org/name: there are no files of weights"):
+        named(config_for(Path("org/name"), download_dir=str(tmp_path)))
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

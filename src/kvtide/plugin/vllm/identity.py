@@ -29,7 +29,10 @@ READS: Table = {
         *("model_config", "cache_config", "parallel_config", "load_config"),
         *("compilation_config", "lora_config?"),
     ),
-    "ModelConfig": ("model", "hf_config", "dtype", "max_model_len", "quantization?", "seed?"),
+    "ModelConfig": (
+        *("model", "hf_config", "dtype", "max_model_len"),
+        *("quantization?", "seed?", "revision?"),
+    ),
     "CacheConfig": (
         *("cache_dtype", "kv_cache_dtype_skip_layers", "prefix_caching_hash_algo"),
         "kv_cache_layout?",
@@ -39,7 +42,7 @@ READS: Table = {
         *("prefill_context_parallel_size", "decode_context_parallel_size"),
         "data_parallel_index",
     ),
-    "LoadConfig": ("load_format", "model_loader_extra_config"),
+    "LoadConfig": ("load_format", "model_loader_extra_config", "download_dir?"),
     "CompilationConfig": ("static_forward_context",),
 }
 """What is read of vLLM's configuration."""
@@ -122,13 +125,29 @@ def _weights_of(vllm_config: Any, settings: OffloadSettings) -> str:
     model = Reader(reads["model_config"], READS)
     if settings.weights:
         return f"named {settings.weights}"
-    load_format = str(Reader(reads["load_config"], READS)["load_format"])
-    if load_format.endswith("dummy"):
+    load = Reader(reads["load_config"], READS)
+    if str(load["load_format"]).endswith("dummy"):
         return f"dummy {model['seed']}"
-    revision = getattr(model["hf_config"], "_commit_hash", None)
-    if revision:
-        return f"revision {revision}"
-    return f"files {_hash_of_files(Path(model['model']))}"
+    folder = Path(model["model"])
+    if not folder.exists():
+        revision = _revision_of(model["model"], model["revision"], load["download_dir"])
+        if revision is not None:
+            return f"revision {revision}"
+    return f"files {_hash_of_files(folder)}"
+
+
+def _revision_of(name: str, wanted: str | None, cache: str | None) -> str | None:
+    """The revision of a hub's model that vLLM has fetched into its cache; None if it isn't there.
+
+    `wanted` may be a branch. The cache has a folder for each revision, under that name.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(name, revision=wanted, cache_dir=cache, local_files_only=True)
+    except (OSError, ValueError):  # no such model, or no such name
+        return None
+    return Path(found).name
 
 
 def _hash_of_files(model: Path) -> str:
