@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,12 +95,14 @@ def named(
     settings: OffloadSettings = OffloadSettings(),  # noqa: B008 - it is frozen
     *,
     width: int = 32,
+    started_s: float = inf,
 ) -> Namespace:
     """The namespace of blocks of `width` bytes that outlive the process."""
     device = CPUDevice(lanes=1)
     group = BlockGroup.adopt(0, [(torch.zeros(3, 40, dtype=torch.int8), width)], device)
     device.close()
-    return namespace_of(config, settings, [group.pool.geometry.canonical], is_durable=True)
+    layouts = [group.pool.geometry.canonical]
+    return namespace_of(config, settings, layouts, is_durable=True, started_s=started_s)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +143,13 @@ def test_new_weights_at_an_old_path_are_others(model: Path) -> None:
     os.utime(model / "model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
 
     assert before.weights != named(config_for(model)).weights
+
+
+def test_weights_that_came_while_vllm_started_are_refused(model: Path) -> None:
+    """Nobody can tell whether vLLM read these, or those that were there before."""
+    assert named(config_for(model), started_s=time.time() + 60).weights
+    with pytest.raises(UsageError, match="changed after vLLM"):
+        named(config_for(model), started_s=time.time() - 60)
 
 
 def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ package       vLLM's package; reads: whether the installed vLLM still has what k
 from __future__ import annotations
 
 import logging
+import time
+
+STARTED_S = time.time()
+"""When vLLM loaded its plugins, and before it read any weights; seconds since 1970."""
 
 
 def register() -> None:

@@ -19,6 +19,7 @@ import xxhash
 from kvtide.errors import UsageError
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.versions import installed_version
+from kvtide.plugin.vllm import STARTED_S
 from kvtide.plugin.vllm.package import VLLM
 from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.tier import Namespace
@@ -60,18 +61,20 @@ def namespace_of(
     *,
     is_durable: bool,
     beside: Sequence[str] = (),
+    started_s: float = STARTED_S,
 ) -> Namespace:
     """The namespace of a rank's blocks. Reads the weights' files if blocks outlive the process.
 
     `layouts` say what is in a block: the geometries of a rank's groups. `beside` has what else
-    decides a byte. Raises UsageError if there are no weights to hash.
+    decides a byte. Raises UsageError if there are no weights to hash, or if they changed after
+    `started_s`, when vLLM may have read them already.
     """
     reads = Reader(vllm_config, READS)
     model, parallel = Reader(reads["model_config"], READS), Reader(reads["parallel_config"], READS)
     sizes = [parallel[name] for name in READS["ParallelConfig"][1:-1]]
     return Namespace(
         model=_hash_of([_config_of(model["hf_config"])]),
-        weights=_weights_of(vllm_config, settings) if is_durable else "",
+        weights=_weights_of(vllm_config, settings, started_s) if is_durable else "",
         layout=_hash_of(layouts),
         engine=_engine_of(vllm_config, beside),
         salt=salt_of(os.environ),
@@ -119,7 +122,7 @@ def _has_tiles() -> str:
     return str(has_tiles is not None and has_tiles())
 
 
-def _weights_of(vllm_config: Any, settings: OffloadSettings) -> str:
+def _weights_of(vllm_config: Any, settings: OffloadSettings, started_s: float) -> str:
     """The revision or a hash of the weights. Raises UsageError if there are none to hash."""
     reads = Reader(vllm_config, READS)
     model = Reader(reads["model_config"], READS)
@@ -133,7 +136,7 @@ def _weights_of(vllm_config: Any, settings: OffloadSettings) -> str:
         revision = _revision_of(model["model"], model["revision"], load["download_dir"])
         if revision is not None:
             return f"revision {revision}"
-    return f"files {_hash_of_files(folder)}"
+    return f"files {_hash_of_files(folder, started_s)}"
 
 
 def _revision_of(name: str, wanted: str | None, cache: str | None) -> str | None:
@@ -150,7 +153,7 @@ def _revision_of(name: str, wanted: str | None, cache: str | None) -> str | None
     return Path(found).name
 
 
-def _hash_of_files(model: Path) -> str:
+def _hash_of_files(model: Path, started_s: float) -> str:
     """A hash of the weights in a folder, or of one file. Reads all of them once."""
     try:
         found = sorted(model.rglob("*")) if model.is_dir() else [model]
@@ -161,6 +164,12 @@ def _hash_of_files(model: Path) -> str:
                 digest.update(f"{path.name} {path.stat().st_size}\n".encode())
                 while part := file.read(_READ_BYTES):
                     digest.update(part)
+                about = os.fstat(file.fileno())
+            if max(about.st_mtime, about.st_ctime) > started_s:
+                raise UsageError(
+                    f"{path} changed after vLLM began to start, and so vLLM may have read other "
+                    "weights; start it again, or name their revision with the setting weights"
+                )
     except OSError as error:
         raise UsageError(f"{model}: its weights can't be hashed: {error.strerror}") from error
     if not files:
