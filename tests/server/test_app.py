@@ -43,6 +43,8 @@ def test_health_and_unknown_paths() -> None:
     async def test(server: Served) -> None:
         assert {"status": "ok"} == (await server.client.get("/health")).json()
         _error(await server.client.get("/nothing"), 404)
+        _error(await server.client.get("/v1/models/"), 404)
+        _error(await server.client.post("/v1/completions/"), 404)
         _error(await server.client.get("/v1/completions"), 405)
 
     serve_and(test)
@@ -61,6 +63,7 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {"5": 3}}),
     ("colour", {"colour": "red"}),
     ("model", {"model": 5}),
+    ("stop[1]", {"stop": ["a", "a" * 1001]}),
 ]
 
 

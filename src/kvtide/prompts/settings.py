@@ -20,7 +20,7 @@ LARGEST_NEW_TOKENS = 1_000_000
 LARGEST_TOP_K = 2**31 - 1
 MOST_SAMPLES = 128
 MOST_LOGPROBS = 20
-_MOST_STOPS = 64
+_MOST_STOPS, _LONGEST_STOP = 64, 1000
 
 Check = Callable[[object, str, str], Any]
 """Checks a value, given the field's name and the line's place; returns it as it is used."""
@@ -48,14 +48,22 @@ def _top_p(value: object, name: str, where: str) -> float:
 
 def _stop(value: object, name: str, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
-        return (check_text(value, name, where),)
+        return (_stop_string(value, name, where),)
     if not isinstance(value, list):
         refuse(where, f"'{name}' is {kind_of(value)}, not a string or a list of strings", name)
     if len(value) > _MOST_STOPS:
         refuse(
             where, f"'{name}' has {len(value)} strings; it must have at most {_MOST_STOPS}", name
         )
-    return tuple(check_text(word, f"{name}[{n}]", where) for n, word in enumerate(value))
+    return tuple(_stop_string(word, f"{name}[{n}]", where) for n, word in enumerate(value))
+
+
+def _stop_string(value: object, name: str, where: str) -> str:
+    word = check_text(value, name, where)
+    if len(word) > _LONGEST_STOP:
+        said = f"'{name}' has {len(word)} characters; it must have at most {_LONGEST_STOP}"
+        refuse(where, said, name)
+    return word
 
 
 NEW_TOKENS = whole(1, LARGEST_NEW_TOKENS)

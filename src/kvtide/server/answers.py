@@ -90,7 +90,7 @@ class _StreamedChoice:
         self._reads_calls = asked.reads_calls
         self._calls: list[dict[str, Any]] = []
         self._stops = [word for word in request.params.stop if word]
-        self._sent_characters = self._sent_tokens = 0
+        self._visible_characters = self._sent_characters = self._sent_tokens = 0
         self._has_begun = self._has_ended = False
 
     def choices(self, now: Progressed) -> Iterator[dict[str, Any]]:
@@ -125,7 +125,8 @@ class _StreamedChoice:
         """The new text, and the new calls of tools."""
         text, calls = now.text, self._calls
         if not now.has_ended:
-            text = text[: visible_length(text, self._stops)]
+            self._visible_characters = visible_length(text, self._stops, self._visible_characters)
+            text = text[: self._visible_characters]
         first_call = len(calls)
         if self._reads_calls:
             called = read_calls(text, has_ended=now.has_ended)
@@ -161,10 +162,13 @@ def _reason(finish_reason: str | None, *, has_calls: bool) -> str | None:
     return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason
 
 
-def visible_length(text: str, stops: Sequence[str]) -> int:
-    """How much of a growing text can't become a part of a stop string any more."""
+def visible_length(text: str, stops: Sequence[str], since: int = 0) -> int:
+    """How much of a growing text can't become a part of a stop string any more.
+
+    `since` is what it was before the text grew: a step looks at what is new alone.
+    """
     longest = max((len(word) for word in stops), default=1) - 1
-    for begin in range(max(0, len(text) - longest), len(text)):
+    for begin in range(max(since, len(text) - longest), len(text)):
         if any(word.startswith(text[begin:]) for word in stops):
             return begin
     return len(text)

@@ -20,7 +20,9 @@ GONE = 499
 
 def make_app(service: Service) -> FastAPI:
     """The application, over a service whose loop runs."""
-    app = FastAPI(title="kvtide", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="kvtide", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     app.add_middleware(Noted, service=service)
     for kind, tell in _HANDLERS.items():
         app.add_exception_handler(kind, tell)

@@ -22,7 +22,7 @@ from kvtide.sizes import counted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDING = "the server is ending and takes no new requests; send this again in a moment"
-LEFT = "the server ended; send the same request again, and it goes on from where it was"
+LEFT = "the server ended; send the same request again, and it goes on from what could be kept"
 _BACKLOG = 2048
 Say = Callable[[str], None]
 
