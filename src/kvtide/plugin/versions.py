@@ -28,13 +28,13 @@ def installed_version(package: str) -> str:
 
 
 def tables_in(packages: Sequence[str]) -> list[Table]:
-    """The tables of what a plugin reads: the `READS` of the modules in these packages."""
+    """The tables of what a plugin reads: the `READS` of these packages and of their modules."""
     names = [
         f"{package}.{module.name}"
         for package in packages
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
     ]
-    modules = [importlib.import_module(name) for name in names]
+    modules = [importlib.import_module(name) for name in (*packages, *names)]
     return [module.READS for module in modules if hasattr(module, "READS")]
 
 

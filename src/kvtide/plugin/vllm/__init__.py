@@ -27,9 +27,37 @@ import time
 STARTED_S = time.time()
 """When vLLM loaded its plugins, and before it read any weights; seconds since 1970."""
 
+from kvtide.errors import first_line
+from kvtide.plugin.reader import Table
+
+logger = logging.getLogger(__name__)
+
+READS: Table = {
+    "KVConnectorFactory": ("_registry", "register_connector"),
+    "OffloadingSpecFactory": ("_registry", "register_spec"),
+    "SecondaryTierFactory": ("_registry", "register_tier"),
+}
+"""What is read and called of vLLM's factories."""
+
 
 def register() -> None:
-    """vLLM calls this in each of its processes, maybe more than once."""
+    """vLLM calls this in each of its processes, maybe more than once.
+
+    It raises nothing: vLLM would end, also for those who don't ask it for kvtide.
+    """
+    # vLLM's log shows what its own loggers say, and those below them.
+    logging.getLogger("kvtide").parent = logging.getLogger("vllm")
+    try:
+        _register_all()
+    except Exception as error:  # whatever a moved module raises
+        logger.warning(
+            "kvtide isn't registered, and this vLLM runs without it: %s; `kvtide doctor "
+            "--vllm` tells more",
+            first_line(error),
+        )
+
+
+def _register_all() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -44,5 +72,3 @@ def register() -> None:
         OffloadingSpecFactory.register_spec(SPEC, f"{__name__}.spec", SPEC)
     if TIER not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(TIER, f"{__name__}.secondary", "KvtideTier")
-    # vLLM's log shows what its own loggers say, and those below them.
-    logging.getLogger("kvtide").parent = logging.getLogger("vllm")
