@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kvtide.arena import HostArena
-from kvtide.device import CPUDevice
+from kvtide.arena import HostArena, Lease
+from kvtide.device import CPUDevice, Job
 from kvtide.plugin.vllm.block_store import BlockStore, Pairs
 from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.messages import BlockReport, Orders
@@ -208,6 +209,27 @@ class TestDisk:
         assert ({A}, 1) == (report.missing, report.counts["damaged_blocks"])
         assert ({A}, 0) == (again.missing, again.counts["damaged_blocks"])
 
+    def test_has_its_writes_noted_by_the_thread_that_moves_blocks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A lease forgets a move, and gives its block away, if two threads note moves at once."""
+        noted: list[str] = []
+        use = Lease.use
+
+        def note(lease: Lease, move: Job[Any]) -> None:
+            noted.append(threading.current_thread().name)
+            use(lease, move)
+
+        monkeypatch.setattr(Lease, "use", note)
+        tier = DiskTier(tmp_path, limit_bytes=1 << 20)
+        with opened(Caches(), tier) as store:
+            store.save(1, SAVED)
+            moved(store, 1)
+        assert 3 == tier.stats.snapshots
+        tier.close()
+
+        assert [threading.current_thread().name] * 6 == noted
+
     def test_isnt_asked_again_for_what_was_saved_before_a_reset(self, tmp_path: Path) -> None:
         """vLLM resets its caches when weights have changed."""
         tier = DiskTier(tmp_path, limit_bytes=1 << 20)
@@ -301,6 +323,19 @@ class HungTier(Tier):
             self._change.notify_all()
 
 
+class HungWrites(HungTier):
+    """A tier whose writes hang until an event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.goes_on = threading.Event(), threading.Event()
+
+    def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
+        """See Tier."""
+        self.has_begun.set()
+        self.goes_on.wait(60)
+
+
 class TestHungTier:
     def test_costs_a_fetch_its_deadline_and_the_next_nothing(self) -> None:
         tier = HungTier()
@@ -352,6 +387,22 @@ class TestHungTier:
             now[0] = 8
             assert not store.take_report().missing
             tier.let_go(THREADS + 1)
+
+
+class TestWriter:
+    def test_gives_the_memory_of_what_it_wont_write_back(self) -> None:
+        """One write hangs, the others wait for a thread."""
+        tier = HungWrites()
+        with opened(Caches(), tier, block_count=3) as store:
+            store.save(1, [[(A, 1), (B, 2)], []])
+            moved(store, 1)
+            tier.has_begun.wait(60)
+            store.follow(Orders(forget=[A, B]))
+            counts = store.take_report().counts
+            used_bytes = store._arena.used_bytes
+            tier.goes_on.set()
+
+        assert (1, 64) == (counts["unwritten_blocks"], used_bytes)
 
 
 class TestWaitForFetches:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class _Write:
-    """A write under way, as a Job: the block's memory isn't given away before it has ended."""
+    """A write that is due or under way, as a Job: the block's memory isn't given away meanwhile."""
 
     def __init__(self, name: str, snapshot: Snapshot) -> None:
         self.name = name
@@ -47,15 +47,20 @@ class TierWriter:
         self._at_once = at_once
         self._deadline_s = deadline_s
         self._change = threading.Lock()  # held for changes of the fields below, never for long
-        self._due: OrderedDict[str, Snapshot] = OrderedDict()
+        self._due: OrderedDict[str, _Write] = OrderedDict()
         self._running = 0
         self._jobs: list[Job[Any]] = []
         self._counts: Counter[str] = Counter()
 
     def offer(self, name: str, snapshot: Snapshot) -> None:
         """Writes the block under that name, unless it is withdrawn before."""
+        write = _Write(name, snapshot)
+        # Here and not in the write's thread: only one thread may tell a lease of moves.
+        snapshot.lease.use(write)
         with self._change:
-            self._due[name] = snapshot
+            if (replaced := self._due.pop(name, None)) is not None:
+                replaced.has_ended = True
+            self._due[name] = write
             if self._running >= self._at_once:
                 return
             self._running += 1
@@ -65,7 +70,8 @@ class TierWriter:
     def withdraw(self, name: str) -> None:
         """The block is about to leave host memory: it isn't written, or the write goes on."""
         with self._change:
-            if self._due.pop(name, None) is not None:
+            if (write := self._due.pop(name, None)) is not None:
+                write.has_ended = True
                 self._counts["unwritten_blocks"] += 1
 
     def close(self) -> None:
@@ -75,6 +81,8 @@ class TierWriter:
             self._workers.settle(job, max(0.0, ends_at - time.monotonic()))
         with self._change:
             self._counts["unwritten_blocks"] += len(self._due)
+            for write in self._due.values():
+                write.has_ended = True
             self._due.clear()
         self._workers.close(max(0.0, ends_at - time.monotonic()))
 
@@ -105,7 +113,4 @@ class TierWriter:
             if not self._due:
                 self._running -= 1
                 return None
-            name, snapshot = self._due.popitem(last=False)
-            write = _Write(name, snapshot)
-            snapshot.lease.use(write)
-            return write
+            return self._due.popitem(last=False)[1]
