@@ -52,6 +52,15 @@ def test_a_load_that_failed_restored_nothing() -> None:
     assert {"recomputed_tokens": 250} == counts.note_step(step(resumed={"a": 0}, scheduled=250))
 
 
+def test_a_load_that_failed_isnt_counted_with_what_the_device_has_later() -> None:
+    """Asked again, vLLM finds the tokens in its own cache, and kvtide loads none."""
+    counts = ResumeCounts()
+    counts.note_step(step(new={"a": 0}, scheduled=250))
+    counts.note_load("a", 128)
+    counts.note_load("a", 0)
+    assert {"recomputed_tokens": 122} == counts.note_step(step(resumed={"a": 128}, scheduled=122))
+
+
 def test_a_hit_of_a_new_request_is_no_restore() -> None:
     """Nothing is kept of what has finished."""
     counts = ResumeCounts()

@@ -30,8 +30,7 @@ class ResumeCounts:
 
     def note_load(self, req_id: str, token_count: int) -> None:
         """Says that so many tokens are about to be loaded for a request."""
-        if token_count:
-            self._loaded[req_id] = token_count
+        self._loaded[req_id] = token_count
 
     def note_step(self, scheduled: Any) -> Counter[str]:
         """Takes in a step, and gives what is to be counted of it, by the names of `COUNTS`."""
