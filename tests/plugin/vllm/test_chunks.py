@@ -69,6 +69,16 @@ class TestChunkMoves:
         assert ((), len(KEYS) * ROW) == (found.missed, found.size_bytes)
         assert source == target
 
+    def test_count_what_the_tier_has_already_as_moved_and_not_as_written(
+        self, tier: DiskTier
+    ) -> None:
+        with opened(tier) as moves:
+            moves.store(1, rows(filled())[:2])
+            ended(moves)
+            moves.store(2, rows(filled()))
+            assert KEYS == ended(moves).moved
+            assert 3 == moves.take_counts()["written_blocks"]
+
     def test_leave_a_row_alone_whose_chunk_is_damaged_or_missing(
         self, tier: DiskTier, tmp_path: Path
     ) -> None:

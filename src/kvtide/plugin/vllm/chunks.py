@@ -164,13 +164,15 @@ class ChunkMoves:
     def _write(self, move: _ChunkMove, row: Row) -> bool:
         _, name, content = row
         try:
-            if self._is_wanted(move) and not self._tier.contains(name):
+            is_new = self._is_wanted(move) and not self._tier.contains(name)
+            if is_new:
                 seal = self._sealed(name, content)
                 # What the row gets after this differs from the seal, and so no load takes it.
                 if self._is_wanted(move):
                     self._tier.put(name, seal, [content])
             if self._is_wanted(move):
-                self._count("written_blocks")
+                if is_new:
+                    self._count("written_blocks")
                 return True
         except KvtideError as error:
             logger.debug("kvtide: a chunk wasn't written: %s", first_line(error))
