@@ -12,7 +12,8 @@ from kvtide.plugin.vllm.settings import OffloadSettings, read_settings, read_tie
 
 def test_without_any_setting_a_share_of_the_memory_is_used() -> None:
     """Names of vLLM's own have no effect here."""
-    assert OffloadSettings() == read_settings({"spec_name": "KvtideSpec"})
+    given = {"spec_name": "KvtideSpec", "offload_prompt_only": True}
+    assert OffloadSettings() == read_settings(given)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,9 @@ def test_without_any_setting_a_share_of_the_memory_is_used() -> None:
         ({"host_memory": 8}, "host_memory: 8 isn't a text"),
         ({"disk_dir": None}, "disk_dir: None isn't a text"),
         ({"disk_dir": "kv", "disk_memory": "none"}, "disk_memory"),
+        ({"offload_prompt_only": "false"}, "offload_prompt_only: 'false' isn't true or false"),
+        ({"self_describing_kv_events": 0}, "self_describing_kv_events: 0 isn't true or false"),
+        ({"spec_name": "CPUOffloadingSpec"}, "spec_name: 'CPUOffloadingSpec' isn't 'KvtideSpec'"),
     ],
 )
 def test_a_setting_without_effect_is_an_error(extra: dict[str, Any], said: str) -> None:

@@ -28,8 +28,9 @@ TIER = "kvtide"
 who keep vLLM's own primary tier."""
 _TIER_TEXTS = ("disk_dir", "disk_memory", "mooncake", "weights")
 _TEXTS = ("host_memory", "disk_dir", "disk_memory", "weights")
-OF_VLLM = ("spec_name", "offload_prompt_only", "self_describing_kv_events")
-"""OffloadSettings of vLLM's own connector that have their meaning here, too."""
+_FLAGS_OF_VLLM = ("offload_prompt_only", "self_describing_kv_events")
+OF_VLLM = ("spec_name", *_FLAGS_OF_VLLM)
+"""Settings of vLLM's own connector that have their meaning here, too."""
 
 
 @final
@@ -55,7 +56,15 @@ def read_settings(extra: Mapping[str, Any]) -> OffloadSettings:
     A name that isn't known is an error: otherwise an operator would notice only under load that a
     setting has no effect.
     """
-    return _read(extra, "kv_connector_extra_config", _TEXTS, OF_VLLM)
+    settings = _read(extra, "kv_connector_extra_config", _TEXTS, OF_VLLM)
+    spec = extra.get("spec_name", SPEC)
+    if spec != SPEC:
+        raise UsageError(f"spec_name: {spec!r} isn't {SPEC!r}, which {CONNECTOR} needs")
+    for name in _FLAGS_OF_VLLM:
+        # vLLM takes any text for true, "false" too.
+        if name in extra and not isinstance(extra[name], bool):
+            raise UsageError(f"{name}: {extra[name]!r} isn't true or false")
+    return settings
 
 
 def read_tier_settings(entry: Mapping[str, Any]) -> OffloadSettings:
