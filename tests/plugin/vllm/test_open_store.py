@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvtide.errors import UsageError
-from kvtide.plugin.vllm.open_store import open_disk
+from kvtide.plugin.vllm.open_store import open_device_of, open_disk
 from kvtide.plugin.vllm.settings import OffloadSettings
+from support.simulated import simulated
 
 
 def test_ranks_and_engines_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -35,3 +38,13 @@ def test_a_folder_that_cant_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="disk_dir"):
         open_disk(OffloadSettings(disk_dir=tmp_path / "file"), 0, 1)
+
+
+def test_the_device_is_the_one_that_the_caches_are_on() -> None:
+    """A rank's caches may be on the second one, whichever is the thread's current device."""
+    with simulated("lazy") as name:
+        cache = torch.zeros(2, 8, dtype=torch.int8, device=f"{name}:1")
+        caches = SimpleNamespace(tensors=[SimpleNamespace(tensor=cache)])
+        with closing(open_device_of(caches)) as device:
+            assert cache.device == device.torch_device
+        torch.accelerator.synchronize(cache.device)

@@ -21,7 +21,7 @@ from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.messages import Start, group_of
 from kvtide.plugin.vllm.settings import OffloadSettings
-from kvtide.sizes import format_size
+from kvtide.sizes import counted, format_size
 from kvtide.snapshot import beside_bytes_of
 from kvtide.tier import DiskTier, Namespace
 from kvtide.tier.folder import first_free
@@ -53,7 +53,7 @@ def open_store(
     open.
     """
     rank, rank_count = config.parallel.rank, config.parallel.world_size
-    device = open_device(_device_of(kv_caches).type)
+    device = open_device_of(kv_caches)
     disk: DiskTier | None = None
     try:
         groups = adopt_groups(kv_caches, device)
@@ -108,17 +108,18 @@ def coverage(
         f"{disk.stats.snapshots} blocks from before"
     )
     return (
-        f"saves {len(groups)} groups of layers ({layers} layers); host memory up to "
+        f"saves {counted(len(groups), 'group')} of layers ({layers} layers); host memory up to "
         f"{format_size(arena.limit_bytes)} on this rank, for {start.block_count} blocks; {below}"
     )
 
 
-def _device_of(kv_caches: Any) -> torch.device:
-    """The device of the caches. Raises Refused without any, or with several."""
-    devices = {cache.tensor.device for cache in kv_caches.tensors}
+def open_device_of(kv_caches: Any) -> Device:
+    """Opens the device of the caches. Raises Refused without any, or with several."""
+    devices: set[torch.device] = {cache.tensor.device for cache in kv_caches.tensors}
     if len(devices) != 1:
         raise Refused(f"kvtide moves the caches of one device, and here are {len(devices)}")
-    return torch.device(devices.pop())
+    device = devices.pop()
+    return open_device(device.type if device.type == "cpu" else str(device))
 
 
 def _arena_for(
