@@ -36,7 +36,7 @@ TIER_SECONDS = "KVTIDE_TIER_SECONDS"
 CONFIG = "KVTIDE_CONFIG"
 BELOW = (DISK_DIR, DISK_MEMORY, MOONCAKE, TIER_SECONDS)
 """What is below host memory."""
-OF_KVTIDE = (HOST_MEMORY, *BELOW, CONFIG, "KVTIDE_CACHE", SALT)
+OF_KVTIDE = (HOST_MEMORY, *BELOW, CONFIG, "KVTIDE_CACHE", "KVTIDE_API_KEY", SALT)
 """The variables that no engine's plugin adds. `kvtide run` keeps models in KVTIDE_CACHE."""
 
 WAIT_S = 5.0
