@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvtide.cli.main import main
+from kvtide.errors import LayoutError
 from kvtide.plugin.vllm import reads, spec
 from kvtide.plugin.vllm.cases import CASES
 from kvtide.plugin.vllm.groups import BlockGroup
@@ -54,6 +55,26 @@ class TestDoctor:
             "vLLM loads kvtide's plugin": (
                 "VLLM_PLUGINS=another leaves it out; add kvtide, or unset it"
             ),
+        } == failed(found)
+
+    def test_makes_a_finding_of_whatever_a_check_raises(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def unreadable() -> list[str]:
+            raise SyntaxError("no Python")
+
+        def adopt(*given: object) -> None:
+            raise LayoutError("a form that isn't known")
+
+        monkeypatch.setattr(reads, "what_is_gone", unreadable)
+        monkeypatch.setattr(BlockGroup, "adopt", adopt)
+        code, found = report(capsys)
+
+        assert 1 == code
+        assert {
+            "names that kvtide reads of vLLM": "can't be looked up: SyntaxError: no Python",
+            "round trips": "this vLLM lacks what the cases are made of: "
+            "LayoutError: a form that isn't known",
         } == failed(found)
 
     def test_finds_a_layer_that_is_forgotten(

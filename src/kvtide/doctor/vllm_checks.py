@@ -77,5 +77,5 @@ def why_not_registered() -> str | None:
         connectors.KVConnectorFactory._registry[CONNECTOR]()
         specs.OffloadingSpecFactory._registry[SPEC]()
     except Exception as error:  # whatever a moved module raises
-        return f"{type(error).__name__}: {first_line(error)}"
+        return first_line(error)
     return None
