@@ -320,3 +320,14 @@ def test_tree_is_read_by_its_indentation() -> None:
     """Lines below a folder that are indented more are in the folder."""
     text = "```\na/\n  b/      what b is\n    c.py d.py  two\n  e.py\n```"
     assert ["a/", "a/b/", "a/b/c.py", "a/b/d.py", "a/e.py"] == paths_in_tree(text)
+
+
+def test_no_fault_under_vllm_ends_in_a_wrong_answer_with_kvtide() -> None:
+    """The table is made from real engines; in its last column no row may be bold."""
+    text = (ROOT / "docs" / "vllm.md").read_text("utf-8")
+    table = text.partition("faults_table.py -->")[2].partition("<!--")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    (_, alone, ours), *faults = rows
+    assert ("vLLM alone", "with kvtide", 11) == (alone, ours, len(faults))
+    assert any("**" in found for _, found, _ in faults)
+    assert [] == [row for row in faults if "**" in row[2] or "right" not in row[2]]
