@@ -30,15 +30,7 @@ PLAIN = {
     "model_type": "llama",
     "num_hidden_layers": 2,
 }
-"""Full attention, with heads for two ranks."""
-
-PLAIN = {
-    **_SIZES,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-}
-"""Full attention alone."""
+"""Full attention alone, with heads for two ranks."""
 
 WINDOWS = {
     **_SIZES,

@@ -28,8 +28,8 @@ def opened_with_tier(model: str, disk_dir: Path) -> Iterator[Engine]:
     """An engine with vLLM's own host memory, and its secondary tier, which is kvtide's."""
     from vllm.config import KVTransferConfig
 
-    tier = {"type": TIER, "disk_dir": str(disk_dir), "disk_memory": "64MiB"}
-    transfer = KVTransferConfig(**plain_config(HOST_BYTES, tier, connector=TIER_CONNECTOR))
+    entry = {"type": TIER, "disk_dir": str(disk_dir), "disk_memory": "64MiB"}
+    transfer = KVTransferConfig(**plain_config(HOST_BYTES, entry, connector=TIER_CONNECTOR))
     with opened(
         model,
         kv_transfer_config=transfer,

@@ -102,7 +102,7 @@ def _go(case: BlockCase, seed: int) -> str | None:
 
 
 def _handed_over(case: BlockCase, tensors: Sequence[torch.Tensor]) -> Any:
-    """The caches in vLLM's shared_out form."""
+    """The caches in vLLM's canonical form."""
     return CanonicalKVCaches(
         [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors],
         [[CanonicalKVCacheRef(*part) for part in parts] for parts in case.groups],
@@ -112,11 +112,11 @@ def _handed_over(case: BlockCase, tensors: Sequence[torch.Tensor]) -> Any:
 def _of_groups(case: BlockCase, blocks: Sequence[int]) -> tuple[Any, Any]:
     """The keys, and vLLM's list of blocks on the device; the groups take turns in `blocks`."""
     groups = range(len(case.groups))
-    shared_out = [list(blocks[group :: len(groups)]) for group in groups]
-    keys = [bytes([place, group]) for group in groups for place in range(len(shared_out[group]))]
-    ids = [block for part in shared_out for block in part]
+    by_group = [list(blocks[group :: len(groups)]) for group in groups]
+    keys = [bytes([place, group]) for group in groups for place in range(len(by_group[group]))]
+    ids = [block for part in by_group for block in part]
     inside = GPULoadStoreSpec(
-        ids, group_sizes=[len(part) for part in shared_out], block_indices=[0 for _ in groups]
+        ids, group_sizes=[len(part) for part in by_group], block_indices=[0 for _ in groups]
     )
     return KeySpec(keys), inside
 

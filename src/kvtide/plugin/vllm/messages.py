@@ -80,7 +80,7 @@ COUNTS = {
     "unsaved_blocks": "Blocks that weren't saved: host memory was full, or the copy failed.",
     "unwritten_blocks": "Blocks that left host memory before a tier had them.",
     "failed_writes": "Blocks that no tier took.",
-    "failed_loads": "Loads that failed, whose requests are computed again.",
+    "failed_loads": "Loads that failed. By vLLM's policy the request is computed again, or ends.",
     "missing_blocks": "Blocks that no tier gave back.",
     "restored_tokens": "Tokens of preempted requests that came back from host memory.",
     "recomputed_tokens": "Tokens of preempted requests that are computed again.",
