@@ -24,13 +24,13 @@ from __future__ import annotations
 import logging
 import time
 
-STARTED_S = time.time()
-"""When vLLM loaded its plugins, and before it read any weights; seconds since 1970."""
-
 from kvtide.errors import first_line
 from kvtide.plugin.reader import Table
 
 logger = logging.getLogger(__name__)
+
+STARTED_S = time.time()
+"""When vLLM loaded its plugins, and before it read any weights; seconds since 1970."""
 
 READS: Table = {
     "KVConnectorFactory": ("_registry", "register_connector"),
