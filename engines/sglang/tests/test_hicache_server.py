@@ -195,7 +195,7 @@ def test_a_full_disk_costs_pages_alone(second: Run, with_other_weights: Run) -> 
     for named in ("new", "new again"):
         assert expected == outputs(second.results[named]), named
         assert [0] * len(NEW) == cached(second.results[named]), named
-    assert len(second.run.log_lines("disk tier: the disk of", "is full")) == 1, "it is said once"
+    assert len(second.run.log_lines("disk tier: the disk", "is full")) == 1, "it is said once"
 
 
 def test_other_weights_of_the_same_name_find_nothing(with_other_weights: Run) -> None:

@@ -209,8 +209,7 @@ class DiskTier(Tier):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "disk tier: the disk of %s is full, with %d of %d bytes used here",
-                self._folder.path,
+                "disk tier: the disk is full, with %d of %d bytes used here",
                 self._books.used_bytes,
                 self._limit_bytes,
             )
@@ -231,7 +230,8 @@ class DiskTier(Tier):
         except OSError as error:
             if not self._folder.is_there():
                 self._is_lost = True
-            raise TierRetry(f"disk tier: {self._folder.path}: {error.strerror or error}") from error
+            # Without the folder: what a tier can't do now comes to a server's log.
+            raise TierRetry(f"disk tier: {error.strerror or error}") from error
         except Exception:
             raise
         except BaseException:  # Ctrl-C may have come between two changes that belong together
