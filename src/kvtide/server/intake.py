@@ -137,7 +137,7 @@ class Intake:
                 room = self._pool_tokens - len(request.prompt_ids) + 1
                 request.params = replace(request.params, max_new_tokens=max(1, room))
             request.salt = salt
-            request.key = _key_of(request, has_seed="seed" in prompt.settings)
+            request.key = _key_of(request, prompt)
         return requests
 
 
@@ -154,16 +154,19 @@ def _read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
     return True, value is not None and check_bool(value, "stream_options.include_usage", WHERE)
 
 
-def _key_of(request: Request, *, has_seed: bool) -> str:
+def _key_of(request: Request, prompt: Prompt) -> str:
     """A hash of all that decides an answer, beside the model and the engine.
 
     A seed that the client didn't choose decides nothing: any random answer is right, so a later
-    request may go on with this one. The tenant's salt is a part of it: nobody else finds it.
+    request may go on with this one. Nor does the room that the pool leaves for a chat without a
+    limit: the next server's may differ. The tenant's salt is a part of it: nobody else finds it.
     """
     params = asdict(request.params)
     for name in _OF_CHANCE if request.params.temperature == 0 else ():
         del params[name]
-    if not has_seed:
+    if "seed" not in prompt.settings:
         params.pop("seed", None)
+    if prompt.is_chat and "max_new_tokens" not in prompt.settings:
+        del params["max_new_tokens"]
     decisive = {"salt": request.salt.hex(), "prompt": request.prompt_ids, "params": params}
     return fingerprint_of(canonical_json(decisive)).hex()

@@ -1,0 +1,24 @@
+"""Which requests are made of a body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+from kvtide.server.intake import Intake
+from serve.harness import tiny
+
+
+def test_a_pool_of_another_size_finds_what_was_left() -> None:
+    """A chat without a limit has what the pool leaves, which is no part of what its client said."""
+
+    def key_of(pool_tokens: int, **more: int) -> str:
+        raw = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "seed": 1, **more})
+        intake = Intake(tiny(), "tiny", pool_tokens)
+        with contextlib.closing(intake):
+            asked = asyncio.run(intake.read(raw.encode(), is_chat=True, salt=b""))
+        return asked.requests[0].key
+
+    assert key_of(512) == key_of(528)
+    assert key_of(512) != key_of(512, max_tokens=5) != key_of(512, max_tokens=6)
