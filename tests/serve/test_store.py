@@ -18,7 +18,7 @@ from kvtide.serve import progress
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.sampling import Sampler
-from kvtide.tier import MooncakeSettings
+from kvtide.tier import MooncakeSettings, Spill
 from serve.harness import answers, check_rows_once, poison_released, run_all, tiny, token_bytes
 from tier.fake_mooncake import FakeStore
 
@@ -231,6 +231,26 @@ def test_a_later_engine_goes_on_where_one_was_suspended(
     assert 0 == second.stats.recomputed_tokens
     second.close()
     assert not list((tmp_path / "kv").glob("??/*.safetensors"))
+
+
+def test_only_an_engine_that_computes_is_in_a_hurry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a request's tiers may cost its engine: a second if others wait, else the deadline."""
+    asked: list[float | None] = []
+
+    def find(_: Spill, name: str, at_most_s: float | None = None) -> None:
+        asked.append(at_most_s)
+
+    monkeypatch.setattr(Spill, "find", find)
+    engine = build(tmp_path / "kv")
+    first, second, third, *_ = make_named()
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.add(third)
+    engine.close()
+    assert [None, None, 1.0] == asked
 
 
 def test_a_later_engine_goes_on_after_a_sudden_end(

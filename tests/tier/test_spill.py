@@ -609,3 +609,30 @@ def test_arena_of_smaller_blocks_is_never_written_beyond_one(
     assert all(bytes([7]) * block_bytes == bytes(b.bytes_view(block_bytes)) for b in others.blocks)
     others.release()
     assert not list((tmp_path / "tier").glob("??/*"))
+
+
+class SilentTier(FaultyTier):
+    """A tier that says only after `gate` is set what it has."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 1 << 20)
+        self.gate = threading.Event()
+
+    def contains(self, key: str) -> bool:
+        self.gate.wait()
+        return super().contains(key)
+
+
+def test_who_is_in_a_hurry_waits_for_no_silent_tier(device: CPUDevice) -> None:
+    """Nor does anybody wait for it again before it has answered."""
+    arena = HostArena(device, limit_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    tier = SilentTier()
+    in_case_of_failure = threading.Timer(60, tier.gate.set)
+    in_case_of_failure.start()
+    spill = Spill(arena, [tier], deadline_s=3600)
+    assert spill.find("a", 0.01) is None
+    assert spill.find("b") is None
+    assert not tier.gate.is_set()
+    in_case_of_failure.cancel()
+    tier.gate.set()
+    spill.close()

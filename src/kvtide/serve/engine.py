@@ -188,8 +188,13 @@ class Engine:
         live = Live(request, self._answering)
         self._live[request.id] = live
         self._prompt_tokens += len(request.prompt_ids)
-        needs_digests = self._options.keep_logits
-        if self._requests.take_over(live, vocab_size=self._vocab_size, needs_digests=needs_digests):
+        is_left = self._requests.take_over(
+            live,
+            vocab_size=self._vocab_size,
+            needs_digests=self._options.keep_logits,
+            is_busy=bool(self.scheduler.running),
+        )
+        if is_left:
             self.scheduler.go_on(request)
         else:
             self.scheduler.add(request)

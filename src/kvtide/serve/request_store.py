@@ -22,6 +22,8 @@ from kvtide.serve.request import Request
 from kvtide.tier import Namespace, Store
 from kvtide.tier.namespace import is_shared
 
+_BUSY_S = 1.0
+
 
 def namespace_of(
     source: OpenModel, geometry: Geometry, options: EngineOptions, numerics: str
@@ -91,11 +93,17 @@ class RequestStore:
             return live.request.id
         return progress.to_text(live.request, live.sampler)
 
-    def take_over(self, live: Live, *, vocab_size: int, needs_digests: bool) -> bool:
-        """Sets a request to where an earlier engine left it; False if nothing is left of it."""
+    def take_over(
+        self, live: Live, *, vocab_size: int, needs_digests: bool, is_busy: bool = False
+    ) -> bool:
+        """Sets a request to where an earlier engine left it; False if nothing is left of it.
+
+        While other requests wait for it (`is_busy`) a tier has a second to answer.
+        """
         request, spill = live.request, self.store.spill
         key = self._key_of(progress.name_for(request))
-        snapshot = None if spill is None or key is None else spill.find(key)
+        at_most_s = _BUSY_S if is_busy else None
+        snapshot = None if spill is None or key is None else spill.find(key, at_most_s)
         if spill is None or snapshot is None:
             return False
         try:

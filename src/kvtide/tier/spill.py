@@ -78,9 +78,9 @@ class Spill:
         self.settle()
         self._write_in_advance()
 
-    def find(self, name: str) -> Snapshot | None:
-        """Finds what another process left in a tier, if the arena has room for its seal."""
-        until = self._until()
+    def find(self, name: str, at_most_s: float | None = None) -> Snapshot | None:
+        """Finds what another process left; waits for `at_most_s`, by default the deadline."""
+        until = self._until() if at_most_s is None else self._clock() + at_most_s
         for tier in self._tiers:
             search = Search([name], [tier], self._workers)
             if self._has_ended(search.job, tier, until):
