@@ -1,14 +1,16 @@
-"""Engines that end while moves are under way, and engines with room for hardly any block."""
+"""Engines that end while moves are under way, that have room for hardly any block, or no disk."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import pytest
 from held_moves import BLOCKS, DISK_BYTES, OTHER, PROMPT, held, settings_of
-from vllm_engine import BLOCK_BYTES, opened_with_kvtide
+from small_models import PLAIN, folder_of
+from vllm_engine import BLOCK_BYTES, BLOCK_TOKENS, opened_with_kvtide
 
 from kvtide.tier import DiskTier
 
@@ -52,3 +54,24 @@ class TestHostMemoryThatIsTooSmall:
             assert engine.counts["unsaved_blocks"] > 0
             assert engine.counts["loaded_blocks"] > 0
             assert engine.counts["damaged_blocks"] == engine.counts["failed_loads"] == 0
+
+
+class TestDamageWithoutADisk:
+    def test_costs_one_request_its_time(self, tmp_path: Path) -> None:
+        prompt = Random(1).choices(range(3, 512), k=4 * BLOCK_TOKENS + 30)
+        with opened_with_kvtide(
+            folder_of(PLAIN, tmp_path),
+            settings={"host_memory": "64MiB"},
+            load_format="dummy",
+            skip_tokenizer_init=True,
+        ) as engine:
+            engine.answer(prompt)
+            first = next(iter(engine.store._held.values()))
+            first.lease.blocks[0].bytes_view(1)[0] ^= 1
+            engine.forget_local()
+            engine.answer(prompt)
+            engine.forget_local()
+
+            assert engine.answer(prompt).cached_tokens == 4 * BLOCK_TOKENS
+            assert engine.counts["failed_loads"] == 1
+            engine.check_nothing_leaked()

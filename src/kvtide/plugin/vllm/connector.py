@@ -54,7 +54,9 @@ READS: Table = {
         *("get_transfer_results", "get_handshake_metadata"),
         *("set_xfer_handshake_metadata_pp_aware", "bind_connector_metadata"),
     ),
-    "OffloadingConnectorScheduler": ("manager",),
+    "OffloadingConnectorScheduler": ("manager", "_req_status"),
+    "RequestOffloadState": ("group_states",),
+    "RequestGroupState": ("next_stored_chunk_idx",),
     "OffloadingConnectorWorker": ("spec", "worker"),
     "OffloadingConnectorMetadata": ("load_jobs", "store_jobs", "jobs_to_flush"),
     "OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats", "aggregate"),
@@ -62,7 +64,7 @@ READS: Table = {
     "KVConnectorTransferResults": ("finished_recving", "failed_recving"),
     "SchedulerOutput": ("total_num_scheduled_tokens",),
     "ParallelConfig": ("data_parallel_size",),
-    "KVConnectorOutput": ("kv_connector_worker_meta",),
+    "KVConnectorOutput": ("kv_connector_worker_meta", "failed_recving"),
     "VllmConfig": (
         *("kv_transfer_config", "lora_config", "speculative_config", "parallel_config"),
     ),
@@ -234,7 +236,18 @@ class KvtideConnector(OffloadingConnector):
         if isinstance(sent, KvtideWorkerMetadata):
             self._manager.books.note(sent.report)
             self._manager.counts += sent.report.counts
+        for name in connector_output.failed_recving or ():
+            self._save_again(name)
         super().update_connector_output(connector_output)
+
+    def _save_again(self, name: str) -> None:
+        """Has a request whose load failed save all its blocks: it computes the damaged one again.
+
+        vLLM takes what it was to load for saved.
+        """
+        status = self.connector_scheduler._req_status.get(name)
+        for group in () if status is None else status.group_states:
+            group.next_stored_chunk_idx = 0
 
 
 def refuse_what_is_inexact(vllm_config: Any) -> None:
