@@ -624,7 +624,7 @@ class SilentTier(FaultyTier):
 
 
 def test_who_is_in_a_hurry_waits_for_no_silent_tier(device: CPUDevice) -> None:
-    """Nor does anybody wait for it again before it has answered."""
+    """Nobody waits for it again before it has answered."""
     arena = HostArena(device, limit_bytes=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
     tier = SilentTier()
     in_case_of_failure = threading.Timer(60, tier.gate.set)

@@ -88,7 +88,7 @@ class TestLoadUnderWay:
     def test_lets_another_request_wait_for_the_same_blocks(
         self, engine: Engine, expected: dict[str, list[int]]
     ) -> None:
-        """Of the answers the first token is compared: later ones depend on who else is computed."""
+        """Only first tokens are compared: later ones depend on who else is computed."""
         with held(engine) as go:
             engine.begin(PROMPT, 1)
             engine.step()

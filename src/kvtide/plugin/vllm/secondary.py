@@ -41,7 +41,7 @@ from kvtide.plugin.vllm.settings import (
     OffloadSettings,
     read_tier_settings,
 )
-from kvtide.plugin.vllm.stack import TierStack
+from kvtide.plugin.vllm.stack import TierStack, TimelyLookups
 from kvtide.tier import DiskTier, MooncakeTier, Namespace
 from kvtide.tier.workers import ThreadWorkers
 
@@ -140,12 +140,13 @@ class KvtideTier(SecondaryTierManager):
         self._stack = TierStack(self._tiers)
         readers, writers = (ThreadWorkers(_THREADS, _DEADLINE_S) for _ in range(2))
         self._moves = ChunkMoves(self._stack, row_bytes, readers, writers, deadline_s=_DEADLINE_S)
+        self._asked = TimelyLookups(self._stack, ThreadWorkers(1, _DEADLINE_S), _DEADLINE_S)
         self._lookups = _Lookups(self)
         end_with_parent()
 
     def has(self, key: bytes) -> bool:
-        """Whether a chunk is probably there. In a thread: a store is asked over a network."""
-        return self._stack.contains(self._name_of(key))
+        """Whether a chunk is probably there. For one thread: a store is asked over a network."""
+        return self._asked.contains(self._name_of(key))
 
     # ---- what vLLM calls -----------------------------------------------------------------
 
@@ -204,6 +205,7 @@ class KvtideTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Waits a while for moves, and gives the folder back. Repeatable."""
         self._lookups.shutdown()
+        self._asked.close()
         self._moves.close()
         self._close_tiers()
         self._primary.release()

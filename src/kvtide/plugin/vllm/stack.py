@@ -1,17 +1,33 @@
-"""TierStack: several tiers for the same blocks, as one tier. The nearest is asked first."""
+"""TierStack: several tiers for the same blocks, as one tier. The nearest is asked first.
+
+TimelyLookups asks such a tier what it has, within a deadline.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import final
 
-from kvtide.errors import KvtideError, SnapshotDamaged, SnapshotMiss, TierFull, TierRetry
+from kvtide.device import Job
+from kvtide.errors import (
+    KvtideError,
+    SnapshotDamaged,
+    SnapshotMiss,
+    TierFull,
+    TierRetry,
+    first_line,
+)
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier import Tier
 from kvtide.tier.retries import RetriedTier
+from kvtide.tier.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -67,3 +83,37 @@ class TierStack(Tier):
         for tier in self._tiers:
             with suppress(TierRetry):
                 tier.remove(key)
+
+
+@final
+class TimelyLookups:
+    """Asks a tier what it has, each time for `deadline_s` at most.
+
+    A tier that gave no answer in time has nothing until it has given it. One thread calls.
+    """
+
+    def __init__(self, tier: Tier, workers: Workers, deadline_s: float) -> None:
+        self._tier = tier
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._late: Job[bool] | None = None
+
+    def contains(self, key: str) -> bool:
+        """Whether the tier says in time that it has the key. Never raises a KvtideError."""
+        if self._late is not None and not self._late.done():
+            return False
+        self._late = None
+        job = self._workers.start(partial(self._tier.contains, key))
+        if not self._workers.settle(job, self._deadline_s):
+            logger.warning("kvtide: a tier gave no answer in %.1f s", self._deadline_s)
+            self._late = job
+            return False
+        try:
+            return bool(job.wait())
+        except KvtideError as error:
+            logger.debug("kvtide: a tier couldn't be asked: %s", first_line(error))
+            return False
+
+    def close(self) -> None:
+        """Ends the thread; waits for an answer that is late for `deadline_s` at most."""
+        self._workers.close(self._deadline_s)
