@@ -8,7 +8,7 @@ request goes alone to a server with room for all: in exact mode its answer must 
 with 1 if one differs, if a server holds something afterwards, or if an answer fails.
 
   python benchmarks/serve/load.py [--model smollm2] [--streams 64] [--answers 6] [--rounds 3]
-      [--longest 64] [--only kvtide] [--json FILE]
+      [--longest 64] [--words 32] [--only kvtide] [--json FILE]
 """
 
 from __future__ import annotations
@@ -51,14 +51,19 @@ _PAIRS = (
 )
 
 
-def make_load(count: int, seed: int, longest: int) -> list[Ask]:
-    """Makes streams of mixed lengths; one in five ends early."""
+def make_load(count: int, seed: int, longest: int, most_words: int = 0) -> list[Ask]:
+    """Makes streams of mixed lengths; one in five ends early.
+
+    Answers have up to `longest` tokens, and prompts up to `most_words` words, by default half as
+    many.
+    """
     dice = random.Random(seed)
     asks = []
     for number in range(count):
         tokens = dice.randint(longest // 4, longest)
         cancel = dice.randint(1, tokens // 2) if number % 5 == 4 else None
-        asks.append(Ask(prompt_of(dice, dice.randint(5, longest // 2)), tokens, cancel))
+        words = dice.randint(5, most_words or longest // 2)
+        asks.append(Ask(prompt_of(dice, words), tokens, cancel))
     return asks
 
 
@@ -165,6 +170,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--answers", type=int, default=6, help="for how many the pool has room")
     parser.add_argument("--longest", type=int, default=64, help="the most tokens of an answer")
+    parser.add_argument("--words", type=int, default=0, help="the most words of a prompt")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -173,7 +179,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     source = open_model(options.model, dtype="bfloat16")
-    asks = make_load(options.streams, options.seed, options.longest)
+    asks = make_load(options.streams, options.seed, options.longest, options.words)
     counts = [len(source.tokenizer(ask.prompt)["input_ids"]) + ask.max_tokens for ask in asks]
     page_count = options.answers * -(-max(counts) // PAGE)
     token_bytes = geometry_of(source.model.config, source.model.dtype, PAGE).token_bytes
