@@ -39,6 +39,7 @@ def test_a_resumed_request_counts_what_came_back_and_what_did_not() -> None:
     for computed in range(250, 260):
         assert not counts.note_step(step(running={"a": computed}))
     counts.note_load("a", 100)
+    counts.note_load("a", 0)  # when the load has ended
     found = counts.note_step(step(resumed={"a": 228}, scheduled=32))
     assert {"restored_tokens": 100, "recomputed_tokens": 32} == found
     assert not counts.note_step(step(running={"a": 260}))
@@ -57,6 +58,7 @@ def test_a_load_that_failed_isnt_counted_with_what_the_device_has_later() -> Non
     counts = ResumeCounts()
     counts.note_step(step(new={"a": 0}, scheduled=250))
     counts.note_load("a", 128)
+    counts.note_failure("a")
     counts.note_load("a", 0)
     assert {"recomputed_tokens": 122} == counts.note_step(step(resumed={"a": 128}, scheduled=122))
 

@@ -237,6 +237,7 @@ class KvtideConnector(OffloadingConnector):
             self._manager.books.note(sent.report)
             self._manager.counts += sent.report.counts
         for name in connector_output.failed_recving or ():
+            self._resumes.note_failure(name)
             self._save_again(name)
         super().update_connector_output(connector_output)
 

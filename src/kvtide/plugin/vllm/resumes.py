@@ -29,8 +29,16 @@ class ResumeCounts:
         """How many tokens kvtide promised to a request that waits."""
 
     def note_load(self, req_id: str, token_count: int) -> None:
-        """Says that so many tokens are about to be loaded for a request."""
-        self._loaded[req_id] = token_count
+        """Says that so many tokens are about to be loaded for a request.
+
+        vLLM says it again when a load has ended, with none: that changes nothing.
+        """
+        if token_count:
+            self._loaded[req_id] = token_count
+
+    def note_failure(self, req_id: str) -> None:
+        """Says that a request's load failed."""
+        self._loaded.pop(req_id, None)
 
     def note_step(self, scheduled: Any) -> Counter[str]:
         """Takes in a step, and gives what is to be counted of it, by the names of `COUNTS`."""
