@@ -27,7 +27,7 @@ from typing import Any
 
 from fuzz import Fuzzer
 from load import held_pages
-from servers import Ask, Server, client_of, complete, kvtide_server
+from servers import Ask, Server, client_of, complete, kvtide_server, tell
 
 from kvtide.machine import machine_facts
 
@@ -259,10 +259,7 @@ def main() -> int:
         if result["problems"]:
             print(server.log.read_text(errors="replace")[-4000:], file=sys.stderr)
     result = {"machine": machine_facts(), "seed": options.seed, **result}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    tell(result, options.json)
     return bool(result["problems"])
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -32,6 +31,7 @@ from servers import (
     complete,
     kvtide_server,
     prompt_of,
+    tell,
     transformers_server,
 )
 
@@ -211,10 +211,7 @@ def main() -> int:
         "rounds": [one.figures for one in rounds],
         "problems": problems,
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    tell(result, options.json)
     return bool(problems)
 
 

@@ -242,3 +242,11 @@ def _take(answer: Answer, chunk: dict[str, Any], now_s: float) -> None:
 def prompt_of(dice: random.Random, word_count: int) -> str:
     """A prompt of random words; its first words are hardly ever those of another."""
     return " ".join(dice.choice(WORDS) for _ in range(word_count))
+
+
+def tell(result: dict[str, Any], path: Path | None) -> None:
+    """Prints a result as JSON, and writes it to a file if one is named."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n", encoding="utf-8")

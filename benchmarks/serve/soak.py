@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from load import drive_alone, make_load, problems_of
-from servers import Answer, Ask, Server, client_of, complete, kvtide_server
+from servers import Answer, Ask, Server, client_of, complete, kvtide_server, tell
 
 from kvtide.machine import machine_facts
 
@@ -121,10 +120,7 @@ def main() -> int:
         "open_files_second_and_last_quarter": files,
         "problems": problems,
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    tell(result, options.json)
     return bool(problems)
 
 

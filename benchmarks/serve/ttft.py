@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 from pathlib import Path
 from typing import Any
 
-from servers import Answer, Ask, Server, client_of, complete, kvtide_server, prompt_of
+from servers import Answer, Ask, Server, client_of, complete, kvtide_server, prompt_of, tell
 
 from kvtide.machine import machine_facts
 from kvtide.serve.models import OpenModel, open_model
@@ -82,10 +81,7 @@ def main() -> None:
     for mode in ("exact", "fast"):
         with kvtide_server(options.model, *memory, f"--{mode}") as server:
             result[mode] = asyncio.run(measure(server, source, options.tokens, options.rounds))
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    tell(result, options.json)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servers import Answer, Server, client_of, kvtide_server, prompt_of, stream
+from servers import Answer, Server, client_of, kvtide_server, prompt_of, stream, tell
 
 from kvtide.machine import machine_facts
 from kvtide.serve.models import open_model
@@ -102,10 +101,7 @@ def main() -> int:
             state = server.state()
         names = ("retractions", "recomputed_tokens", "offloaded_bytes", "restored_bytes")
         result[mode] |= {name: state[name] for name in names}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    tell(result, options.json)
     return not all(result[mode]["holds"] for mode in ("exact", "fast"))
 
 

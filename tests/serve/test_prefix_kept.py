@@ -321,11 +321,8 @@ def test_what_no_disk_has_room_for_is_dropped(tmp_path: Path) -> None:
     assert 4 * CHUNK == again.cached_tokens
 
 
-def test_a_hung_tier_stalls_nobody(
-    tmp_path: Path, alone: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is asked for a prefix and never answers while requests are answered."""
-    leave(build(tmp_path / "kv"), make_requests())
+def hang_disks(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Lets disks say what they have only after the event is set."""
     gate, contains = threading.Event(), DiskTier.contains
 
     def hang(tier: DiskTier, key: str) -> bool:
@@ -333,6 +330,15 @@ def test_a_hung_tier_stalls_nobody(
         return contains(tier, key)
 
     monkeypatch.setattr(DiskTier, "contains", hang)
+    return gate
+
+
+def test_a_hung_tier_stalls_nobody(
+    tmp_path: Path, alone: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for a prefix and never answers while requests are answered."""
+    leave(build(tmp_path / "kv"), make_requests())
+    gate = hang_disks(monkeypatch)
     monkeypatch.setattr("kvtide.serve.seeker._PATIENCE_S", 0.05)
     second = build(tmp_path / "kv")
     try:
@@ -393,13 +399,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(
 ) -> None:
     """It is aborted while a tier is asked for its prefix."""
     leave(build(tmp_path / "kv"), make_requests())
-    gate, contains = threading.Event(), DiskTier.contains
-
-    def hang(tier: DiskTier, key: str) -> bool:
-        gate.wait()
-        return contains(tier, key)
-
-    monkeypatch.setattr(DiskTier, "contains", hang)
+    gate = hang_disks(monkeypatch)
     engine = build(tmp_path / "kv")
     (request,) = make_requests(1)
     engine.add(request)
