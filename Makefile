@@ -212,6 +212,10 @@ MODELS := $(lastword $(sort $(wildcard benchmarks/models/results/*.json)))
 soak: setup
 	$(ONE_THREAD) $(PY) benchmarks/models/sweep.py --against $(MODELS)
 	$(ONE_THREAD) $(PY) benchmarks/exact/bench.py
+	@# As on processors that torch's libraries know other kernels for.
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(ONE_THREAD) $(PY) benchmarks/exact/bench.py --models 10
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 $(ONE_THREAD) $(PY) benchmarks/exact/bench.py --models 10
+	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(ONE_THREAD) $(PY) benchmarks/exact/bench.py --models 10
 	$(ONE_THREAD) $(PY) benchmarks/run/soak.py
 	$(ONE_THREAD) $(PY) benchmarks/run/soak.py --ends 50 --by KILL --long --only lines.jsonl --prompts 1000
 	$(ONE_THREAD) $(PY) benchmarks/tiers/soak.py

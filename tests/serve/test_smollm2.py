@@ -39,9 +39,9 @@ def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     check_rows_once(monkeypatch)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Runs the test with one and with two threads."""
+    """Runs the test with this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -62,7 +62,9 @@ def make_requests(source: OpenModel) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("threads", "dtype"), [(1, "bfloat16"), (2, "float32")], indirect=["threads"]
+)
 def test_constrained_equals_unconstrained_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, threads: int, dtype: str
 ) -> None:
