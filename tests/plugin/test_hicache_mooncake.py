@@ -14,7 +14,7 @@ import torch
 from kvtide.plugin.sglang.hicache.backend import Storage
 from kvtide.plugin.sglang.hicache.moves import READS_AT_ONCE, WRITES_AT_ONCE
 from kvtide.plugin.sglang.hicache.served_model import ServedModel
-from kvtide.plugin.sglang.hicache.weights import Updates
+from kvtide.plugin.sglang.hicache.updates import Updates
 from kvtide.tier.mooncake import MooncakeTier
 from kvtide.tier.mooncake_client import TRANSFER_FAILED
 from tier.fake_mooncake import FakeStore

@@ -38,7 +38,8 @@ WANTED = {
     "reader": ("Reader", "Table"),
     "package": ("EnginePackage",),
     "source": ("Source", "SourceClass", "gone"),
-    "versions": ("installed_version", "refuse_if_gone", "tables_in"),
+    "versions": ("installed_version", "package_of", "refuse_if_gone", "tables_in"),
+    "weights": ("WeightsUnknown", "digest_of", "folder_of"),
     "census": ("PoolClass", "PoolKinds", "census"),
 }
 """The names that a plugin for another engine, such as plugin/vllm/, imports."""

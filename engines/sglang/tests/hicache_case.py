@@ -10,7 +10,7 @@ import torch
 
 from kvtide.plugin.sglang.hicache.backend import Storage, storage_class
 from kvtide.plugin.sglang.hicache.served_model import ServedModel
-from kvtide.plugin.sglang.hicache.weights import Updates
+from kvtide.plugin.sglang.hicache.updates import Updates
 
 PAGE = 4
 TOKENS = 32

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from hicache_case import (
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 from kvtide.plugin.sglang.hicache.presence import leading, with_all, with_last
-from kvtide.plugin.sglang.hicache.weights import Updates, WeightsUnknown, digest_of
+from kvtide.plugin.sglang.hicache.updates import Updates
 from kvtide.tier.disk import DiskTier
 
 COUNT = 3
@@ -141,95 +138,6 @@ def test_an_update_during_a_read_makes_it_a_miss(
     monkeypatch.setattr(DiskTier, "get", get)
     assert store.batch_get_v1(names(COUNT), rows_of(pool, PAGES)) == NONE
     store.close()
-
-
-def checkpoint(folder: Path) -> Path:
-    """Makes a checkpoint with a large file and two small ones, changed an hour ago."""
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(bytes(3 << 20))
-    (folder / "config.json").write_text('{"a": 1}')
-    (folder / "model.safetensors.index.json").write_text("{}")
-    for path in folder.iterdir():
-        age(path)
-    return folder
-
-
-def age(path: Path) -> None:
-    """Sets a file's times to the same moment, an hour ago."""
-    os.utime(path, (HOUR_AGO, HOUR_AGO))
-
-
-HOUR_AGO = time.time() - 3600
-
-
-def change_config(folder: Path) -> None:
-    """Changes a small file, and neither its length nor its time."""
-    (folder / "config.json").write_text('{"a": 2}')
-    age(folder / "config.json")
-
-
-def change_start(folder: Path) -> None:
-    """Changes the beginning of the large file, and neither its length nor its time."""
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.write(b"x")
-    age(folder / "model.safetensors")
-
-
-def change_end(folder: Path) -> None:
-    """Changes the last byte of the large file, and neither its length nor its time."""
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    age(folder / "model.safetensors")
-
-
-def touch(folder: Path) -> None:
-    """Changes a time alone: what was written may be between the samples."""
-    os.utime(folder / "model.safetensors", (HOUR_AGO + 1, HOUR_AGO + 1))
-
-
-def add(folder: Path) -> None:
-    """Adds a file."""
-    (folder / "more.bin").write_bytes(b"")
-    age(folder / "more.bin")
-
-
-def rename(folder: Path) -> None:
-    """Gives a file another name."""
-    (folder / "config.json").rename(folder / "other.json")
-
-
-@pytest.mark.parametrize("change", [change_config, change_start, change_end, touch, add, rename])
-def test_other_files_are_other_weights(change: Callable[[Path], None], tmp_path: Path) -> None:
-    """The digest has every file's name, length, time and contents."""
-    folder = checkpoint(tmp_path / "model")
-    before = digest_of([folder], time.time())
-    assert before == digest_of([folder], time.time())
-    change(folder)
-    assert before != digest_of([folder], time.time())
-
-
-def test_files_that_changed_since_the_start_tell_nothing(tmp_path: Path) -> None:
-    """The server may have loaded what was there before."""
-    folder = checkpoint(tmp_path / "model")
-    with pytest.raises(WeightsUnknown, match="was changed after this server was started"):
-        digest_of([folder], HOUR_AGO - 1)
-    with pytest.raises(WeightsUnknown, match="No such file"):
-        digest_of([tmp_path / "none"], time.time())
-
-
-def test_a_file_of_the_hubs_cache_is_known_by_its_hash(tmp_path: Path) -> None:
-    """Its name there is a hash of all its contents, and its time is of no account."""
-    digests = set()
-    for number in range(2):
-        blobs, folder = tmp_path / f"{number}/blobs", tmp_path / f"{number}/snapshots/main"
-        blobs.mkdir(parents=True)
-        folder.mkdir(parents=True)
-        (blobs / ("ab" * 32)).write_bytes(b"weights")
-        (folder / "model.safetensors").symlink_to(blobs / ("ab" * 32))
-        os.utime(blobs / ("ab" * 32), (number, number))
-        digests.add(digest_of([folder], HOUR_AGO))
-    assert len(digests) == 1
 
 
 # ---- ranks -------------------------------------------------------------------------------

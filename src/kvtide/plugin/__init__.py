@@ -11,5 +11,6 @@ reader         reads attributes of an engine's objects, which are listed in tabl
 package        an engine's package: where it defines the classes that kvtide knows
 source         what the text of that package says of its classes
 versions       whether an untested version still has what kvtide reads
+weights        which weights a model has: a digest of its files
 census         all classes of pools in it, and what becomes of each
 """

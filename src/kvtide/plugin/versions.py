@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
 from kvtide.errors import first_line
 from kvtide.plugin.reader import Table
@@ -20,11 +22,22 @@ _NAMED_COUNT = 5
 
 
 def installed_version(package: str) -> str:
-    """The installed version of a package."""
-    try:
+    """The installed version of a package, whatever the distribution is called that it came in.
+
+    A wheel for other hardware may have another name than the package that it installs.
+    """
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return "of unknown version"
+    names = sorted(set(packages_distributions().get(package, ())))
+    if names:
+        return " ".join(version(name) for name in names)
+    loaded = sys.modules.get(package)  # it may be no distribution, but a folder
+    return str(getattr(loaded, "__version__", "of unknown version"))
+
+
+def package_of(thing: object) -> str:
+    """The package that defines an object's class."""
+    return type(thing).__module__.partition(".")[0]
 
 
 def tables_in(packages: Sequence[str]) -> list[Table]:

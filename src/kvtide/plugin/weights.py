@@ -1,11 +1,7 @@
-"""Which weights a page of KV was computed with: a digest of their files, and updates since.
+"""Which weights a model or an adapter has: a digest of its files.
 
-The same name may stand for other weights tomorrow, so a page is bound to what is in the files:
-names, sizes, times of change, and samples of the contents. A file of the Hugging Face cache is
-known by the hash of all its contents, which is its name there.
-
-SGLang may change the weights while it runs, and no call of a storage says so: the hooks count that.
-Weights that were changed are in no file, so pages of them belong to this run of the server alone.
+The same name may stand for other weights tomorrow, so KV is bound to what is in the files. A file
+of the Hugging Face cache is known by the hash of all its contents, which is its name there.
 """
 
 from __future__ import annotations
@@ -13,17 +9,22 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any
 
 from kvtide.layout import canonical_json
 
 _WHOLE_BYTES = 1 << 20
-"""A file up to this size is read whole."""
+"""A file up to this size is read whole, also where samples are enough."""
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
+_PIECE_BYTES = 64 << 20
+"""What a thread reads of a file before another thread may have the next piece."""
+_READ_BYTES = 1 << 20
+_MOST_THREADS = 8
 _CONTENT_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -31,78 +32,100 @@ class WeightsUnknown(Exception):
     """The files don't tell the weights; the message says why."""
 
 
-def digest_of(paths: Iterable[Path], loaded_after: float) -> str:
+def folder_of(model: str, revision: str | None, cache: str | None) -> Path:
+    """The files of a model: its path, or its folder in the cache that the engine filled.
+
+    `revision` may be a branch. Raises WeightsUnknown if the model is in neither place.
+    """
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        found: Any = snapshot_download(
+            model, revision=revision, cache_dir=cache, local_files_only=True
+        )
+    except Exception as error:  # not a name, not in the cache, or of another hub
+        raise WeightsUnknown(f"{model} isn't a folder, and not in the hub's cache") from error
+    return Path(found)
+
+
+def digest_of(
+    paths: Iterable[Path],
+    loaded_after: float,
+    *,
+    suffixes: Collection[str] = (),
+    by_samples: bool = False,
+) -> str:
     """A digest of the files at these paths, and of the files in these folders, in hex digits.
 
-    Raises WeightsUnknown for a path that isn't there, and for a file that was changed after
-    `loaded_after`, in seconds since 1970: other contents may have been loaded.
+    With `suffixes` only files count whose names end so, those in folders of the folders, too. Names
+    and all contents decide; with `by_samples` names, sizes, times of change, and samples.
+
+    Raises WeightsUnknown for a path that isn't there, for one without files, and for a file that
+    was changed after `loaded_after`, in seconds since 1970: other contents may have been loaded.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        try:
-            for file in _files_at(path):
-                digest.update(_description(file, loaded_after))
-        except OSError as error:
-            raise WeightsUnknown(f"{path}: {error.strerror or error}") from error
-        digest.update(b"\n")
+    digest = hashlib.blake2b(digest_size=32)
+    count = min(_MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(count, "kvtide-weights") as threads:
+        for path in paths:
+            try:
+                files = _files_at(path, suffixes)
+                for file in files:
+                    digest.update(_description(file, loaded_after, by_samples, threads))
+            except OSError as error:
+                raise WeightsUnknown(f"{path}: {error.strerror or error}") from error
+            if not files:
+                raise WeightsUnknown(f"{path}: there are no files of weights to hash")
+            digest.update(b"\n")
     return digest.hexdigest()
 
 
-def _files_at(path: Path) -> list[Path]:
-    """The file, or the files of a folder but for those in its folders, which no loader reads."""
+def _files_at(path: Path, suffixes: Collection[str]) -> list[Path]:
+    """The file, or the files of a folder; without suffixes none in its folders."""
     if not path.is_dir():
-        return [path]
-    return [found for found in sorted(path.iterdir()) if found.is_file()]
+        found: Sequence[Path] = [path]
+    else:
+        found = sorted(path.rglob("*") if suffixes else path.iterdir())
+    kept = [file for file in found if not suffixes or file.suffix in suffixes]
+    return [file for file in kept if file.is_file() or file == path]
 
 
-def _description(file: Path, loaded_after: float) -> bytes:
+def _description(
+    file: Path, loaded_after: float, by_samples: bool, threads: ThreadPoolExecutor
+) -> bytes:
     """A file's name and contents in a few bytes."""
     target = file.resolve()
     if target.parent.name == "blobs" and _CONTENT_HASH.fullmatch(target.name):
         return canonical_json([file.name, target.name]).encode()
     with target.open("rb") as content:
+        size_bytes = os.fstat(content.fileno()).st_size
+        step = _SAMPLE_BYTES if by_samples else _PIECE_BYTES
+        places = _samples(size_bytes) if by_samples else range(0, size_bytes, step)
+        pieces = threads.map(partial(_digest_at, content.fileno(), size_bytes=step), places)
+        digests = [piece.hex() for piece in pieces]
         about = os.fstat(content.fileno())
-        if about.st_mtime > loaded_after:
-            raise WeightsUnknown(f"{file} was changed after this server was started")
-        samples = hashlib.blake2b(digest_size=16)
-        for place in _places(about.st_size):
-            content.seek(place)
-            samples.update(content.read(_SAMPLE_BYTES))
-    facts = [file.name, about.st_size, about.st_mtime_ns, samples.hexdigest()]
-    return canonical_json(facts).encode()
+    # A copy that keeps times of change, as rsync's, has a new time of its entry.
+    if max(about.st_mtime, about.st_ctime) > loaded_after:
+        raise WeightsUnknown(f"{file} was changed after this server was started")
+    times = [about.st_mtime_ns] if by_samples else []
+    return canonical_json([file.name, about.st_size, *times, *digests]).encode()
 
 
-def _places(size_bytes: int) -> Iterator[int]:
+def _digest_at(file: int, place: int, *, size_bytes: int) -> bytes:
+    """A digest of a piece of a file. Its threads share the descriptor, but not its position."""
+    digest = hashlib.blake2b(digest_size=32)
+    end = place + size_bytes
+    while part := os.pread(file, min(_READ_BYTES, end - place), place):
+        digest.update(part)
+        place += len(part)
+    return digest.digest()
+
+
+def _samples(size_bytes: int) -> Iterator[int]:
     """Where a file of that size is read, `_SAMPLE_BYTES` at each place; its end is among them."""
     if size_bytes <= _WHOLE_BYTES:
         yield from range(0, size_bytes, _SAMPLE_BYTES)
         return
     last = size_bytes - _SAMPLE_BYTES
     yield from (last * number // (_SAMPLES - 1) for number in range(_SAMPLES))
-
-
-@final
-class Updates:
-    """What has happened to this process's weights since SGLang loaded them."""
-
-    def __init__(self) -> None:
-        self._change = threading.Lock()
-        self.count = 0
-        """How often the weights were changed."""
-        self.are_mixed = False
-        """Whether SGLang's cache may have KV of weights before the last change."""
-
-    def note_update(self) -> None:
-        """The weights are changing, or have changed."""
-        with self._change:
-            self.count += 1
-            self.are_mixed = True
-
-    def note_flush(self) -> None:
-        """SGLang has forgotten all KV."""
-        with self._change:
-            self.are_mixed = False
-
-
-UPDATES = Updates()
-"""This process's, which the hooks note."""

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvtide.errors import UsageError
-from kvtide.plugin.vllm.open_store import open_device_of, open_disk
+from kvtide.plugin.vllm.open_store import OpenStore, open_device_of, open_disk, open_store
 from kvtide.plugin.vllm.settings import OffloadSettings
+from support.fake_vllm import config_for
 from support.simulated import simulated
 
 
@@ -48,3 +49,28 @@ def test_the_device_is_the_one_that_the_caches_are_on() -> None:
         with closing(open_device_of(caches)) as device:
             assert cache.device == device.torch_device
         torch.accelerator.synchronize(cache.device)
+
+
+def opened_for(layer_names: list[str], folder: Path) -> OpenStore:
+    """The store of a rank with two layers of one width."""
+    tensors = [SimpleNamespace(tensor=torch.zeros(4, 64, dtype=torch.int8)) for _ in range(2)]
+    refs = [[SimpleNamespace(tensor_idx=number, page_size_bytes=64) for number in range(2)]]
+    caches = SimpleNamespace(tensors=tensors, group_data_refs=refs)
+    config = SimpleNamespace(
+        parallel=SimpleNamespace(rank=0, world_size=1),
+        groups=[SimpleNamespace(group_id=0, layer_names=layer_names)],
+    )
+    settings = OffloadSettings(host_memory_bytes=1 << 20)
+    return open_store(config_for(folder), config, settings, caches, object())
+
+
+def test_layers_of_one_width_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    """Their order within a block follows from their names alone."""
+    names = (["layers.0", "layers.1"], ["layers.1", "layers.0"], ["layers.0", "layers.1"])
+    found = []
+    for given in names:
+        store = opened_for(given, tmp_path)
+        found.append(store.namespace)
+        store.close()
+
+    assert found[0] == found[2] != found[1]

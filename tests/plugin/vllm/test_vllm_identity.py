@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 import time
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,67 +20,7 @@ from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.tier import Namespace
 from kvtide.tier.namespace import SALT
-
-
-class Fields:
-    """An object with the fields that it is given."""
-
-    def __init__(self, **fields: Any) -> None:
-        vars(self).update(fields)
-
-
-class VllmConfig(Fields): ...
-
-
-class ModelConfig(Fields): ...
-
-
-class CacheConfig(Fields): ...
-
-
-class ParallelConfig(Fields): ...
-
-
-class LoadConfig(Fields): ...
-
-
-class CompilationConfig(Fields): ...
-
-
-def config_for(model: Path, **changed: Any) -> VllmConfig:
-    """vLLM's configuration for a model in a folder; `changed` are fields of any part."""
-    hf_config = {"layers": changed.pop("layers", 2), "_name_or_path": str(model)}
-    values = {
-        "model": str(model),
-        "hf_config": SimpleNamespace(to_json_string=lambda use_diff: json.dumps(hf_config)),
-        "dtype": torch.bfloat16,
-        "quantization": None,
-        "seed": 0,
-        "max_model_len": 4096,
-        "cache_dtype": "auto",
-        "kv_cache_dtype_skip_layers": [],
-        "prefix_caching_hash_algo": "sha256",
-        "kv_cache_layout": "LBHNC",
-        "rank": 0,
-        "world_size": 1,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "data_parallel_index": 0,
-        "load_format": "auto",
-        "model_loader_extra_config": {},
-        "static_forward_context": {},
-        **changed,
-    }
-    parts = {
-        "model_config": ModelConfig(**values),
-        "cache_config": CacheConfig(**values),
-        "parallel_config": ParallelConfig(**values),
-        "load_config": LoadConfig(**values),
-        "compilation_config": CompilationConfig(**values),
-    }
-    return VllmConfig(**parts)
+from support.fake_vllm import VllmConfig, config_for
 
 
 @pytest.fixture
@@ -102,7 +42,7 @@ def named(
     group = BlockGroup.adopt(0, [(torch.zeros(3, 40, dtype=torch.int8), width)], device)
     device.close()
     layouts = [group.pool.geometry.canonical]
-    return namespace_of(config, settings, layouts, is_durable=True, started_s=started_s)
+    return namespace_of(config, settings, layouts, object(), is_durable=True, started_s=started_s)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +88,9 @@ def test_new_weights_at_an_old_path_are_others(model: Path) -> None:
 def test_weights_that_came_while_vllm_started_are_refused(model: Path) -> None:
     """Nobody can tell whether vLLM read these, or those that were there before."""
     assert named(config_for(model), started_s=time.time() + 60).weights
-    with pytest.raises(UsageError, match="changed after vLLM"):
+    with pytest.raises(
+        UsageError, match="was changed after this server was started; start vLLM again"
+    ):
         named(config_for(model), started_s=time.time() - 60)
 
 
@@ -163,25 +105,49 @@ def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) ->
     assert before == named(config_for(elsewhere))
 
 
-def test_a_model_of_the_hub_is_known_by_its_revision(tmp_path: Path) -> None:
-    """vLLM has its name alone, and has put its files into a cache."""
+def test_a_model_of_the_hub_is_known_by_the_files_of_its_revision(tmp_path: Path) -> None:
+    """vLLM has its name alone, and has put its files into a cache; or it has the folder there."""
     cache = tmp_path / "models--org--name"
+    (cache / "blobs").mkdir(parents=True)
     for revision in ("a" * 40, "b" * 40):
+        (cache / "blobs" / (revision[0] * 64)).write_bytes(b"weights")
         (cache / "snapshots" / revision).mkdir(parents=True)
-        (cache / "snapshots" / revision / "model.safetensors").write_bytes(b"weights")
+        weights = cache / "snapshots" / revision / "model.safetensors"
+        weights.symlink_to(cache / "blobs" / (revision[0] * 64))
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("a" * 40)
     hub = config_for(Path("org/name"), download_dir=str(tmp_path))
     pinned = config_for(Path("org/name"), download_dir=str(tmp_path), revision="b" * 40)
+    offline = config_for(cache / "snapshots" / ("b" * 40))
 
-    assert ["revision " + "a" * 40, "revision " + "b" * 40] == [
-        named(config).weights for config in (hub, pinned)
-    ]
+    found, other, again = (named(config).weights for config in (hub, pinned, offline))
+    assert found != other == again
+
+
+def test_a_platform_of_another_package_counts_with_its_version(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a package has kernels of its own, in which a block's bytes may have another order."""
+
+    def engine(module: str, version: str = "") -> str:
+        platform = type("Platform", (), {"__module__": module})()
+        with monkeypatch.context() as patches:
+            loaded = ModuleType(module.partition(".")[0])
+            patches.setattr(loaded, "__version__", version, raising=False)
+            patches.setitem(sys.modules, loaded.__name__, loaded)
+            return namespace_of(
+                config_for(model), OffloadSettings(), [], platform, is_durable=False
+            ).engine
+
+    vendor = [("vendor_of_npus.platform", number) for number in ("1.0", "1.1")]
+    engines = [engine(*each) for each in (*vendor, ("vllm.platforms.cpu", "1"))]
+    assert 3 == len({*engines})
+    assert engines[0] == engine(*vendor[0])
 
 
 def test_a_model_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     """Another loader of vLLM's may have it from elsewhere."""
-    with pytest.raises(UsageError, match="org/name: there are no files of weights"):
+    with pytest.raises(UsageError, match=r"org/name isn't a folder.*name their revision"):
         named(config_for(Path("org/name"), download_dir=str(tmp_path)))
 
 
@@ -190,7 +156,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no files of weights"):
         named(config_for(tmp_path))
     assert "named r1" == named(config_for(tmp_path), OffloadSettings(weights="r1")).weights
-    found = namespace_of(config_for(tmp_path), OffloadSettings(), [], is_durable=False)
+    found = namespace_of(config_for(tmp_path), OffloadSettings(), [], object(), is_durable=False)
     assert "" == found.weights
 
 

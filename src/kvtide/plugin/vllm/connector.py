@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
@@ -134,7 +135,9 @@ class KvtideConnector(OffloadingConnector):
     # ---- worker --------------------------------------------------------------------------
 
     def _open_worker(self, vllm_config: Any, spec: KvtideSpec, kv_caches: Any) -> KvtideWorker:
-        self._open = open_store(vllm_config, spec.config, self._settings, kv_caches)
+        self._open = open_store(
+            vllm_config, spec.config, self._settings, kv_caches, current_platform
+        )
         return KvtideWorker(self._open.blocks, self._open.close)
 
     @property

@@ -1,27 +1,26 @@
 """Finds out what decides the bytes of KV beside its tokens, as a Namespace.
 
-Weights count by content: the revision of a model from the hub, or a hash of the model's files. A
-path would be the same for other weights.
+Weights count by what is in their files. A path would be the same for other weights.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from kvtide.errors import UsageError
 from kvtide.plugin.reader import Reader, Table
-from kvtide.plugin.versions import installed_version
+from kvtide.plugin.versions import installed_version, package_of
 from kvtide.plugin.vllm import STARTED_S
 from kvtide.plugin.vllm.package import VLLM
 from kvtide.plugin.vllm.settings import OffloadSettings
+from kvtide.plugin.weights import WeightsUnknown, digest_of, folder_of
 from kvtide.tier import Namespace
 from kvtide.tier.namespace import salt_of
 
@@ -49,7 +48,6 @@ READS: Table = {
 """What is read of vLLM's configuration."""
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-_READ_BYTES = 1 << 22
 # Where the model lies, and who wrote its configuration, decide nothing.
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version")
 
@@ -58,6 +56,7 @@ def namespace_of(
     vllm_config: Any,
     settings: OffloadSettings,
     layouts: Iterable[str],
+    vllm_platform: object,
     *,
     is_durable: bool,
     beside: Sequence[str] = (),
@@ -65,9 +64,9 @@ def namespace_of(
 ) -> Namespace:
     """The namespace of a rank's blocks. Reads the weights' files if blocks outlive the process.
 
-    `layouts` say what is in a block: the geometries of a rank's groups. `beside` has what else
-    decides a byte. Raises UsageError if there are no weights to hash, or if they changed after
-    `started_s`, when vLLM may have read them already.
+    `layouts` say what is in a block: the geometries of a rank's groups. `vllm_platform` is vLLM's
+    current one. `beside` has what else decides a byte. Raises UsageError if there are no weights
+    to hash, or if they changed after `started_s`, when vLLM may have read them already.
     """
     reads = Reader(vllm_config, READS)
     model, parallel = Reader(reads["model_config"], READS), Reader(reads["parallel_config"], READS)
@@ -76,13 +75,13 @@ def namespace_of(
         model=_hash_of([_config_of(model["hf_config"])]),
         weights=_weights_of(vllm_config, settings, started_s) if is_durable else "",
         layout=_hash_of(layouts),
-        engine=_engine_of(vllm_config, beside),
+        engine=_engine_of(vllm_config, vllm_platform, beside),
         salt=salt_of(os.environ),
         rank=f"{parallel['rank']}/{'/'.join(map(str, sizes))}",
     )
 
 
-def _engine_of(vllm_config: Any, beside: Sequence[str]) -> str:
+def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -> str:
     """The versions and whatever else decides in which order bytes lie within a block."""
     reads = Reader(vllm_config, READS)
     model, cache = Reader(reads["model_config"], READS), Reader(reads["cache_config"], READS)
@@ -91,6 +90,8 @@ def _engine_of(vllm_config: Any, beside: Sequence[str]) -> str:
     kinds = sorted({f"{type(layer).__name__} {_backend_of(layer)}" for layer in layers.values()})
     decides = [
         *("vLLM", VLLM.version, "torch", installed_version("torch")),
+        # Kernels, and the order of a block's bytes, may be another package's.
+        *(package_of(vllm_platform), installed_version(package_of(vllm_platform))),
         *(str(model["dtype"]), str(model["quantization"])),
         # Some models turn all keys otherwise if a prompt may be long, as with LongRoPE.
         str(model["max_model_len"]),
@@ -123,7 +124,7 @@ def _has_tiles() -> str:
 
 
 def _weights_of(vllm_config: Any, settings: OffloadSettings, started_s: float) -> str:
-    """The revision or a hash of the weights. Raises UsageError if there are none to hash."""
+    """The name of the weights, or a digest of them. Raises UsageError if nobody can tell them."""
     reads = Reader(vllm_config, READS)
     model = Reader(reads["model_config"], READS)
     if settings.weights:
@@ -131,53 +132,14 @@ def _weights_of(vllm_config: Any, settings: OffloadSettings, started_s: float) -
     load = Reader(reads["load_config"], READS)
     if str(load["load_format"]).endswith("dummy"):
         return f"dummy {model['seed']}"
-    folder = Path(model["model"])
-    if not folder.exists():
-        revision = _revision_of(model["model"], model["revision"], load["download_dir"])
-        if revision is not None:
-            return f"revision {revision}"
-    return f"files {_hash_of_files(folder, started_s)}"
-
-
-def _revision_of(name: str, wanted: str | None, cache: str | None) -> str | None:
-    """The revision of a hub's model that vLLM has fetched into its cache; None if it isn't there.
-
-    `wanted` may be a branch. The cache has a folder for each revision, under that name.
-    """
-    from huggingface_hub import snapshot_download
-
     try:
-        found = snapshot_download(name, revision=wanted, cache_dir=cache, local_files_only=True)
-    except (OSError, ValueError):  # no such model, or no such name
-        return None
-    return Path(found).name
-
-
-def _hash_of_files(model: Path, started_s: float) -> str:
-    """A hash of the weights in a folder, or of one file. Reads all of them once."""
-    try:
-        found = sorted(model.rglob("*")) if model.is_dir() else [model]
-        files = [path for path in found if path.suffix in _WEIGHT_SUFFIXES and path.is_file()]
-        digest = xxhash.xxh3_128()
-        for path in files:
-            with path.open("rb") as file:
-                digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-                while part := file.read(_READ_BYTES):
-                    digest.update(part)
-                about = os.fstat(file.fileno())
-            if max(about.st_mtime, about.st_ctime) > started_s:
-                raise UsageError(
-                    f"{path} changed after vLLM began to start, and so vLLM may have read other "
-                    "weights; start it again, or name their revision with the setting weights"
-                )
-    except OSError as error:
-        raise UsageError(f"{model}: its weights can't be hashed: {error.strerror}") from error
-    if not files:
+        folder = folder_of(model["model"], model["revision"], load["download_dir"])
+        return f"files {digest_of([folder], started_s, suffixes=_WEIGHT_SUFFIXES)}"
+    except WeightsUnknown as error:
         raise UsageError(
-            f"{model}: there are no files of weights to hash; name their revision with the setting "
+            f"{error}; start vLLM again if they have changed, name their revision with the setting "
             "weights, or leave out disk_dir"
-        )
-    return digest.hexdigest()
+        ) from error
 
 
 def _config_of(hf_config: Any) -> str:
@@ -186,7 +148,7 @@ def _config_of(hf_config: Any) -> str:
 
 
 def _hash_of(texts: Iterable[str]) -> str:
-    digest = xxhash.xxh3_128()
+    digest = hashlib.blake2b(digest_size=32)
     for text in texts:
         digest.update(f"{len(text)} ".encode() + text.encode())
     return digest.hexdigest()

@@ -44,9 +44,14 @@ class OpenStore:
 
 
 def open_store(
-    vllm_config: Any, config: Any, settings: OffloadSettings, kv_caches: Any
+    vllm_config: Any,
+    config: Any,
+    settings: OffloadSettings,
+    kv_caches: Any,
+    vllm_platform: object,
 ) -> OpenStore:
-    """Opens the store of this rank. `config` is vLLM's OffloadingConfig.
+    """Opens the store of this rank. `config` is vLLM's OffloadingConfig, and `vllm_platform` its
+    current platform.
 
     Raises Refused or UsageError, which name the remedy, if there is no room for a block or the disk
     can't be used; LayoutError for caches that can't be copied exactly. After an error nothing stays
@@ -63,7 +68,12 @@ def open_store(
         # Layers of one width differ by their names alone.
         named = [str(group.layer_names) for group in config.groups]
         namespace = namespace_of(
-            vllm_config, settings, layouts, is_durable=disk is not None, beside=named
+            vllm_config,
+            settings,
+            layouts,
+            vllm_platform,
+            is_durable=disk is not None,
+            beside=named,
         )
         numbers = {group.group_id: number for number, group in enumerate(config.groups)}
         blocks = BlockStore(groups, lambda key: numbers[group_of(key)], arena, namespace, disk)

@@ -258,4 +258,6 @@ def _namespace_of(
         *(str(vllm_config.attention_config), str(current_platform.get_device_name())),
     ]
     layouts = [layout_of(row_bytes), *groups]
-    return namespace_of(vllm_config, settings, layouts, is_durable=True, beside=beside)
+    return namespace_of(
+        vllm_config, settings, layouts, current_platform, is_durable=True, beside=beside
+    )

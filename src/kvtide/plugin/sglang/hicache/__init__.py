@@ -8,7 +8,7 @@ backend    SGLang's calls: each ends before a deadline, and none raises
 moves      the pages of a call, several at a time, between SGLang's memory and the tiers
 pages      a host pool of SGLang's, page by page
 identity   which page may stand for which
-weights    which weights a page was computed with; hooks: SGLang's updates of them
+updates    how often the weights have changed; hooks: where SGLang changes them
 settings   what an operator sets; places: the tiers of a rank, by these settings
 """
 

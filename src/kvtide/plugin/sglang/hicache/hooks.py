@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtide.errors import UsageError
-from kvtide.plugin.sglang.hicache.weights import UPDATES
+from kvtide.plugin.sglang.hicache.updates import UPDATES
 
 Hook = Callable[..., Any]
 

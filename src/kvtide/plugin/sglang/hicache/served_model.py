@@ -7,14 +7,15 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from kvtide.layout import canonical_json
 from kvtide.plugin.ranks import Ranks
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.sglang.attachment import rank_count
-from kvtide.plugin.sglang.hicache.weights import UPDATES, Updates, WeightsUnknown, digest_of
+from kvtide.plugin.sglang.hicache.updates import UPDATES, Updates
 from kvtide.plugin.sglang.package import SGLANG
+from kvtide.plugin.weights import WeightsUnknown, digest_of, folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class ServedModel:
         if not weights:
             try:
                 begun = psutil.Process().create_time() + _BEFORE_LOADING_S
-                weights = digest_of(_checkpoints(reads), begun)
+                weights = digest_of(_checkpoints(reads), begun, by_samples=True)
             except WeightsUnknown as error:
                 weights = start
                 logger.warning(
@@ -91,26 +92,11 @@ def _checkpoints(reads: Reader) -> Iterator[Path]:
 
     SGLang names the KV of an adapter that was given at the start by the adapter's name and path.
     """
-    yield _folder_of(reads["model_path"], reads["revision"], reads["download_dir"])
+    yield folder_of(reads["model_path"], reads["revision"], reads["download_dir"])
     draft = reads["speculative_draft_model_path"]
     if draft:
-        yield _folder_of(draft, reads["speculative_draft_model_revision"], reads["download_dir"])
+        yield folder_of(draft, reads["speculative_draft_model_revision"], reads["download_dir"])
     for adapter in reads["lora_paths"] or ():
         path = Reader(adapter, READS)["lora_path"]
         if path:
-            yield _folder_of(path, None, None)
-
-
-def _folder_of(model: str, revision: str | None, cache: str | None) -> Path:
-    """The files of a model: its path, or its folder in the cache that SGLang filled."""
-    if Path(model).exists():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        found: Any = snapshot_download(
-            model, revision=revision, cache_dir=cache, local_files_only=True
-        )
-    except Exception as error:  # not a name, not in the cache, or of another hub
-        raise WeightsUnknown(f"{model} isn't a folder, and not in the hub's cache") from error
-    return Path(found)
+            yield folder_of(path, None, None)

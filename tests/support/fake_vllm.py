@@ -1,0 +1,71 @@
+"""vLLM's configuration, as kvtide reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class Fields:
+    """An object with the fields that it is given."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+class VllmConfig(Fields): ...
+
+
+class ModelConfig(Fields): ...
+
+
+class CacheConfig(Fields): ...
+
+
+class ParallelConfig(Fields): ...
+
+
+class LoadConfig(Fields): ...
+
+
+class CompilationConfig(Fields): ...
+
+
+def config_for(model: Path, **changed: Any) -> VllmConfig:
+    """vLLM's configuration for a model in a folder; `changed` are fields of any part."""
+    hf_config = {"layers": changed.pop("layers", 2), "_name_or_path": str(model)}
+    values = {
+        "model": str(model),
+        "hf_config": SimpleNamespace(to_json_string=lambda use_diff: json.dumps(hf_config)),
+        "dtype": torch.bfloat16,
+        "quantization": None,
+        "seed": 0,
+        "max_model_len": 4096,
+        "cache_dtype": "auto",
+        "kv_cache_dtype_skip_layers": [],
+        "prefix_caching_hash_algo": "sha256",
+        "kv_cache_layout": "LBHNC",
+        "rank": 0,
+        "world_size": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "data_parallel_index": 0,
+        "load_format": "auto",
+        "model_loader_extra_config": {},
+        "static_forward_context": {},
+        **changed,
+    }
+    parts = {
+        "model_config": ModelConfig(**values),
+        "cache_config": CacheConfig(**values),
+        "parallel_config": ParallelConfig(**values),
+        "load_config": LoadConfig(**values),
+        "compilation_config": CompilationConfig(**values),
+    }
+    return VllmConfig(**parts)
