@@ -9,6 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+HAS_FP8 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether vLLM keeps KV in fp8 on this CPU. Otherwise its tests have the model's dtype."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""KV of a LoRA adapter, in fp8: found by its weights, and not once nobody can tell these."""
+"""KV of a LoRA adapter: found by its weights, and not once nobody can tell these."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import PLAIN, folder_of
+from small_models import HAS_FP8, PLAIN, folder_of
 from vllm_engine import BLOCK_TOKENS, Engine, opened_with_kvtide
 from watched_moves import WatchedMoves
 
 PROMPT = Random(11).choices(range(3, 512), k=2 * BLOCK_TOKENS + 30)
 RANK, WIDTH = 8, 64
-# vLLM keeps fp8 only on CPUs that have AVX-512.
-HAS_FP8 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def write_adapter(folder: Path, seed: int) -> None:
@@ -47,15 +46,25 @@ def cached(engine: Engine, adapter: Any = None) -> int:
     return int(found.num_cached_tokens or 0)
 
 
+def announce(engine: Engine, adapter: Any) -> None:
+    """Gives the engine a request with an adapter, which vLLM reads when the request runs."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    given: Any = {"prompt_token_ids": PROMPT}
+    engine.llm.llm_engine.add_request("-1", given, params, lora_request=adapter)
+
+
+@pytest.mark.parametrize("dtype", ["fp8" if HAS_FP8 else "auto"])
 class TestAdapters:
-    def test_are_told_apart_by_their_weights(self, tmp_path: Path) -> None:
+    def test_are_told_apart_by_their_weights(self, dtype: str, tmp_path: Path) -> None:
         from vllm.lora.request import LoRARequest
 
-        for number, name in enumerate(("first", "second")):
+        for number, name in enumerate(("first", "second", "third")):
             write_adapter(tmp_path / name, number)
-        first, second = (
+        first, second, third = (
             LoRARequest(name, number, str(tmp_path / name))
-            for number, name in ((1, "first"), (2, "second"))
+            for number, name in ((1, "first"), (2, "second"), (3, "third"))
         )
         with opened_with_kvtide(
             folder_of(PLAIN, tmp_path),
@@ -65,7 +74,7 @@ class TestAdapters:
             enable_lora=True,
             max_lora_rank=RANK,
             max_loras=2,
-            kv_cache_dtype="fp8" if HAS_FP8 else "auto",
+            kv_cache_dtype=dtype,
         ) as engine:
             moves = WatchedMoves(engine.store)
             assert [0, 0, 0] == [cached(engine, adapter) for adapter in (first, second, None)]
@@ -77,3 +86,11 @@ class TestAdapters:
             write_adapter(tmp_path / "first", 7)
             assert [0, 0] == [cached(engine, first) for _ in range(2)]
             assert everything == cached(engine, second)
+
+            before = engine.counts["unsaved_blocks"]
+            announce(engine, third)
+            write_adapter(tmp_path / "third", 8)
+            engine.end_all()
+            assert 2 == engine.counts["unsaved_blocks"] - before
+            assert 0 == cached(engine, third)
+            engine.check_nothing_leaked()

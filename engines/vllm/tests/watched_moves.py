@@ -26,12 +26,12 @@ class WatchedMoves:
         self._save, self._load = store.save, store.load
         store.save, store.load = self.save, self.load
 
-    def save(self, job_id: int, groups: Any, reset_number: int) -> None:
+    def save(self, job_id: int, groups: Any, *rest: Any) -> None:
         """Keeps the bytes of the blocks that are saved."""
         for group, pairs in zip(self._store._groups, groups, strict=True):
             for key, block in pairs:
                 self._saved[key] = _bytes_of(group, block)
-        self._save(job_id, groups, reset_number)
+        self._save(job_id, groups, *rest)
 
     def load(self, job_id: int, groups: Any) -> None:
         """Overwrites the targets, lets the store load, and compares."""

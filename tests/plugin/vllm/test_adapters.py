@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,11 +43,7 @@ def test_files_that_changed_after_the_start_are_unknown(tmp_path: Path) -> None:
 
     adapters = Adapters(lambda: LATER)
     assert adapters.of_request(adapter).is_known
-    about = (tmp_path / "a" / "adapter_model.safetensors").stat()
-    adapter_in(tmp_path / "a", b"y")
-    os.utime(
-        tmp_path / "a" / "adapter_model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns)
-    )
+    change(tmp_path / "a")
     assert not adapters.of_request(adapter).is_known
     assert not adapters.of_request(adapter).is_known
 
@@ -80,3 +77,38 @@ def test_vllms_variable_is_read_as_vllm_does(
     """It lets weights change under running requests."""
     monkeypatch.setenv(CHANGES_ALLOWED, text)
     assert is_allowed == changes_are_allowed()
+
+
+def change(folder: Path) -> None:
+    """Writes other weights of the same size, and sets the file's time back."""
+    path = folder / "adapter_model.safetensors"
+    about = path.stat()
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def test_requests_become_unknown_with_the_files_that_vllm_has_yet_to_read(tmp_path: Path) -> None:
+    """vLLM reads an adapter when a request begins to run. Another adapter stays known."""
+    adapters = Adapters(lambda: LATER)
+    adapter = adapter_in(tmp_path / "a", b"x")
+    waiting = [adapters.of_request(adapter) for _ in range(2)]
+    other = adapters.of_request(adapter_in(tmp_path / "b", b"x", number=2))
+    adapters.look_again(adapter)
+    assert all(request.is_known for request in waiting)
+    change(tmp_path / "a")
+    adapters.look_again(adapter)
+
+    assert [False, False, True] == [request.is_known for request in (*waiting, other)]
+
+
+def test_a_worker_can_tell_that_files_changed_before_a_save_ended(tmp_path: Path) -> None:
+    """It gets what the files looked like with the save."""
+    request = Adapters(lambda: LATER).of_request(adapter_in(tmp_path / "a", b"x"))
+    assert request.files is not None
+    files = deepcopy(request.files)
+    assert files.are_unchanged()
+    change(tmp_path / "a")
+    assert not files.are_unchanged()
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    (tmp_path / "a").rmdir()
+    assert not files.are_unchanged()

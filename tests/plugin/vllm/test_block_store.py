@@ -245,6 +245,23 @@ class TestDisk:
         assert ({A}, {A}) == ({*before.fetched}, after.missing)
 
 
+class TestSavesThatAreNotValid:
+    """The files of an adapter may have changed before vLLM read them."""
+
+    def test_are_neither_kept_nor_written(self, tmp_path: Path) -> None:
+        tier = DiskTier(tmp_path, limit_bytes=1 << 20)
+        with opened(Caches(), tier) as store:
+            with held(store):
+                store.save(1, SAVED, is_valid=lambda: False)
+            went_well, report = moved(store, 1)
+
+        keys = {key for pairs in SAVED for key, _ in pairs}
+        assert (False, keys) == (went_well, report.lost)
+        assert len(keys) == report.counts["unsaved_blocks"]
+        assert (0, 0, {}) == (tier.stats.snapshots, store._arena.used_bytes, store._held)
+        tier.close()
+
+
 class TestReset:
     """vLLM resets its caches when weights have changed."""
 

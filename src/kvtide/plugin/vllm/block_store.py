@@ -69,6 +69,8 @@ class _Move:
 
     started: float
     is_load: bool
+    is_valid: Callable[[], bool] = lambda: True
+    """Whether what was saved may be kept, once it is here."""
     parts: list[_Part] = field(default_factory=list)
     has_failed: bool = False
     is_forgotten: bool = False
@@ -127,12 +129,19 @@ class BlockStore:
         for key in orders.fetch:
             self._begin_fetch(key)
 
-    def save(self, job_id: int, groups: Sequence[Pairs], reset_number: int = 0) -> None:
+    def save(
+        self,
+        job_id: int,
+        groups: Sequence[Pairs],
+        reset_number: int = 0,
+        is_valid: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Begins to copy blocks off the device; for each group its pairs.
 
-        A save that was ordered before the last reset moves nothing: `reset_number` tells.
+        A save that was ordered before the last reset moves nothing: `reset_number` tells. Nothing
+        is kept unless `is_valid` says so when the blocks are here.
         """
-        move = self._moves[job_id] = _Move(self._clock(), is_load=False)
+        move = self._moves[job_id] = _Move(self._clock(), is_load=False, is_valid=is_valid)
         if reset_number != self._reset_number:
             return
         for group, pairs in zip(self._groups, groups, strict=True):
@@ -258,7 +267,7 @@ class BlockStore:
                 logger.warning("kvtide: a move of blocks failed: %s", first_line(error))
                 self._note_failure(move, part)
                 continue
-            if move.is_forgotten:
+            if move.is_forgotten or not move.is_valid():
                 self._drop(move, part)
                 continue
             size_bytes += len(part.keys) * part.group.block_bytes
@@ -298,7 +307,7 @@ class BlockStore:
             self._report.lost.add(key)
 
     def _drop(self, move: _Move, part: _Part) -> None:
-        """Keeps no block of a save that failed, or that a reset forgot; nor of such a load."""
+        """Keeps no block of such a save: it failed, isn't valid, or a reset forgot it."""
         move.has_failed = True
         if move.is_load:
             return

@@ -218,6 +218,8 @@ class KvtideConnector(OffloadingConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens a request can load; None while it waits for a block."""
+        if request.lora_request is not None:
+            self._adapters.look_again(request.lora_request)
         if self._manager.must_wait(request.request_id):
             return None, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(

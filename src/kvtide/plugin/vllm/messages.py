@@ -77,7 +77,8 @@ COUNTS = {
     "loaded_blocks": "Blocks that kvtide loaded from host memory.",
     "fetched_blocks": "Blocks that came from a tier to host memory.",
     "written_blocks": "Blocks that were written to a tier.",
-    "unsaved_blocks": "Blocks that weren't saved: host memory was full, or the copy failed.",
+    "unsaved_blocks": "Blocks that weren't saved: host memory was full, the copy failed, or "
+    "nobody can tell their adapter's weights.",
     "unwritten_blocks": "Blocks that left host memory before a tier had them.",
     "failed_writes": "Blocks that no tier took.",
     "failed_loads": "Loads that failed. By vLLM's policy the request is computed again, or ends.",

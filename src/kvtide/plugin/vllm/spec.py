@@ -28,7 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.vllm.adapters import AdapterOf
+from kvtide.plugin.vllm.adapters import AdapterFiles, AdapterOf
 from kvtide.plugin.vllm.block_store import BlockStore, Pairs
 from kvtide.plugin.vllm.books import Asker, BlockBooks, BlockPlace
 from kvtide.plugin.vllm.messages import COUNTS, names_of
@@ -70,12 +70,20 @@ _RESULTS = {
 class KeySpec(LoadStoreSpec):
     """Blocks outside the device, by their keys, in the order of the blocks on the device.
 
-    `reset_number` is the last reset before the move was ordered.
+    `reset_number` is the last reset before the move was ordered, and `files` those of the adapter
+    with which the blocks are computed.
     """
 
-    def __init__(self, keys: Sequence[bytes], reset_number: int = 0) -> None:
+    def __init__(
+        self, keys: Sequence[bytes], reset_number: int = 0, files: AdapterFiles | None = None
+    ) -> None:
         self.keys = tuple(keys)
         self.reset_number = reset_number
+        self.files = files
+
+    def is_valid(self) -> bool:
+        """Whether the blocks that were saved are those of their keys."""
+        return self.files is None or self.files.are_unchanged()
 
 
 @final
@@ -127,13 +135,15 @@ class KvtideManager(OffloadingManager):
         """Makes room for as many blocks as there is room for, the first ones first."""
         adapter = req_context.get_state(AdapterOf)
         if adapter is not None and not adapter.is_known:
+            self.counts["unsaved_blocks"] += len(keys)
             return PrepareStoreOutput([], KeySpec([]), [])
         by_own = dict(zip(_keys_of(keys, req_context), keys, strict=True))
         saved = self.books.begin_save(list(by_own))
         without_room = sum(key not in self.books for key in by_own)
         if without_room:
             self.counts["unsaved_blocks"] += without_room
-        target = KeySpec(saved, self.books.reset_number)
+        files = None if adapter is None else adapter.files
+        target = KeySpec(saved, self.books.reset_number, files)
         return PrepareStoreOutput([by_own[key] for key in saved], target, [])
 
     def complete_store(
@@ -195,7 +205,8 @@ class KvtideWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeySpec) -> bool:
         """Begins to copy blocks off the device."""
-        self.store.save(job_id, _pairs(dst_spec, src_spec), dst_spec.reset_number)
+        pairs = _pairs(dst_spec, src_spec)
+        self.store.save(job_id, pairs, dst_spec.reset_number, dst_spec.is_valid)
         return True
 
     def submit_load(self, job_id: int, src_spec: KeySpec, dst_spec: GPULoadStoreSpec) -> bool:
