@@ -39,6 +39,7 @@ def test_a_chat_completion_is_a_conversation_with_settings() -> None:
         (USER,),
         is_chat=True,
         is_openai=True,
+        field="body.messages",
         tools=(tool,),
         settings={
             "max_new_tokens": 9,
@@ -59,6 +60,20 @@ def test_a_completion_is_raw_text() -> None:
     assert {"max_new_tokens": 5, "logprobs": 3} == prompt.settings
     assert prompt.messages == _text(prompt=["Once"]).messages
     assert not _chat().is_raw
+
+
+def test_a_completion_may_have_tokens_and_several_prompts() -> None:
+    """All have the same settings, and each has its own seeds, since it has its own place."""
+    assert (5, 6) == _text(prompt=[5, 6]).token_ids
+    assert _text(n=3) == _text(n=3, best_of=3)
+    body = {"prompt": ["a", "b"], "n": 2, "temperature": 1}
+    first, second = read_body(body, "x", "here", is_chat=False)
+    assert ["a", "b"] == [prompt.messages[0]["content"] for prompt in (first, second)]
+    assert ["prompt[0]", "prompt[1]"] == [first.field, second.field]
+    assert {"temperature": 1.0} == first.settings == second.settings
+    assert (0, 1, 2) == (first.place, second.place, second.sample_count)
+    first, second = read_body({"prompt": [[1, 2], [3]]}, "x", "here", is_chat=False)
+    assert ((1, 2), (3,)) == (first.token_ids, second.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +144,16 @@ def test_an_impossible_request_is_refused_by_name(body: dict[str, Any], complain
     ("body", "complaint"),
     [
         ({"prompt": None}, "'body.prompt' is null, not a string"),
-        ({"prompt": ["a", "b"]}, "'body.prompt' has 2 entries; write one prompt, as a string"),
-        ({"prompt": [1]}, "'body.prompt' is a number (1), not a string"),
+        ({"prompt": ["a", "b"]}, "'body.prompt' has 2 prompts; write a line for each"),
+        ({"prompt": ["a", 1]}, "'body.prompt[1]' is a number (1), not a string"),
+        ({"prompt": ["a"] * 2049}, "'body.prompt' has 2049 prompts; it must have at most 2048"),
+        ({"prompt": [1, -2]}, "'body.prompt[1]' is -2; it must be from 0"),
+        ({"prompt": [1, True]}, "'body.prompt[1]' is true or false, not a whole number"),
+        ({"prompt": [1.5]}, "'body.prompt[0]' is a number (1.5), not a whole number"),
+        ({"prompt": [[1], []]}, "'body.prompt[1]' is empty"),
+        ({"prompt": [[1], ["a"]]}, "'body.prompt[1][0]' is a string, not a whole number"),
         ({"prompt": []}, "'body.prompt' is empty"),
+        ({"best_of": 3, "n": 2}, "'body.best_of' is 3; kvtide can only do 2"),
         ({"echo": True}, "'body.echo' is true; kvtide can only do false"),
         ({"messages": [USER]}, 'body has an unknown key "messages"'),
     ],
@@ -186,7 +208,7 @@ def test_any_body_gives_a_prompt_or_a_usage_error(body: dict[str, Any], is_chat:
     except UsageError as error:
         assert str(error).startswith("f, line 1: ")  # noqa: PT017 - either outcome is right
     else:
-        assert prompt.messages
+        assert prompt.messages or prompt.token_ids
 
 
 @pytest.mark.parametrize(

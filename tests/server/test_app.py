@@ -55,6 +55,14 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": 0}),
     ("prompt", {"prompt": ""}),
     ("prompt", {"prompt": 5}),
+    ("prompt[1]", {"prompt": [5, 260]}),
+    ("prompt[1][0]", {"prompt": [[5], [260]]}),
+    ("prompt[2]", {"prompt": ["a", "b", ""]}),
+    ("prompt", {"prompt": ["a"] * 33, "n": 2}),
+    ("prompt", {"prompt": "a" * 600}),
+    ("echo", {"echo": True, "logprobs": 0}),
+    ("best_of", {"best_of": 2}),
+    ("suffix", {"suffix": "end"}),
     ("n", {"n": 0}),
     ("logprobs", {"logprobs": 21}),
     ("stream", {"stream": "yes"}),
@@ -75,6 +83,7 @@ def test_an_invalid_field_is_named() -> None:
             error = _error(await server.complete(**{"prompt": "Hi", **values}), 400)
             assert (field, "invalid_request_error") == (error["param"], error["type"]), error
             assert field.rpartition(".")[2] in error["message"]
+            assert 0 == server.service.live_count
 
     serve_and(test)
 
@@ -128,6 +137,70 @@ def test_several_answers_to_a_prompt() -> None:
             (choice,) = event["choices"]
             streamed[choice["index"]] += choice["text"]
         assert texts == streamed
+
+    serve_and(test)
+
+
+def test_several_prompts_are_answered_as_each_alone() -> None:
+    """Answers to a prompt stand side by side; a text and its tokens are the same prompt."""
+
+    async def test(server: Served) -> None:
+        texts = ("abcdef", "xyz")
+        prompts = [server.tokens(text) for text in texts]
+        body = {"n": 2, "max_tokens": 8, "seed": 3, "temperature": 1}
+        alone = [(await server.complete(prompt=prompt, **body)).json() for prompt in prompts]
+        expected = [choice["text"] for answer in alone for choice in answer["choices"]]
+        assert 4 == len(set(expected))
+        for given in (texts, prompts):
+            answer = (await server.complete(prompt=given, **body)).json()
+            assert [0, 1, 2, 3] == [choice["index"] for choice in answer["choices"]]
+            assert expected == [choice["text"] for choice in answer["choices"]]
+            assert (9, 32) == (
+                answer["usage"]["prompt_tokens"],
+                answer["usage"]["completion_tokens"],
+            )
+            streamed = ["", "", "", ""]
+            for event in _events(await server.complete(prompt=given, **body, stream=True)):
+                (choice,) = event["choices"]
+                streamed[choice["index"]] += choice["text"]
+            assert expected == streamed
+
+    serve_and(test)
+
+
+def test_cached_tokens_are_those_of_all_prompts() -> None:
+    """The prompts' tokens are counted alike."""
+
+    async def test(server: Served) -> None:
+        async def cached(*prompts: str) -> int:
+            answer = (await server.complete(prompt=prompts, max_tokens=1)).json()
+            found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        texts = ("ab" * 70, "cd" * 70)
+        assert 0 == await cached(*texts)
+        each = [await cached(text) for text in texts]
+        assert all(each)
+        assert sum(each) == await cached(*texts)
+
+    serve_and(test)
+
+
+def test_an_echo_begins_with_the_prompt() -> None:
+    """In a stream, too, and where the prompt came as tokens."""
+
+    async def test(server: Served) -> None:
+        body = {"prompt": ["abc", "xyz"], "max_tokens": 5, "temperature": 0}
+        plain = [choice["text"] for choice in (await server.complete(**body)).json()["choices"]]
+        expected = ["abc" + plain[0], "xyz" + plain[1]]
+        body |= {"echo": True, "prompt": [server.tokens("abc"), server.tokens("xyz")]}
+        answer = (await server.complete(**body)).json()
+        assert expected == [choice["text"] for choice in answer["choices"]]
+        streamed = ["", ""]
+        for event in _events(await server.complete(**body, stream=True)):
+            (choice,) = event["choices"]
+            streamed[choice["index"]] += choice["text"]
+        assert expected == streamed
 
     serve_and(test)
 

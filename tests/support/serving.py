@@ -44,6 +44,11 @@ class Served:
         """Calls /v1/completions."""
         return await self.client.post("/v1/completions", json=body)
 
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
+        ids: list[int] = tiny().tokenizer(text)["input_ids"]
+        return ids
+
     async def chat(self, text: str = "Hi", **body: Any) -> httpx.Response:
         """Calls /v1/chat/completions with a message of the user's."""
         messages = [{"role": "user", "content": text}]

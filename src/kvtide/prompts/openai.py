@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvtide.errors import shortened
 from kvtide.prompts.fields import (
     check_bool,
+    check_int,
     check_list,
     check_object,
     check_text,
@@ -23,7 +25,7 @@ from kvtide.prompts.fields import (
 )
 from kvtide.prompts.lines import message_of
 from kvtide.prompts.messages import check_messages, check_tools
-from kvtide.prompts.prompt import Message, Prompt
+from kvtide.prompts.prompt import Prompt
 from kvtide.prompts.settings import (
     COMMON,
     LOGPROBS,
@@ -33,6 +35,9 @@ from kvtide.prompts.settings import (
 )
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
+MOST_PROMPTS = 2048
+"""The most prompts of a completion's call."""
+_LARGEST_TOKEN = 2**31 - 1
 _CHAT_SETTINGS = {**COMMON, "max_completion_tokens": ("max_new_tokens", NEW_TOKENS)}
 _TEXT_SETTINGS = {**COMMON, "logprobs": ("logprobs", LOGPROBS)}
 _CHAT_KEYS = ("messages", "tools", "n", "logprobs", "top_logprobs", *_CHAT_SETTINGS)
@@ -95,7 +100,11 @@ def parse_batch_line(raw: bytes, *, where: str) -> Prompt:
         refuse(where, f"'url' is {quote(url)}; known are {CHAT_URL}, {TEXT_URL}")
     body = check_object(fields["body"], "body", where)
     prompt_id = check_text(fields["custom_id"], "custom_id", where)
-    return read_body(body, prompt_id, where, is_chat=url == CHAT_URL, prefix="body.")
+    prompts = read_body(body, prompt_id, where, is_chat=url == CHAT_URL, prefix="body.")
+    if len(prompts) > 1:
+        said = f"'body.prompt' has {len(prompts)} prompts; write a line for each"
+        refuse(where, said, "body.prompt")
+    return prompts[0]
 
 
 def read_body(
@@ -106,15 +115,16 @@ def read_body(
     is_chat: bool,
     prefix: str = "",
     obeyed: tuple[str, ...] = (),
-) -> Prompt:
-    """What the body of a call asks for, of `/v1/chat/completions` if `is_chat`.
+) -> tuple[Prompt, ...]:
+    """What the body of a call asks for, of `/v1/chat/completions` if `is_chat`: its prompts.
 
-    `prefix` stands before the names of fields in errors. The caller obeys the keys in `obeyed`
-    itself. Raises FieldError, whose message begins with `where`.
+    A completion may have several, and all have the same settings. `prefix` stands before the names
+    of fields in errors. The caller obeys the keys in `obeyed` itself. Raises FieldError, whose
+    message begins with `where`.
     """
     place = _Place(where, prefix)
     _check_keys(body, (*(_CHAT_KEYS if is_chat else _TEXT_KEYS), *obeyed), place)
-    return _chat(body, prompt_id, place) if is_chat else _completion(body, prompt_id, place)
+    return (_chat(body, prompt_id, place),) if is_chat else _completions(body, prompt_id, place)
 
 
 class _Place(NamedTuple):
@@ -133,16 +143,18 @@ class _Place(NamedTuple):
         return self.prefix.removesuffix(".") or "the body"
 
 
-def _completion(body: Mapping[str, Any], prompt_id: str, place: _Place) -> Prompt:
-    return Prompt(
+def _completions(body: Mapping[str, Any], prompt_id: str, place: _Place) -> tuple[Prompt, ...]:
+    prompt = Prompt(
         where=place.where,
         id=prompt_id,
-        messages=_text(body, place),
+        messages=(),
         is_chat=False,
         is_openai=True,
         settings=read_settings(body, _TEXT_SETTINGS, place.where, prefix=place.prefix),
         sample_count=read_sample_count(body, place.where, prefix=place.prefix),
     )
+    given = enumerate(_given_prompts(body, place))
+    return tuple(replace(prompt, place=number, **fields) for number, fields in given)
 
 
 def _chat(body: Mapping[str, Any], prompt_id: str, place: _Place) -> Prompt:
@@ -157,6 +169,7 @@ def _chat(body: Mapping[str, Any], prompt_id: str, place: _Place) -> Prompt:
         messages=check_messages(body["messages"], where, prefix=prefix),
         is_chat=True,
         is_openai=True,
+        field=place.name("messages"),
         tools=check_tools(tools, where, prefix=prefix) if tools else (),
         settings=settings | _chat_logprobs(body, place),
         sample_count=read_sample_count(body, where, prefix=prefix),
@@ -177,23 +190,31 @@ def _chat_logprobs(body: Mapping[str, object], place: _Place) -> dict[str, int |
     return {} if wanted is None else {"logprobs": None}
 
 
-def _text(body: Mapping[str, object], place: _Place) -> tuple[Message, ...]:
+def _given_prompts(body: Mapping[str, object], place: _Place) -> list[dict[str, Any]]:
+    """The fields of each prompt: a text or a list of tokens; there may be a list of such."""
     name, value = place.name("prompt"), body.get("prompt")
-    if isinstance(value, list):
-        prompts = check_list(value, name, place.where)
-        if len(prompts) > 1:
-            refuse(
-                place.where,
-                f"'{name}' has {len(prompts)} entries; write one prompt, as a string",
-                name,
-            )
-        value = prompts[0]
-    return message_of(check_text(value, name, place.where))
+    if not isinstance(value, list) or (value and isinstance(value[0], (int, float))):
+        return [_given_prompt(value, name, place.where)]
+    prompts = check_list(value, name, place.where)
+    if len(prompts) > MOST_PROMPTS:
+        said = f"'{name}' has {len(prompts)} prompts; it must have at most {MOST_PROMPTS}"
+        refuse(place.where, said, name)
+    return [_given_prompt(prompt, f"{name}[{n}]", place.where) for n, prompt in enumerate(prompts)]
+
+
+def _given_prompt(value: object, name: str, where: str) -> dict[str, Any]:
+    if not isinstance(value, list):
+        return {"field": name, "messages": message_of(check_text(value, name, where))}
+    for number, token in enumerate(check_list(value, name, where)):
+        if type(token) is not int or not 0 <= token <= _LARGEST_TOKEN:  # quick, for a long list
+            check_int(token, f"{name}[{number}]", where, least=0, largest=_LARGEST_TOKEN)
+    return {"field": name, "token_ids": tuple(value)}
 
 
 def _check_keys(body: Mapping[str, object], obeyed: tuple[str, ...], place: _Place) -> None:
     """Refuses what would change the answer and isn't obeyed. Null is as if absent."""
     known = (*obeyed, *_HARMLESS, *_NEUTRAL, *_REFUSED)
+    neutral_values = {**_NEUTRAL, "best_of": (body.get("n") or 1,)}  # the best n of n are all
     for key, value in body.items():
         name = place.name(key)
         if key not in known:
@@ -204,7 +225,7 @@ def _check_keys(body: Mapping[str, object], obeyed: tuple[str, ...], place: _Pla
         if key in _REFUSED:
             said = f"'{name}' asks for something that kvtide can't do; leave it out"
             refuse(place.where, said, name)
-        if value not in _NEUTRAL[key]:
+        if value not in neutral_values[key]:
             shown = shortened(json.dumps(value), 60)
-            neutral = " or ".join(json.dumps(other) for other in _NEUTRAL[key])
+            neutral = " or ".join(json.dumps(other) for other in neutral_values[key])
             refuse(place.where, f"'{name}' is {shown}; kvtide can only do {neutral}", name)

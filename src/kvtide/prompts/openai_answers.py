@@ -26,8 +26,11 @@ def chat_body(requests: Sequence[Request]) -> dict[str, Any]:
     return {"object": "chat.completion", "choices": choices, "usage": usage_of(requests)}
 
 
-def completion_body(requests: Sequence[Request]) -> dict[str, Any]:
-    """A completion of requests that have ended, but for its id, time and model."""
+def completion_body(requests: Sequence[Request], sample_count: int | None = None) -> dict[str, Any]:
+    """A completion of requests that have ended, but for its id, time and model.
+
+    `sample_count` is as in `usage_of`.
+    """
     choices = [
         {
             "index": index,
@@ -37,12 +40,16 @@ def completion_body(requests: Sequence[Request]) -> dict[str, Any]:
         }
         for index, request in enumerate(requests)
     ]
-    return {"object": "text_completion", "choices": choices, "usage": usage_of(requests)}
+    usage = usage_of(requests, sample_count)
+    return {"object": "text_completion", "choices": choices, "usage": usage}
 
 
-def usage_of(requests: Sequence[Request]) -> dict[str, int]:
-    """How many tokens a call took; the prompt counts once, however many answers it has."""
-    prompt_count = len(requests[0].prompt_ids)
+def usage_of(requests: Sequence[Request], sample_count: int | None = None) -> dict[str, int]:
+    """How many tokens a call took; a prompt counts once, however many answers it has.
+
+    Each prompt has `sample_count` answers, which stand side by side; None for one prompt.
+    """
+    prompt_count = sum(len(request.prompt_ids) for request in requests[::sample_count])
     new_count = sum(len(request.output_ids) for request in requests)
     return {
         "prompt_tokens": prompt_count,

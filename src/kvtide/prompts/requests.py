@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtide.errors import UsageError
-from kvtide.prompts import Prompt
+from kvtide.prompts import FieldError, Prompt
 
 if TYPE_CHECKING:
     from kvtide.serve.models import OpenModel
@@ -43,11 +43,13 @@ def make_requests(
 def encode_prompt(model: OpenModel, prompt: Prompt, *, special_tokens: bool = False) -> list[int]:
     """The prompt's token ids, in the model's chat template if it has one.
 
-    With `special_tokens` the text of a special token in a prompt is that token. Raises UsageError,
-    with the prompt's place, if the model can't take the prompt.
+    With `special_tokens` the text of a special token in a prompt is that token. Raises FieldError
+    if the model can't take the prompt.
     """
-    from kvtide.serve.chat import encode_chat, encode_text
+    from kvtide.serve.chat import ToolsError, encode_chat, encode_text
 
+    if prompt.token_ids:
+        return _known_tokens(model, prompt)
     has_template = model.tokenizer.chat_template is not None
     try:
         if prompt.is_chat and not has_template:
@@ -63,7 +65,20 @@ def encode_prompt(model: OpenModel, prompt: Prompt, *, special_tokens: bool = Fa
         if not ids:
             raise UsageError(f"the prompt has no tokens for the model {model.name}")
     except UsageError as error:
-        raise UsageError(f"{prompt.where}: {error}") from error
+        field = "tools" if isinstance(error, ToolsError) else prompt.field
+        raise FieldError(prompt.where, str(error), field) from error
+    return ids
+
+
+def _known_tokens(model: OpenModel, prompt: Prompt) -> list[int]:
+    """The prompt's tokens, which must be in the model's vocabulary."""
+    count = model.model.config.get_text_config(decoder=True).vocab_size
+    ids = list(prompt.token_ids)
+    if max(ids) >= count:
+        place = next(n for n, token in enumerate(ids) if token >= count)
+        name = f"{prompt.field}[{place}]"
+        said = f"'{name}' is {ids[place]}; the tokens of {model.name} are 0 to {count - 1}"
+        raise FieldError(prompt.where, said, name)
     return ids
 
 

@@ -18,6 +18,10 @@ _MARKS = ("\U000f0000", "\U000f0001")
 """transformers puts them around the text that stays text, and drops them from a prompt."""
 
 
+class ToolsError(UsageError):
+    """What keeps a model from being told of the tools that a prompt has."""
+
+
 def encode_text(model: OpenModel, text: str, *, special_tokens: bool) -> list[int]:
     """The tokens of a text, and those that the tokenizer puts around every text.
 
@@ -44,11 +48,13 @@ def encode_chat(
 
     With `special_tokens` the text of a special token in it is that token. Raises UsageError if the
     template refuses the conversation, or if it leaves out the tools or the calls of tools; and if
-    the tokenizer makes a special token of text all the same.
+    the tokenizer makes a special token of text all the same. It is a ToolsError where the tools are
+    what can't be taken.
     """
     tokenizer = model.tokenizer
     if not special_tokens:
-        _refuse_inseparable(model, [messages, tools])
+        _refuse_inseparable(model, messages, UsageError)
+        _refuse_inseparable(model, tools, ToolsError)
     # A template is a program and may raise any error.
     try:
         conversation = _with_known_roles(tokenizer, messages, tools)
@@ -65,7 +71,8 @@ def encode_chat(
     except Exception as error:
         if not special_tokens and _can_render(model, messages, tools):
             raise _made_of_text(model) from error
-        raise UsageError(
+        kind = ToolsError if tools and _can_render(model, messages, ()) else UsageError
+        raise kind(
             f"the chat template of {model.name} refuses this: {short_reason(error)}"
         ) from error
     return ids
@@ -106,7 +113,8 @@ def _refuse_unseen(
         except Exception:  # the template needs what was left out, so it reads it
             continue
         if not is_seen:
-            raise UsageError(
+            kind = ToolsError if name == "tools" else UsageError
+            raise kind(
                 f"the chat template of {model.name} leaves {name!r} out, so the model wouldn't "
                 "see them; choose a model that is made for tools"
             )
@@ -148,8 +156,8 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {number: token.content for number, token in decoder.items() if token.special}
 
 
-def _refuse_inseparable(model: OpenModel, value: object) -> None:
-    """Raises UsageError for text that transformers wouldn't keep as it is: see `_MARKS`.
+def _refuse_inseparable(model: OpenModel, value: object, kind: type[UsageError]) -> None:
+    """Raises an error of the kind for text that transformers wouldn't keep as it is: see `_MARKS`.
 
     It leaves the names in objects alone, too, such as those of a tool's parameters.
     """
@@ -157,13 +165,13 @@ def _refuse_inseparable(model: OpenModel, value: object) -> None:
     for text, is_name in _strings(value):
         for mark in _MARKS:
             if mark in text:
-                raise UsageError(
+                raise kind(
                     f"the character U+{ord(mark):X} is in the prompt, and it is needed to keep "
                     "special tokens apart; remove it, or give them up with --special-tokens"
                 )
         found = next((word for word in special if word in text), None) if is_name else None
         if found is not None:
-            raise UsageError(
+            raise kind(
                 f"a name in the prompt has the text of the special token {found!r}; "
                 "change it, or allow it with --special-tokens"
             )

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from kvtide.server.answers import Reply, sse_event
 from kvtide.server.calls import Call
 from kvtide.server.errors import ApiError, json_response
-from kvtide.server.intake import Asked
+from kvtide.server.intake import Asked, prompt_field
 from kvtide.server.service import Service
 
 _STATUS = {"refused": 400, "failed": 500, "ended": 503}
@@ -51,7 +51,7 @@ class AnswerResponse(Response):
                 await call.change()  # the engine took the requests, or refused them
                 send_answer = self._send_stream if self._asked.is_stream else self._send_whole
                 if call.failure is not None:
-                    await _error_of(call).response()(scope, receive, send)
+                    await self._error_of(call).response()(scope, receive, send)
                 else:
                     await send_answer(call, scope, receive, send)
 
@@ -59,7 +59,7 @@ class AnswerResponse(Response):
         while not (call.has_ended or call.is_gone):
             await call.change()
         if call.failure is not None:
-            response = _error_of(call).response()
+            response = self._error_of(call).response()
         else:
             response = json_response(self._reply.whole(call.resumed_tokens))
         if not call.is_gone:
@@ -73,7 +73,7 @@ class AnswerResponse(Response):
             progress = call.progress
             has_ended = all(step.has_ended for step in progress)
             if call.failure is not None:
-                has_ended, events = True, [sse_event(_error_of(call).body)]
+                has_ended, events = True, [sse_event(self._error_of(call).body)]
             else:
                 events = [*self._reply.chunks(progress)]
                 events += self._reply.last_chunks(call.resumed_tokens) if has_ended else ()
@@ -85,16 +85,16 @@ class AnswerResponse(Response):
             await call.change()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-
-def _error_of(call: Call) -> ApiError:
-    failure = call.failure
-    assert failure is not None, "only for calls that failed"
-    return ApiError(
-        _STATUS[failure.kind],
-        failure.message,
-        code=f"request_{failure.kind}",
-        retry_after_s=5 if failure.kind == "ended" else None,
-    )
+    def _error_of(self, call: Call) -> ApiError:
+        failure = call.failure
+        assert failure is not None, "only for calls that failed"
+        return ApiError(
+            _STATUS[failure.kind],
+            failure.message,
+            code=f"request_{failure.kind}",
+            param=prompt_field(is_chat=self._asked.is_chat) if failure.kind == "refused" else None,
+            retry_after_s=5 if failure.kind == "ended" else None,
+        )
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ class Reply:
 
     def __init__(self, asked: Asked, model: str) -> None:
         """`model` is the name of the model that answers."""
-        is_chat = asked.prompt.is_chat
+        is_chat = asked.is_chat
         self._asked = asked
         self._head = {
             "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
@@ -42,10 +42,15 @@ class Reply:
 
     def whole(self, resumed_tokens: int) -> dict[str, Any]:
         """The answer when all requests have ended. `resumed_tokens` are as in Call."""
-        make_body = chat_body if self._asked.prompt.is_chat else completion_body
-        body = make_body(self._asked.requests)
-        for choice in body["choices"] if self._asked.reads_calls else ():
-            _set_calls(choice)
+        asked = self._asked
+        if asked.is_chat:
+            body = chat_body(asked.requests)
+            for choice in body["choices"] if asked.reads_calls else ():
+                _set_calls(choice)
+        else:
+            body = completion_body(asked.requests, asked.sample_count)
+            for choice, begin in zip(body["choices"], asked.begins, strict=True):
+                choice["text"] = begin + choice["text"]
         return {**self._head, **body, "usage": self._usage(resumed_tokens)}
 
     def chunks(self, progress: Sequence[Progressed]) -> Iterator[bytes]:
@@ -61,7 +66,7 @@ class Reply:
         yield DONE
 
     def _event(self, choices: Sequence[dict[str, Any]], usage: Any = None) -> bytes:
-        kind = "chat.completion.chunk" if self._asked.prompt.is_chat else "text_completion"
+        kind = "chat.completion.chunk" if self._asked.is_chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices}
         if self._asked.wants_usage:
             body["usage"] = usage
@@ -69,9 +74,11 @@ class Reply:
 
     def _usage(self, resumed_tokens: int) -> dict[str, Any]:
         requests = self._asked.requests
+        firsts = requests[:: self._asked.sample_count]
+        cached = sum(request.cached_tokens for request in firsts)
         return {
-            **usage_of(requests),
-            "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens},
+            **usage_of(requests, self._asked.sample_count),
+            "prompt_tokens_details": {"cached_tokens": cached},
             "kvtide": {
                 "retractions": sum(request.retractions for request in requests),
                 "resumed_tokens": resumed_tokens,
@@ -86,7 +93,8 @@ class _StreamedChoice:
     def __init__(self, request: Request, index: int, asked: Asked) -> None:
         self._request = request
         self._index = index
-        self._is_chat = asked.prompt.is_chat
+        self._begin = asked.begins[index]
+        self._is_chat = asked.is_chat
         self._reads_calls = asked.reads_calls
         self._calls: list[dict[str, Any]] = []
         self._stops = [word for word in request.params.stop if word]
@@ -127,6 +135,7 @@ class _StreamedChoice:
         if not now.has_ended:
             self._visible_characters = visible_length(text, self._stops, self._visible_characters)
             text = text[: self._visible_characters]
+        text = self._begin + text
         first_call = len(calls)
         if self._reads_calls:
             called = read_calls(text, has_ended=now.has_ended)

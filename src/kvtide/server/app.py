@@ -75,7 +75,9 @@ async def _answer(service: Service, request: Request, *, is_chat: bool) -> Respo
     with service.arriving():  # before any work is done for it
         raw = await read_body_of(request, service.limits)
         salt: bytes = request.state.tenant.salt
-        asked = await service.intake.read(raw, is_chat=is_chat, salt=salt)
+        asked = await service.intake.read(
+            raw, is_chat=is_chat, salt=salt, most=service.limits.max_live
+        )
     service.check_room(len(asked.requests))
     return AnswerResponse(service, asked)
 

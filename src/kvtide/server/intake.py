@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, final
 
 from kvtide.errors import UsageError, shortened
@@ -33,8 +33,13 @@ _OWN_KEYS = ("model", "stream", "stream_options")
 class Asked:
     """What a call asks for."""
 
-    prompt: Prompt
+    is_chat: bool
     requests: Sequence[Request]
+    """The requests for the first prompt, then those for the next, and so on."""
+    sample_count: int
+    """How many requests each prompt has."""
+    begins: Sequence[str]
+    """The text that a client is told before what each request gives."""
     is_stream: bool
     wants_usage: bool
     """Whether a stream ends with the usage."""
@@ -74,13 +79,14 @@ class Intake:
                 param="model",
             )
 
-    async def read(self, raw: bytes, *, is_chat: bool, salt: bytes) -> Asked:
+    async def read(self, raw: bytes, *, is_chat: bool, salt: bytes, most: int) -> Asked:
         """What a call with the body `raw` asks for. `salt` is the secret of its tenant.
 
-        Raises ApiError for an invalid body and a prompt that can't be answered.
+        Raises ApiError for an invalid body, a prompt that can't be answered, and for more than
+        `most` answers.
         """
         running = asyncio.get_running_loop()
-        return await running.run_in_executor(self._thread, self._read, raw, is_chat, salt)
+        return await running.run_in_executor(self._thread, self._read, raw, is_chat, salt, most)
 
     @contextmanager
     def identified(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -104,26 +110,44 @@ class Intake:
         """Ends the thread, after what it does now."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _read(self, raw: bytes, is_chat: bool, salt: bytes) -> Asked:
+    def _read(self, raw: bytes, is_chat: bool, salt: bytes, most: int) -> Asked:
         try:
             body = parse_object(raw, WHERE)
             if is_chat and body.get("tool_choice") == "none":  # so the model isn't told of them
                 body = {key: body[key] for key in body if key not in ("tools", "tool_choice")}
             if body.get("model") is not None:
                 self.check_name(check_text(body["model"], "model", WHERE))
-            prompt = read_body(body, "", WHERE, is_chat=is_chat, obeyed=_OWN_KEYS)
+            obeyed = _OWN_KEYS if is_chat else (*_OWN_KEYS, "echo")
+            prompts = read_body(body, "", WHERE, is_chat=is_chat, obeyed=obeyed)
+            _check_count(prompts, most)
             is_stream, wants_usage = _read_stream(body)
-            requests = self._requests(prompt, salt)
+            is_echo = _read_echo(body, prompts[0])
+            requests = [self._requests(prompt, salt) for prompt in prompts]
         except FieldError as error:
             goes_on = error.what.startswith(("has ", "is ", "lacks "))
             message = f"{WHERE} {error.what}" if goes_on else error.what
             raise ApiError(400, message, param=error.field) from error
         except UsageError as error:
             message = str(error).removeprefix(f"{WHERE}: ")
-            raise ApiError(400, message, param="messages" if is_chat else "prompt") from error
+            raise ApiError(400, message, param=prompt_field(is_chat=is_chat)) from error
         template = str(self._source.tokenizer.chat_template)
-        reads_calls = bool(prompt.tools) and tools.are_known(template)
-        return Asked(prompt, requests, is_stream, wants_usage, reads_calls)
+        texts = [self._text_of(prompt) if is_echo else "" for prompt in prompts]
+        return Asked(
+            is_chat=is_chat,
+            requests=list(chain.from_iterable(requests)),
+            sample_count=len(requests[0]),
+            begins=[text for text in texts for _ in requests[0]],
+            is_stream=is_stream,
+            wants_usage=wants_usage,
+            reads_calls=bool(prompts[0].tools) and tools.are_known(template),
+        )
+
+    def _text_of(self, prompt: Prompt) -> str:
+        """What a completion's prompt says."""
+        if not prompt.token_ids:
+            return str(prompt.messages[0]["content"])
+        text = self._source.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=True)
+        return str(text)
 
     def _requests(self, prompt: Prompt, salt: bytes) -> list[Request]:
         params = SamplingParams(max_new_tokens=COMPLETION_TOKENS, temperature=1.0)
@@ -139,6 +163,37 @@ class Intake:
             request.salt = salt
             request.key = _key_of(request, prompt)
         return requests
+
+
+def prompt_field(*, is_chat: bool) -> str:
+    """The field that a call's prompt is in."""
+    return "messages" if is_chat else "prompt"
+
+
+def _check_count(prompts: Sequence[Prompt], most: int) -> None:
+    """Raises FieldError if these prompts want more answers than `most`, whenever they come."""
+    each = prompts[0].sample_count or 1
+    count = len(prompts) * each
+    if count > most:
+        said = f"n is {each}" if len(prompts) == 1 else f"{len(prompts)} prompts, n is {each}"
+        refuse(
+            WHERE,
+            f"{said}: this server takes {most} answers at once from a key; ask for fewer",
+            "n" if len(prompts) == 1 else "prompt",
+        )
+
+
+def _read_echo(body: Mapping[str, Any], prompt: Prompt) -> bool:
+    """Whether a completion's text begins with its prompt."""
+    is_echo = body.get("echo") is not None and check_bool(body["echo"], "echo", WHERE)
+    if is_echo and prompt.settings.get("logprobs") is not None:
+        refuse(
+            WHERE,
+            "has 'echo' with 'logprobs', and kvtide has no log-probabilities of prompts; "
+            "leave one out",
+            "echo",
+        )
+    return is_echo
 
 
 def _read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -58,18 +58,11 @@ class Service:
             self.arriving_count -= 1
 
     def check_room(self, count: int) -> None:
-        """Raises ApiError if `count` more answers are too many now, or at any time."""
+        """Raises ApiError if `count` more answers are too many now."""
         if self.ending is not None:
             raise ApiError(503, self.ending, code="server_ending", retry_after_s=5)
         if not self.loop.is_alive:
             raise ApiError(503, ENDED, code="server_ending", retry_after_s=5)
-        if count > self.limits.max_live:
-            raise ApiError(
-                400,
-                f"n is {count}, and this server takes {self.limits.max_live} answers at once "
-                "(--max-running and --max-waiting); ask for fewer",
-                param="n",
-            )
         if self.live_count + count > self.limits.max_live:
             raise ApiError(
                 429,
