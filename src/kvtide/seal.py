@@ -45,7 +45,7 @@ class Span(NamedTuple):
             raise SnapshotDamaged(
                 f"chunk {self.chunk}: {len(part)} bytes from byte {self.first} on with checksum "
                 f"{found:016x}, sealed as {self.stop - self.first} with {self.checksum:016x}; "
-                "nothing of the snapshot was used, so recompute this request"
+                "use nothing of the snapshot, and recompute this request"
             )
 
 

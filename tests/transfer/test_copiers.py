@@ -93,6 +93,30 @@ def test_each_chunk_has_its_own_units(how: str, step: int, offset: int, block_of
     assert all(map(torch.equal, [given.view(-1) for given in wanted], buffers))
 
 
+@pytest.mark.parametrize("distances", [(640, 640), (640, 656)], ids=["even", "uneven"])
+def test_a_unit_of_each_buffer_moves_by_one_call(how: str, distances: tuple[int, int]) -> None:
+    """An engine's layers most often lie evenly in one allocation, with other bytes between them."""
+    whole = torch.randint(1, 256, (2000,), dtype=torch.uint8)
+    before, places = whole.clone(), [16, 16 + distances[0], 16 + sum(distances)]
+    buffers = [whole[place : place + 320] for place in places]
+    blocks = in_steps(64, 2, 0, 0)
+    copier = copier_of(how, buffers, [[7], [19]], blocks, 8)
+    is_one_view = isinstance(copier._buffers, np.ndarray)
+    assert is_one_view == (how == "by numpy" and distances[0] == distances[1])
+    for number, unit in enumerate((7, 19)):
+        for call in (range(2), range(2, 3)):
+            copier.gather(number, call, None, None)
+        firsts = [place + 16 * unit for place in places]
+        gathered = torch.cat([before[first : first + 16] for first in firsts])
+        place = slice(64 * number + 8, 64 * number + 56)
+        assert torch.equal(gathered, blocks[0].slab[place])
+        for first in firsts:
+            whole[first : first + 16] = 0
+        copier.scatter(number, range(1), None, None)
+        copier.scatter(number, range(1, 3), None, None)
+    assert torch.equal(before, whole)
+
+
 def test_staging_is_laid_out_like_a_block(how: str) -> None:
     """The block isn't changed."""
     buffers = three_buffers()

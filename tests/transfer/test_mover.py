@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.device import AcceleratorDevice, Block, CPUDevice
-from kvtide.errors import SnapshotDamaged
+from kvtide.errors import SlotsLost, SnapshotDamaged
 from kvtide.form import chunk_sizes, sections_of
 from kvtide.layout import GQA, Geometry, Ids
 from kvtide.layout.gqa import K_ONLY
@@ -414,6 +414,47 @@ def test_damage_anywhere_writes_nothing(lanes: int, damaged: int) -> None:
     with pytest.raises(SnapshotDamaged, match=f"chunk {damaged}:"):
         job.wait()
     assert same_image(before, image_of(case.pool))
+    device.close()
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [[512, 1024, 1536, 2048], [2048], [700, 701, 1500, 2048], [2049]],
+    ids=["a span for each layer", "one for all", "across layers", "behind the last byte"],
+)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_spans_that_are_checked_as_they_are_copied_find_all_damage(
+    monkeypatch: pytest.MonkeyPatch, stops: list[int], lanes: int
+) -> None:
+    """Each byte is checked, however the spans lie beside the lanes' tasks: here one for a layer."""
+    monkeypatch.setattr("kvtide.transfer.plan._LONG_CALL_BYTES", 1)
+    monkeypatch.setattr("kvtide.form.SPAN_BYTES", 1)
+    geometry = K_ONLY.bind(dtype="uint8", layer=4, token=1, head=1, head_dim=512)
+    device = CPUDevice(lanes=lanes)
+    device.chunk_bytes = 1
+    case = make_pool("adopted", geometry, device, 8)
+    mover, blocks, rows = Mover(case.pool), make_blocks(2, 2049, 0), [np.array([5, 2])]
+    fill(case, 3)
+    mover.gather(rows, blocks, chunk_bytes=2048).wait()
+    wanted = image_of(case.pool)
+    spans = [
+        span._replace(chunk=chunk)
+        for chunk, block in enumerate(blocks)
+        for span in spans_at(bytes(block.bytes_view(2049)), stops)
+    ]
+
+    def load() -> None:
+        mover.scatter(blocks, rows, chunk_bytes=2048, spans=spans, all_or_nothing=False).wait()
+
+    for chunk, byte in ((0, 0), (0, 2047), (1, 511), (1, 700), (1, 1536)):
+        blocks[chunk].bytes_view(2048)[byte] ^= 1
+        with pytest.raises(SlotsLost, match=f"chunk {chunk}:"):
+            load()
+        blocks[chunk].bytes_view(2048)[byte] ^= 1
+    fill(case, 4)
+    expected = with_rows(image_of(case.pool), rows[0], wanted, rows[0])
+    load()
+    assert same_image(expected, image_of(case.pool))
     device.close()
 
 

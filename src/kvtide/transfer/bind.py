@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
 
 from kvtide.device import Block
 from kvtide.transfer.plan import BufferPlan
@@ -78,6 +81,20 @@ def view_of(
         return units.view(element)
     array = units.numpy()
     return array if element == "uint8" else array.view(element)[:, 0]
+
+
+def joined(views: list[NDArray[Any]]) -> Sequence[NDArray[Any]] | NDArray[Any]:
+    """One view [buffer, unit, …] of views that follow each other evenly in memory, else the list.
+
+    An engine often makes all layers in a single allocation.
+    """
+    first = views[0]
+    addresses = [view.__array_interface__["data"][0] for view in views]
+    steps = {after - before for before, after in pairwise(addresses)}
+    forms = {(view.shape, view.strides) for view in views}
+    if len(steps) != 1 or len(forms) != 1:
+        return views
+    return as_strided(first, (len(views), *first.shape), (steps.pop(), *first.strides))
 
 
 def suits_numpy(buffer: torch.Tensor) -> bool:

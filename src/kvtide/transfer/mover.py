@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
+from itertools import chain
 from operator import or_
 from typing import Any, final
 
@@ -17,6 +19,7 @@ from kvtide.pool import Pool
 from kvtide.seal import Span
 from kvtide.transfer.bind import (
     bits_of,
+    joined,
     memories_of,
     numpy_element,
     step_of,
@@ -57,7 +60,7 @@ class Mover:
         self._pool = pool
         self._in_memory = [suits_numpy(buffer) for buffer in pool.buffers]
         self._bits = [bits_of(buffer) for buffer in pool.buffers]
-        self._views: dict[tuple[object, ...], list[Any]] = {}
+        self._views: dict[tuple[object, ...], Any] = {}
         self._sections: dict[int, list[tuple[Section, list[BufferSet]]]] = {}
 
     def sections(self, chunk_bytes: int) -> list[Section]:
@@ -110,6 +113,7 @@ class Mover:
         *,
         chunk_bytes: int,
         spans: Sequence[Span],
+        all_or_nothing: bool = True,
         at_once: bool = False,
         owner: object = None,
     ) -> Job[list[list[Span]]]:
@@ -119,10 +123,15 @@ class Mover:
         and SlotsLost if the device fails while it writes. Bytes in no span aren't checked: see
         `Seal.check_coverage`. The blocks and the rows belong to the job until it has ended.
         `at_once`: see Device.submit; `owner`: see `gather`.
+
+        Without `all_or_nothing` a span is checked right after its copy, while it is in the cache,
+        so that the blocks are read from memory once, not twice. A bad span raises SlotsLost, too.
+        That is only for rows that nobody reads unless the job has ended well.
         """
         writing: list[bool] = []
         phases = partial(
-            self._scatter_phases, blocks, rows, chunk_bytes, spans, writing.append, owner
+            self._scatter_phases,
+            *(blocks, rows, chunk_bytes, spans, all_or_nothing, writing.append, owner),
         )
         return _WritingJob(self._submit(phases, rows, blocks, chunk_bytes, at_once), writing)
 
@@ -132,18 +141,24 @@ class Mover:
         rows: Sequence[Ids],
         chunk_bytes: int,
         spans: Sequence[Span],
+        all_or_nothing: bool,
         note_writing: Callable[[bool], None],
         owner: object,
     ) -> _Phases:
         _ = owner  # the job holds it with these arguments
         memories = memories_of(blocks)
-        if spans:
-            firsts = range(0, len(spans), _STEP_SPANS)
-            parts = (spans[first : first + _STEP_SPANS] for first in firsts)
-            yield [Step(partial(_check, part, memories)) for part in parts]
+        if spans and all_or_nothing:
+            yield _checks(spans, memories)
+        unchecked: list[deque[Span]] = [deque() for _ in blocks]
+        for span in () if all_or_nothing else spans:
+            unchecked[span.chunk].append(span)
         for tasks in self._tasks(rows, blocks, memories, chunk_bytes):
+            for task in tasks:
+                task.take_from(unchecked)
             note_writing(True)
-            yield [Step(_nothing, task.scatter) for task in tasks]
+            yield [Step(task.check, task.scatter_checking) for task in tasks]
+        if left := list(chain.from_iterable(unchecked)):
+            yield _checks(left, memories)
 
     def _tasks(
         self,
@@ -200,17 +215,18 @@ class Mover:
         units = device.upload(torch.from_numpy(plan.units))
         return DeviceCopier(views, units, blocks, plan.block_offset)
 
-    def _views_of(self, plan: BufferPlan, element: str | torch.dtype) -> list[Any]:
+    def _views_of(self, plan: BufferPlan, element: str | torch.dtype) -> Any:
         """The buffers of a plan as units of `element`, mostly from the cache."""
         numbers = plan.buffer_set.numbers
         key = (numbers, plan.skip_bytes, plan.unit_bytes, element)
         if key not in self._views:
             if sum(map(len, self._views.values())) + len(numbers) > _MOST_VIEWS:
                 self._views.clear()
-            self._views[key] = [
+            views = [
                 view_of(self._pool.buffers[number], plan.skip_bytes, plan.unit_bytes, element)
                 for number in numbers
             ]
+            self._views[key] = views if isinstance(element, torch.dtype) else joined(views)
         return self._views[key]
 
     def _submit(
@@ -267,6 +283,11 @@ class _WritingJob:
                 "the old bytes nor the new; release them, and restore the snapshot elsewhere or "
                 "recompute this request"
             ) from error
+
+
+def _checks(spans: Sequence[Span], memories: Sequence[memoryview]) -> list[Step[list[Span]]]:
+    parts = (spans[first : first + _STEP_SPANS] for first in range(0, len(spans), _STEP_SPANS))
+    return [Step(partial(_check, part, memories)) for part in parts]
 
 
 def _check(spans: Sequence[Span], memories: Sequence[memoryview]) -> list[Span]:

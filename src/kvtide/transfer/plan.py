@@ -21,7 +21,7 @@ _PLANNED_ROWS = 1 << 20
 # For a call of this size it hardly matters if a lane has to wait for the interpreter's lock.
 _LONG_CALL_BYTES = 128 << 10
 # Buffers with few units share a call of up to this size, which is also hashed at once.
-_JOINED_BYTES = 256 << 10
+_JOINED_BYTES = 512 << 10
 
 
 class BufferSet(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -27,14 +28,15 @@ class HostCopier:
 
     def __init__(
         self,
-        buffers: list[NDArray[Any]],
+        buffers: Sequence[NDArray[Any]] | NDArray[Any],
         units: Ids,
         memories: Sequence[memoryview],
         step: int | None,
         block_offset: int,
     ) -> None:
-        """`buffers` are views as units, [unit] or [unit, byte]. `units` has the units of each
-        chunk, int64 [chunk, unit]; in its memory they begin at byte `block_offset`."""
+        """`buffers` are views as units, [unit] or [unit, byte], or one view of them all. `units`
+        has the units of each chunk, int64 [chunk, unit]; in its memory they begin at byte
+        `block_offset`."""
         self._buffers = buffers
         self._units = units
         self._block_offset = block_offset
@@ -59,6 +61,9 @@ class HostCopier:
         It copies all units of these buffers, or the units in `only`.
         """
         units, place = self._ends(number, only, staging)
+        if (single := self._single(units, buffers)) is not None:
+            place[buffers.start : buffers.stop] = single
+            return
         for buffer in buffers:
             # The units are valid, so "clip" clips none. For "raise" numpy would copy twice.
             self._buffers[buffer].take(units, 0, place[buffer], "clip")
@@ -68,8 +73,21 @@ class HostCopier:
     ) -> None:
         """Copies the same units back."""
         units, place = self._ends(number, only, staging)
+        if (single := self._single(units, buffers)) is not None:
+            single[:] = place[buffers.start : buffers.stop]
+            return
         for buffer in buffers:
             self._buffers[buffer][units] = place[buffer]
+
+    def _single(self, units: Ids, buffers: range) -> NDArray[Any] | None:
+        """The same unit of some buffers, as a view [buffer, 1, …]; None if it isn't one view.
+
+        So a block of an engine, a unit of each layer, moves by a call for many layers.
+        """
+        if units.size != 1 or not isinstance(self._buffers, np.ndarray):
+            return None
+        unit = int(units[0])
+        return self._buffers[buffers.start : buffers.stop, unit : unit + 1]
 
     def _ends(
         self, number: int, only: slice | None, staging: torch.Tensor | None
@@ -159,6 +177,7 @@ class Task:
         self._first = self._spans[0][0]
         self._stop = self._spans[-1][1]
         self._sealed: list[Span] = []
+        self._unchecked: deque[Span] = deque()
 
     def gather(self, staging: torch.Tensor | None) -> None:
         """Copies units to the block, through `staging` if that isn't None."""
@@ -190,6 +209,28 @@ class Task:
             staging[self._first : self._stop].copy_(source, non_blocking=True)
         for plan, buffers, only, _ in self._calls:
             self._copiers[plan].scatter(self._number, buffers, only, staging)
+
+    def take_from(self, unchecked: Sequence[deque[Span]]) -> None:
+        """Takes over to check the spans whose last bytes it copies, of those left of its chunk."""
+        spans = unchecked[self._chunk]
+        while spans and spans[0].stop <= self._stop:
+            self._unchecked.append(spans.popleft())
+
+    def scatter_checking(self, staging: torch.Tensor | None) -> None:
+        """Copies like `scatter`. Without staging it also checks the spans, right after the copy."""
+        if staging is not None:
+            self.scatter(staging)
+            return
+        for plan, buffers, only, copied in self._calls:
+            self._copiers[plan].scatter(self._number, buffers, only, None)
+            while self._unchecked and self._unchecked[0].stop <= copied:
+                self._unchecked.popleft().check(self._memory)
+
+    def check(self) -> list[Span]:
+        """Checks what is left of the spans that it took over. Raises SnapshotDamaged."""
+        while self._unchecked:
+            self._unchecked.popleft().check(self._memory)
+        return []
 
     def seal(self) -> list[Span]:
         """The task's spans, with their checksums. Call it once their bytes are in the block."""

@@ -119,3 +119,25 @@ def fetch(store: BlockStore, keys: list[bytes]) -> None:
     store.follow(Orders(fetch=keys))
     store.wait_for_fetches(60)
     assert len(keys) == len(store.take_report().fetched)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:0", "thread"])
+def test_a_load_of_a_damaged_block_fails(schedule: str) -> None:
+    """The block goes by staging there, so it is checked when the device has copied it."""
+    with simulated(schedule) as name:
+        device = AcceleratorDevice(name)
+        cache = torch.zeros(BLOCKS, 8192, dtype=torch.int8, device=name)
+        group = BlockGroup.adopt(0, [(cache, 8192)], device)
+        arena = HostArena(device, limit_bytes=8192, block_bytes=8192)
+        store = BlockStore([group], lambda _: 0, arena, Namespace(model="", weights="", layout=""))
+        pairs: list[Pairs] = [[(b"a", 1)]]
+        store.save(1, pairs)
+        end_well(store, 1)
+        (block,) = store._held[b"a"].lease.blocks
+        block.bytes_view(8192)[8191] ^= 1
+        store.load(2, pairs)
+        store.wait([2])
+        (ended,) = store.take_ended()
+        assert (False, {b"a"}) == (ended.went_well, store.take_report().lost)
+        store.close()
+        device.close()

@@ -236,8 +236,14 @@ class BlockStore:
             rows = group.rows_of(blocks)
             if move.is_load:
                 spans = self._spans_of(keys)
+                # vLLM gives the blocks of a load to nobody before it has ended well.
                 job = group.mover.scatter(
-                    rooms, rows, chunk_bytes=size, spans=spans, at_once=at_once, owner=leases
+                    *(rooms, rows),
+                    chunk_bytes=size,
+                    spans=spans,
+                    all_or_nothing=False,
+                    at_once=at_once,
+                    owner=leases,
                 )
             else:
                 job = group.mover.gather(
