@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -505,3 +506,25 @@ def test_blocking_jobs_that_have_ended_are_forgotten() -> None:
         assert [7] == submit(device, [lambda: 7], at_once=True).wait()
     assert not device._queue._jobs
     device.close()
+
+
+def test_host_memory_asks_for_large_pages() -> None:
+    """A disk reads into them almost three times as fast, since they are so few."""
+    device = CPUDevice(lanes=1)
+    memory = device.allocate_host(8 << 20)
+    flags = flags_of(memory.data_ptr())
+    device.close()
+    has_large_pages = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert has_large_pages == ("hg" in flags)
+
+
+def flags_of(address: int) -> list[str]:
+    """The system's flags of the memory at an address of this process."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text("ascii").splitlines():
+        first, _, rest = line.partition("-")
+        if rest and ":" not in first:
+            is_there = int(first, 16) <= address < int(rest.split()[0], 16)
+        elif is_there and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no memory at {address:#x}")

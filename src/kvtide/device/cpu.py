@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar, final
 
 import torch
@@ -47,6 +48,9 @@ class CPUDevice:
             return torch.empty(0, dtype=torch.uint8)
         # It begins at a page, as direct I/O needs; torch's memory begins 64 bytes behind one.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Direct I/O into pages of 2 MiB is almost three times as fast as into pages of 4 KiB.
+        with suppress(AttributeError, OSError):  # not every system has them
+            pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=torch.uint8)
 
     def upload(self, index: torch.Tensor) -> torch.Tensor:
