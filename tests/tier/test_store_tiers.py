@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvtide.layout import GQA
 from kvtide.pool import Pool
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, MooncakeSettings, Store
+from kvtide.tier.store import default_disk_bytes
 from tier.fake_mooncake import FakeStore
 
 SETTINGS = MooncakeSettings("a:1")
@@ -84,3 +86,25 @@ def test_a_store_that_cannot_be_joined_leaves_the_folder_free(
     with pytest.raises(UsageError, match="can't be loaded"):
         Store(arena_of(pool), tmp_path, 1 << 20, mooncake=SETTINGS)
     DiskTier(tmp_path, limit_bytes=1 << 20).close()
+
+
+def test_the_default_limit_of_a_disk_does_not_fall_with_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What earlier starts left there may leave for others; files of somebody else may not."""
+    disk_bytes = 1_000_000
+
+    def usage(_: Path) -> SimpleNamespace:
+        used_bytes = sum(path.lstat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        return SimpleNamespace(free=disk_bytes - used_bytes)
+
+    monkeypatch.setattr("kvtide.tier.store.shutil.disk_usage", usage)
+    kept = (tmp_path / "rank 0" / "ab", tmp_path / "damaged")
+    names = (f"{'ab' * 16}.safetensors", f"{'ab' * 16}.{'cd' * 8}")
+    for folder, name in zip(kept, names, strict=True):
+        assert disk_bytes // 4 == default_disk_bytes(tmp_path)
+        folder.mkdir(parents=True)
+        (folder / name).write_bytes(bytes(100_000))
+    assert disk_bytes // 4 == default_disk_bytes(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(bytes(100_000))
+    assert (disk_bytes - 100_000) // 4 == default_disk_bytes(tmp_path)

@@ -59,7 +59,7 @@ class Below:
     disk_dir: Path | None = None
     """The folder for what has no room in host memory; None means no disk."""
     disk_bytes: int | None = None
-    """The limit of all ranks' files together; None means a quarter of what is free there."""
+    """The limit of all ranks' files together; None means a quarter of what is free, or ours."""
     mooncake: MooncakeSettings | None = None
     """The Mooncake store for what the disk doesn't take; None means no store."""
     wait_s: float = WAIT_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from kvtide.tier.counts import SpillStats, TierCounts
 from kvtide.tier.disk import DiskStats, DiskTier
 from kvtide.tier.mooncake import MooncakeTier
 from kvtide.tier.mooncake_settings import MooncakeSettings
+from kvtide.tier.names import ASIDE_FORM, FILE_FORM
 from kvtide.tier.spill import Spill
 
 
@@ -95,9 +97,21 @@ class Store:
 def default_disk_bytes(folder: Path) -> int:
     """A quarter of what is free on the file system that has the folder, or will have it.
 
-    It is 0 if there is none.
+    What snapshots in the folder take counts as free: otherwise each start would have a smaller
+    limit than the one before, which filled it. It is 0 if there is no such file system.
     """
     for place in (folder, folder.parent):
         with suppress(OSError):
-            return shutil.disk_usage(place).free // 4
+            return (shutil.disk_usage(place).free + _used_bytes(folder)) // 4
     return 0
+
+
+def _used_bytes(folder: Path) -> int:
+    """The bytes of snapshots' files in a folder and in the folders in it."""
+    used_bytes = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if FILE_FORM.fullmatch(name) or ASIDE_FORM.fullmatch(name):
+                with suppress(OSError):  # it has vanished
+                    used_bytes += Path(place, name).lstat().st_size
+    return used_bytes

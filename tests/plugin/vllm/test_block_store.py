@@ -359,9 +359,12 @@ class HungWrites(HungTier):
 
 class TestHungTier:
     def test_costs_a_fetch_its_deadline_and_the_next_nothing(self) -> None:
-        tier = HungTier()
-        with opened(Caches(), tier, deadline_s=0.05) as store:
-            assert {A} == fetched(store, A).missing
+        tier, now = HungTier(), [0.0]
+        with opened(Caches(), tier, clock=lambda: now[0]) as store:
+            store.follow(Orders(fetch=[A]))
+            tier.wait_for(1)
+            now[0] = 61
+            assert {A} == store.take_report().missing
             store.follow(Orders(fetch=[B]))
             assert {B} == store.take_report().missing
             tier.let_go(1)
@@ -369,10 +372,10 @@ class TestHungTier:
     def test_ends_fetches_that_wait_for_a_thread_with_the_first_that_is_late(self) -> None:
         tier, now = HungTier(), [0.0]
         keys = [bytes([number, 0]) for number in range(THREADS + 2)]
-        with opened(Caches(), tier, deadline_s=5, clock=lambda: now[0]) as store:
+        with opened(Caches(), tier, clock=lambda: now[0]) as store:
             store.follow(Orders(fetch=keys))
             tier.wait_for(THREADS)
-            now[0] = 6
+            now[0] = 61
             assert {*keys} == store.take_report().missing
             tier.let_go(THREADS)
 
@@ -380,13 +383,13 @@ class TestHungTier:
         """Its reads keep all threads, so that one that is wanted never begins."""
         tier, now = HungTier(), [0.0]
         keys = [bytes([number, 0]) for number in range(THREADS)]
-        with opened(Caches(), tier, deadline_s=5, clock=lambda: now[0]) as store:
+        with opened(Caches(), tier, clock=lambda: now[0]) as store:
             store.follow(Orders(fetch=keys))
             tier.wait_for(THREADS)
             store.follow(Orders(forget=keys))
             store.follow(Orders(fetch=[b"z\0"]))
             assert not store.take_report().missing
-            now[0] = 6
+            now[0] = 61
             assert {b"z\0"} == store.take_report().missing
             store.follow(Orders(fetch=[b"y\0"]))
             assert {b"y\0"} == store.take_report().missing
@@ -396,16 +399,16 @@ class TestHungTier:
         """Many blocks take longer than one may."""
         tier, now = HungTier(), [0.0]
         keys = [bytes([number, 0]) for number in range(THREADS + 1)]
-        with opened(Caches(), tier, deadline_s=5, clock=lambda: now[0]) as store:
+        with opened(Caches(), tier, clock=lambda: now[0]) as store:
             store.follow(Orders(fetch=keys))
             tier.wait_for(THREADS)
-            now[0] = 4
+            now[0] = 40
             tier.let_go(THREADS)
             tier.wait_for(THREADS + 1)
             missing: set[bytes] = set()
             while len(missing) < THREADS:
                 missing |= store.take_report().missing
-            now[0] = 8
+            now[0] = 80
             assert not store.take_report().missing
             tier.let_go(THREADS + 1)
 

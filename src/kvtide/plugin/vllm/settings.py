@@ -43,7 +43,7 @@ class OffloadSettings:
     disk_dir: Path | None = None
     """The folder for blocks that have no room in host memory; None means no disk."""
     disk_memory_bytes: int | None = None
-    """The limit of all ranks' files together; None means a quarter of what is free there."""
+    """The limit of all ranks' files together; None means a quarter of what is free, or ours."""
     mooncake: MooncakeSettings | None = None
     """The Mooncake store for the same blocks; None means no store."""
     weights: str = ""

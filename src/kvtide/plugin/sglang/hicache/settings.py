@@ -36,7 +36,7 @@ class StorageSettings:
 
     disk_dir: Path | None = None
     disk_bytes: int | None = None
-    """The limit of all ranks' files together; None means a quarter of what is free there."""
+    """The limit of all ranks' files together; None means a quarter of what is free, or ours."""
     mooncake: MooncakeSettings | None = None
     weights: str = ""
     """The operator's name for the weights; empty means a digest of their files."""
