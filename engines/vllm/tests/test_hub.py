@@ -1,0 +1,54 @@
+"""A model that is named as on the hub: its weights are known by the files in the hub's cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from small_models import PLAIN
+
+from kvtide.plugin.vllm.identity import namespace_of
+from kvtide.plugin.vllm.settings import OffloadSettings
+
+REVISIONS = ("a" * 40, "b" * 40)
+NAME = "org/name"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache as the hub's client fills it: two revisions, the second of which is `main`."""
+    model = tmp_path / "models--org--name"
+    for folder in ("blobs", "refs"):
+        (model / folder).mkdir(parents=True)
+    (model / "refs" / "main").write_text(REVISIONS[1])
+    for revision in REVISIONS:
+        snapshot = model / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps(PLAIN))
+        blob = model / "blobs" / (revision[0] * 64)
+        blob.write_bytes(revision.encode())
+        (snapshot / "model.safetensors").symlink_to(blob)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return model
+
+
+def weights_of(model: str, **options: Any) -> str:
+    """The weights in the identity of an engine of vLLM's that serves the model."""
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.platforms import current_platform
+
+    config = VllmConfig(model_config=ModelConfig(model, skip_tokenizer_init=True, **options))
+    settings = OffloadSettings()
+    return namespace_of(config, settings, [], current_platform, is_durable=True).weights
+
+
+class TestModelOfTheHub:
+    def test_is_known_by_its_files_whether_it_is_named_or_its_folder(self, cache: Path) -> None:
+        folders = [str(cache / "snapshots" / revision) for revision in REVISIONS]
+        named = weights_of(NAME)
+
+        assert named == weights_of(folders[1])
+        assert named != weights_of(folders[0]) == weights_of(NAME, revision=REVISIONS[0])
