@@ -26,6 +26,7 @@ from kvtide.errors import ArenaFull, KvtideError, first_line
 from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.messages import BlockReport, Orders
 from kvtide.plugin.vllm.reader import Fetched, TierReader
+from kvtide.plugin.vllm.timely import TimelyThreads
 from kvtide.plugin.vllm.writer import TierWriter
 from kvtide.seal import Span
 from kvtide.snapshot import Snapshot
@@ -104,8 +105,7 @@ class BlockStore:
         self._reader: TierReader | None = None
         self._writer: TierWriter | None = None
         if tier is not None:
-            readers = ThreadWorkers(_READS_AT_ONCE, deadline_s)
-            self._reader = TierReader(tier, readers, deadline_s, clock)
+            self._reader = TierReader(tier, TimelyThreads(_READS_AT_ONCE, deadline_s, clock))
             count = writes_at_once(arena)
             writers = ThreadWorkers(count, deadline_s)
             self._writer = TierWriter(tier, writers, count, deadline_s)

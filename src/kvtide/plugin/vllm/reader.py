@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, final
 
 from kvtide.arena import Lease
-from kvtide.device.threads import QueuedJob
 from kvtide.errors import KvtideError, SnapshotDamaged, first_line
 from kvtide.plugin.vllm.groups import BlockGroup
+from kvtide.plugin.vllm.timely import TimelyJob, TimelyThreads
 from kvtide.seal import Seal
 from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier import Tier
-from kvtide.tier.workers import ThreadWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +23,8 @@ logger = logging.getLogger(__name__)
 class _Fetch:
     """A read into a lease of one block, under way or waiting for a thread."""
 
-    job: QueuedJob[Seal]
+    job: TimelyJob[Seal]
     lease: Lease
-    began: list[float]
-    """When a thread began with it; empty before that."""
 
 
 class Fetched(NamedTuple):
@@ -40,57 +37,34 @@ class Fetched(NamedTuple):
 
 @final
 class TierReader:
-    """Reads blocks of a tier, each at most `deadline_s`; until a late read ends none begins.
+    """Reads blocks of a tier. One that takes too long isn't there, nor are others meanwhile.
 
     Not thread-safe: the worker's thread calls.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        workers: ThreadWorkers,
-        deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, tier: Tier, threads: TimelyThreads) -> None:
         self._tier = tier
-        self._workers = workers
-        self._deadline_s = deadline_s
-        self._clock = clock
+        self._threads = threads
         self._fetches: dict[bytes, _Fetch] = {}
-        self._late: list[_Fetch] = []
-        self._withdrawn: list[_Fetch] = []
-        """Reads that go on although nobody wants the block: they may be late, too."""
 
     def begin(self, key: bytes, group: BlockGroup, name: str, lease: Lease) -> bool:
         """Begins to read the block of that name into the lease; False if the tier hangs."""
-        self._look_at_withdrawn()
-        self._late = [fetch for fetch in self._late if not fetch.job.done()]
-        if self._late:
+        job = self._threads.start(partial(_get, self._tier, group, name, lease))
+        if job is None:
             return False
-        began: list[float] = []
-
-        def get() -> Seal:
-            began.append(self._clock())
-            return _get(self._tier, group, name, lease)
-
-        job = self._workers.start(get)
         lease.use(job)
-        self._fetches[key] = _Fetch(job, lease, began)
+        self._fetches[key] = _Fetch(job, lease)
         return True
 
     def wait(self, at_most_s: float) -> None:
         """Blocks until all reads have ended, or for so long."""
-        until = time.monotonic() + at_most_s
-        for fetch in self._fetches.values():
-            if not fetch.job.settle(max(0.0, until - time.monotonic())):
-                return
+        self._threads.wait((fetch.job for fetch in self._fetches.values()), at_most_s)
 
     def withdraw(self, key: bytes) -> None:
         """Nobody wants the block any more. Its memory is free when the read has ended."""
         fetch = self._fetches.pop(key, None)
         if fetch is not None:
-            if not fetch.job.cancel():
-                self._withdrawn.append(fetch)
+            self._threads.drop(fetch.job)
             fetch.lease.release()
 
     def withdraw_all(self) -> None:
@@ -99,15 +73,14 @@ class TierReader:
             self.withdraw(key)
 
     def take_ended(self) -> Iterator[Fetched]:
-        """The reads that have ended since the last call, or take too long.
+        """The reads that have ended since the last call, or have failed since they take too long.
 
-        One that takes too long keeps its thread, so those that wait for a thread end with it.
+        Their memory is free when the tier has let it go.
         """
-        self._look_at_withdrawn()
         for key, fetch in list(self._fetches.items()):
             if fetch.job.done():
                 found = self._found(key, fetch)
-            elif self._is_late(fetch) or (self._late and fetch.job.cancel()):
+            elif self._threads.has_failed(fetch.job):
                 found = Fetched(key, None, False)
             else:
                 continue
@@ -117,22 +90,9 @@ class TierReader:
             yield found
 
     def close(self) -> None:
-        """Ends the threads; waits for those that read, together at most `deadline_s`."""
+        """Ends the threads; waits a while for those that read."""
         self.withdraw_all()
-        self._workers.close(self._deadline_s)
-
-    def _look_at_withdrawn(self) -> None:
-        """Forgets withdrawn reads that have ended or are late."""
-        going_on = [fetch for fetch in self._withdrawn if not fetch.job.done()]
-        self._withdrawn = [fetch for fetch in going_on if not self._is_late(fetch)]
-
-    def _is_late(self, fetch: _Fetch) -> bool:
-        """Whether a thread has read for too long. From now on no read begins until it ends."""
-        if not fetch.began or self._clock() - fetch.began[0] <= self._deadline_s:
-            return False
-        logger.warning("kvtide: a tier gave no answer in %.1f s", self._deadline_s)
-        self._late.append(fetch)
-        return True
+        self._threads.close()
 
     def _found(self, key: bytes, fetch: _Fetch) -> Fetched:
         """What a read that has ended brought."""
