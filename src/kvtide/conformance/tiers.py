@@ -109,6 +109,7 @@ class TierTests(ABC):
         """A key with signs that mean something to a file system or a protocol is only a key."""
         chunks = _save(tier, tide, key)
         assert tier.contains(key)
+        assert [False, True] == tier.contains_each([f"no {key}", key])
         assert chunks == _load(tier, tide, key)
 
     def test_keys_are_independent(self, tier: Tier, tide: Tide) -> None:

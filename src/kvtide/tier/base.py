@@ -58,6 +58,10 @@ class Tier(ABC):
 
     # ---- made of the four methods above --------------------------------------------------
 
+    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+        """`contains` of each key. A tier over a network overrides it to ask once for all."""
+        return [self.contains(key) for key in keys]
+
     def save(self, key: str, snapshot: Snapshot) -> None:
         """Puts a snapshot, which stays valid.
 

@@ -94,10 +94,15 @@ class MooncakeTier(Tier):
 
     def contains(self, key: str) -> bool:
         """See Tier."""
-        code = self._client.exists(self._name_of(key))
-        if code < 0:
-            raise _error_of("look for", code)
-        return code == 1
+        return self.contains_each([key])[0]
+
+    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+        """See Tier. One call of the store for all keys."""
+        codes = self._client.exist([self._name_of(key) for key in keys])
+        for code in codes:
+            if code < 0:
+                raise _error_of("look for", code)
+        return [code == 1 for code in codes]
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier."""

@@ -237,10 +237,12 @@ class MooncakeClient:
         with self._using() as session:
             return session.store.get_size(name)
 
-    def exists(self, name: str) -> int:
-        """1 if an object is there, 0 if it isn't, or a negative code if the master doesn't say."""
+    def exist(self, names: Sequence[str]) -> Sequence[int]:
+        """For each name 1 if an object is there, 0 if not, or a code if the master doesn't say."""
         with self._using() as session:
-            return _only(session.store.batch_is_exist([name]))
+            codes = session.store.batch_is_exist(list(names))
+        assert len(codes) == len(names), f"{len(codes)} codes for {len(names)} names"
+        return codes
 
     def remove(self, name: str) -> int:
         """Removes an object, whoever reads it. 0, or a negative code."""

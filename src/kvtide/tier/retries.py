@@ -84,8 +84,13 @@ class RetriedTier(Tier):
 
     def contains(self, key: str) -> bool:
         """See Tier. A tier that isn't asked contains nothing."""
-        asked = partial(self._tier.contains, key)
-        return self._is_awake(self._reads) and self._ask(self._reads, key, asked)
+        return self.contains_each([key])[0]
+
+    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+        """See Tier. A tier that isn't asked contains nothing."""
+        if not keys or not self._is_awake(self._reads):
+            return [False] * len(keys)
+        return self._ask(self._reads, keys[0], partial(self._tier.contains_each, keys))
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
         """See Tier. What a write that failed may have left is removed later."""

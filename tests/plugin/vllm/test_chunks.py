@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvtide.plugin.vllm.chunks import ChunkMoves, EndedChunks
+from kvtide.plugin.vllm.timely import TimelyThreads
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier import DiskTier, Tier
-from kvtide.tier.workers import ThreadWorkers
 
 ROW, POISON = 5000, 0x5A
 KEYS = (b"a", b"b", b"c")
@@ -22,8 +22,8 @@ KEYS = (b"a", b"b", b"c")
 @contextmanager
 def opened(tier: Tier, *, deadline_s: float = 60) -> Iterator[ChunkMoves]:
     """Moves of rows to a tier."""
-    readers, writers = (ThreadWorkers(2, deadline_s) for _ in range(2))
-    moves = ChunkMoves(tier, ROW, readers, writers, deadline_s=deadline_s)
+    readers, writers = (TimelyThreads(2, deadline_s) for _ in range(2))
+    moves = ChunkMoves(tier, ROW, readers, writers)
     yield moves
     moves.close()
 
@@ -121,11 +121,12 @@ class TestChunkMoves:
         hanging = HangingTier(tier)
         with opened(hanging, deadline_s=0.05) as moves:
             moves.store(1, rows(source))
-            jobs = moves._moves[1].jobs
+            jobs = [job for job in moves._moves[1].jobs if job is not None]
             found = ended(moves)
             source[:] = bytes([POISON]) * len(source)
             hanging.goes_on.set()
-            assert not any(job.wait() for job in jobs)
+            assert moves._writers.wait(jobs, 60)
+            assert not any(job.result_or(False) for job in jobs)
         target = bytearray(len(source))
         with opened(tier) as moves:
             moves.load(3, rows(target))
@@ -134,13 +135,28 @@ class TestChunkMoves:
         assert ((), KEYS) == (found.moved, found.missed)
         assert (KEYS, {0}) == (back.missed, set(target))
 
+    def test_fail_without_waiting_where_a_call_hangs_already(self, tier: DiskTier) -> None:
+        """Other rows of the same move, and those of the next, cost no further deadline."""
+        now, hanging = [0.0], HangingTier(tier)
+        readers, writers = (TimelyThreads(2, 60, lambda: now[0]) for _ in range(2))
+        moves = ChunkMoves(hanging, ROW, readers, writers)
+        moves.store(1, rows(filled()))
+        hanging.wait_for(2)
+        assert [] == moves.take_ended()
+        now[0] = 61
+        assert [KEYS] == [found.missed for found in moves.take_ended()]
+        moves.store(2, rows(filled()))
+        assert [KEYS] == [found.missed for found in moves.take_ended()]
+        hanging.goes_on.set()
+        moves.close()
+
     def test_of_another_size_are_missing(self, tier: DiskTier) -> None:
         source = filled()
         with opened(tier) as moves:
             moves.store(1, rows(source))
             ended(moves)
-        readers, writers = (ThreadWorkers(1, 60) for _ in range(2))
-        narrow = ChunkMoves(tier, ROW - 1, readers, writers, deadline_s=60)
+        readers, writers = (TimelyThreads(1, 60) for _ in range(2))
+        narrow = ChunkMoves(tier, ROW - 1, readers, writers)
         target = bytearray([POISON]) * ROW
         narrow.load(1, [(KEYS[0], "name a", memoryview(target)[: ROW - 1])])
         found = ended(narrow)
@@ -156,9 +172,16 @@ class HangingTier(Tier):
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self.goes_on, self.has_ended = threading.Event(), threading.Event()
+        self._begun = threading.Semaphore(0)
+
+    def wait_for(self, count: int) -> None:
+        """Blocks until so many calls have begun."""
+        for _ in range(count):
+            self._begun.acquire()
 
     def contains(self, key: str) -> bool:
         """See Tier."""
+        self._begun.release()
         self.goes_on.wait(60)
         return self._tier.contains(key)
 

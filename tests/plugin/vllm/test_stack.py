@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -12,10 +11,9 @@ import xxhash
 
 from kvtide.errors import SnapshotDamaged, SnapshotMiss, TierFull, TierRetry
 from kvtide.plugin.vllm.chunks import layout_of
-from kvtide.plugin.vllm.stack import TierStack, TimelyLookups
+from kvtide.plugin.vllm.stack import TierStack
 from kvtide.seal import Seal, Span
 from kvtide.tier import DiskTier, Tier
-from kvtide.tier.workers import ThreadWorkers
 
 CONTENT = bytes(range(200))
 
@@ -97,43 +95,8 @@ class TestTierStack:
     def test_goes_on_without_a_tier_that_fails(self, tiers: list[DiskTier]) -> None:
         stack = TierStack([SickTier(), tiers[1]])
         stack.put("a", seal_of("a"), [memoryview(CONTENT)])
+        assert [True, False] == stack.contains_each(["a", "b"])
         assert stack.contains("a")
-        assert not stack.contains("b")
+        assert not TierStack([SickTier()]).contains("a")
         with pytest.raises(TierFull):
             TierStack([SickTier()]).put("a", seal_of("a"), [memoryview(CONTENT)])
-
-
-class SilentTier(SickTier):
-    """A tier that says that it has everything, once `gate` is set."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.asked: list[str] = []
-
-    def contains(self, key: str) -> bool:
-        """See Tier."""
-        self.asked.append(key)
-        self.gate.wait(60)
-        return True
-
-
-class TestTimelyLookups:
-    def test_of_a_silent_tier_say_that_it_has_nothing_until_it_has_answered(self) -> None:
-        tier, workers = SilentTier(), ThreadWorkers(1, 60)
-        lookups = TimelyLookups(tier, workers, 0.01)
-
-        assert not lookups.contains("a")
-        assert not lookups.contains("b")
-        assert ["a"] == tier.asked
-        assert lookups._late is not None
-        tier.gate.set()
-        assert workers.settle(lookups._late, 60)
-        lookups = TimelyLookups(tier, workers, 60)
-        assert lookups.contains("c")
-        lookups.close()
-
-    def test_of_a_tier_that_fails_say_that_it_has_nothing(self) -> None:
-        lookups = TimelyLookups(SickTier(), ThreadWorkers(1, 60), 60)
-
-        assert not lookups.contains("a")
-        lookups.close()

@@ -10,6 +10,7 @@ writer        writes blocks to a tier; reader: brings them back
 groups        the blocks of a group of layers, as vLLM hands them over, as a pool
 open_store    opens a rank's store: pools, arena and disk
 timely        calls of a tier that may hang, each with a deadline
+lookups       what a tier over a network has, asked without holding up the scheduler
 identity      what decides the bytes of KV beside its tokens
 orphan        ends an engine whose server is gone
 adapters      which weights a LoRA adapter has; resumes: how much of a preempted request came back

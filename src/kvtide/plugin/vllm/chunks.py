@@ -18,13 +18,12 @@ from typing import final
 
 import xxhash
 
-from kvtide.device import Job
 from kvtide.errors import KvtideError, SnapshotDamaged, first_line
 from kvtide.form import SPAN_BYTES
 from kvtide.layout import Layout, Plane
+from kvtide.plugin.vllm.timely import TimelyJob, TimelyThreads
 from kvtide.seal import Seal, Span
 from kvtide.tier import Tier
-from kvtide.tier.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +47,15 @@ class EndedChunks:
 class _ChunkMove:
     started: float
     rows: Sequence[Row]
-    is_load: bool
-    jobs: list[Job[bool]] = field(default_factory=list)
+    threads: TimelyThreads
+    jobs: list[TimelyJob[bool] | None] = field(default_factory=list)
+    """For each row; None where the tier hung already."""
     is_given_up: bool = False
+
+    def has_ended(self) -> bool:
+        """Whether no call is under way that may end well."""
+        asked = [job for job in self.jobs if job is not None and not job.done()]
+        return self.is_given_up or all(self.threads.has_failed(job) for job in asked)
 
 
 def layout_of(row_bytes: int) -> str:
@@ -61,7 +66,7 @@ def layout_of(row_bytes: int) -> str:
 
 @final
 class ChunkMoves:
-    """Moves rows of `row_bytes`. A move that takes longer than `deadline_s` has failed.
+    """Moves rows of `row_bytes`. A row that takes the tier too long has failed.
 
     One thread calls, the scheduler's; each call returns at once, except `drain` and `close`.
     """
@@ -70,17 +75,15 @@ class ChunkMoves:
         self,
         tier: Tier,
         row_bytes: int,
-        readers: Workers,
-        writers: Workers,
+        readers: TimelyThreads,
+        writers: TimelyThreads,
         *,
-        deadline_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
         self._row_bytes = row_bytes
         self._geometry = layout_of(row_bytes)
         self._readers, self._writers = readers, writers
-        self._deadline_s = deadline_s
         self._clock = clock
         self._moves: dict[int, _ChunkMove] = {}
         self._copying = threading.Lock()  # a row is written, or its move is given up
@@ -92,20 +95,17 @@ class ChunkMoves:
 
     def store(self, job_id: int, rows: Sequence[Row]) -> None:
         """Begins to write rows to the tier."""
-        move = self._moves[job_id] = _ChunkMove(self._clock(), rows, is_load=False)
-        move.jobs = [self._writers.start(partial(self._write, move, row)) for row in rows]
+        self._begin(job_id, rows, self._writers, self._write)
 
     def load(self, job_id: int, rows: Sequence[Row]) -> None:
         """Begins to read rows from the tier, every byte of which is checked before it is there."""
-        move = self._moves[job_id] = _ChunkMove(self._clock(), rows, is_load=True)
-        move.jobs = [self._readers.start(partial(self._read, move, row)) for row in rows]
+        self._begin(job_id, rows, self._readers, self._read)
 
     def take_ended(self) -> list[EndedChunks]:
         """The moves that have ended since the last call, or take too long."""
         ended = []
         for job_id, move in list(self._moves.items()):
-            is_late = self._clock() - move.started > self._deadline_s
-            if is_late or move.is_given_up or all(job.done() for job in move.jobs):
+            if move.has_ended():
                 del self._moves[job_id]
                 ended.append(self._end(job_id, move))
         return ended
@@ -117,32 +117,42 @@ class ChunkMoves:
         return counts
 
     def drain(self) -> None:
-        """Blocks until all moves have ended, or are too late."""
+        """Blocks until all moves have ended, or for `deadline_s`; gives up those that haven't."""
+        until = time.monotonic() + self._readers.deadline_s
         for move in self._moves.values():
-            workers = self._readers if move.is_load else self._writers
-            for job in move.jobs:
-                left_s = move.started + self._deadline_s - self._clock()
-                workers.settle(job, max(0.0, left_s))
+            jobs = [job for job in move.jobs if job is not None]
+            move.threads.wait(jobs, max(0.0, until - time.monotonic()))
             self._give_up(move)
 
     def close(self) -> None:
         """Waits a while for moves, and ends the threads."""
-        for workers in (self._writers, self._readers):
-            workers.close(self._deadline_s)
+        for threads in (self._writers, self._readers):
+            threads.close()
         for move in self._moves.values():
             self._give_up(move)
         self._moves.clear()  # they have views of vLLM's memory
 
+    def _begin(
+        self,
+        job_id: int,
+        rows: Sequence[Row],
+        threads: TimelyThreads,
+        work: Callable[[_ChunkMove, Row], bool],
+    ) -> None:
+        move = self._moves[job_id] = _ChunkMove(self._clock(), rows, threads)
+        move.jobs = [threads.start(partial(work, move, row)) for row in rows]
+
     def _end(self, job_id: int, move: _ChunkMove) -> EndedChunks:
         self._give_up(move)
-        results = [job.done() and job.wait() for job in move.jobs]
-        both = list(zip(move.rows, results, strict=True))
-        if not all(job.done() for job in move.jobs):
-            logger.warning("kvtide: a tier gave no answer in %.1f s", self._deadline_s)
-            for job in move.jobs:
-                (self._readers if move.is_load else self._writers).settle(job, 0.0)
-        moved = tuple(row[0] for row, went_well in both if went_well)
-        missed = tuple(row[0] for row, went_well in both if not went_well)
+        both = [
+            (row[0], job is not None and job.result_or(False))
+            for row, job in zip(move.rows, move.jobs, strict=True)
+        ]
+        for job in move.jobs:
+            if job is not None and not job.done():
+                move.threads.drop(job)
+        moved = tuple(key for key, went_well in both if went_well)
+        missed = tuple(key for key, went_well in both if not went_well)
         seconds = self._clock() - move.started
         return EndedChunks(job_id, moved, missed, len(moved) * self._row_bytes, seconds)
 

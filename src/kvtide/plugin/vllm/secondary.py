@@ -22,7 +22,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     RequestOffloadingContext,
 )
-from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtide.plugin.reader import Table
@@ -30,6 +29,7 @@ from kvtide.plugin.refusals import Refused
 from kvtide.plugin.vllm.chunks import ChunkMoves, Row, layout_of
 from kvtide.plugin.vllm.connector import refuse_what_is_inexact
 from kvtide.plugin.vllm.identity import namespace_of
+from kvtide.plugin.vllm.lookups import Lookups
 from kvtide.plugin.vllm.messages import COUNTS, names_of
 from kvtide.plugin.vllm.open_store import open_disk
 from kvtide.plugin.vllm.orphan import end_with_parent
@@ -41,9 +41,9 @@ from kvtide.plugin.vllm.settings import (
     OffloadSettings,
     read_tier_settings,
 )
-from kvtide.plugin.vllm.stack import TierStack, TimelyLookups
+from kvtide.plugin.vllm.stack import TierStack
+from kvtide.plugin.vllm.timely import TimelyThreads
 from kvtide.tier import DiskTier, MooncakeTier, Namespace
-from kvtide.tier.workers import ThreadWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ READS: Table = {
         *("build_metric_definitions", "get_stats"),
     ),
     "JobResult": ("job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"),
-    "AsyncLookupManager": ("lookup", "flush", "cleanup", "mark_miss", "shutdown", "batch_lookup"),
     "OffloadingSpec": ("config",),
     "OffloadingConfig": ("groups", "cache", "kv_cache_layout"),
     "OffloadingGroupConfig": ("tokens_per_block", "layer_names"),
@@ -87,19 +86,6 @@ class KvtideTierConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
             _CONFIG.reset(before)
-
-
-@final
-class _Lookups(AsyncLookupManager):
-    """vLLM's look-ups in a thread, since a store must be asked over a network."""
-
-    def __init__(self, tier: KvtideTier) -> None:
-        super().__init__(tier_type=TIER)
-        self._tier = tier
-
-    def batch_lookup(self, keys: list[bytes], req_context: Any) -> Iterable[bool]:
-        """Whether each chunk is there."""
-        return [self._tier.has(key) for key in keys]
 
 
 @final
@@ -138,21 +124,16 @@ class KvtideTier(SecondaryTierManager):
             self._close_tiers()
             raise
         self._stack = TierStack(self._tiers)
-        readers, writers = (ThreadWorkers(_THREADS, _DEADLINE_S) for _ in range(2))
-        self._moves = ChunkMoves(self._stack, row_bytes, readers, writers, deadline_s=_DEADLINE_S)
-        self._asked = TimelyLookups(self._stack, ThreadWorkers(1, _DEADLINE_S), _DEADLINE_S)
-        self._lookups = _Lookups(self)
+        readers, writers = (TimelyThreads(_THREADS, _DEADLINE_S) for _ in range(2))
+        self._moves = ChunkMoves(self._stack, row_bytes, readers, writers)
+        self._lookups = Lookups(self._stack, TimelyThreads(1, _DEADLINE_S))
         end_with_parent()
-
-    def has(self, key: bytes) -> bool:
-        """Whether a chunk is probably there. For one thread: a store is asked over a network."""
-        return self._asked.contains(self._name_of(key))
 
     # ---- what vLLM calls -----------------------------------------------------------------
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a chunk is there, or that a later step tells."""
-        found = self._lookups.lookup(key, req_context)
+        found = self._lookups.ask(req_context.req_id, key, self._name_of(key))
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
@@ -168,7 +149,7 @@ class KvtideTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The moves that have ended. A chunk that didn't come isn't asked for again."""
         for ended in self._moves.take_ended():
-            self._lookups.mark_miss(ended.missed)
+            self._lookups.mark_missing(ended.missed)
             yield JobResult(
                 ended.job_id,
                 not ended.missed,
@@ -187,7 +168,7 @@ class KvtideTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         """Nobody waits for this request's look-ups any more."""
-        self._lookups.cleanup(req_context.req_id)
+        self._lookups.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
         """The look-ups of this step begin."""
@@ -204,8 +185,7 @@ class KvtideTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Waits a while for moves, and gives the folder back. Repeatable."""
-        self._lookups.shutdown()
-        self._asked.close()
+        self._lookups.close()
         self._moves.close()
         self._close_tiers()
         self._primary.release()

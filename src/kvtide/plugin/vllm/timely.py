@@ -38,6 +38,10 @@ class TimelyJob(Generic[T]):
         """Its result, once it has ended. Raises what it raised."""
         return self.job.wait()
 
+    def result_or(self, otherwise: T) -> T:
+        """Its result if it has ended; never waits. Raises what it raised."""
+        return self.job.wait() if self.began and self.job.done() else otherwise
+
 
 @final
 class TimelyThreads:
@@ -49,8 +53,8 @@ class TimelyThreads:
     def __init__(
         self, count: int, deadline_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.deadline_s = deadline_s
         self._workers = ThreadWorkers(count, deadline_s)
-        self._deadline_s = deadline_s
         self._clock = clock
         self._late: list[TimelyJob[Any]] = []
         self._dropped: list[TimelyJob[Any]] = []
@@ -89,7 +93,7 @@ class TimelyThreads:
 
     def close(self) -> None:
         """Ends the threads; waits for calls under way, together at most `deadline_s`."""
-        self._workers.close(self._deadline_s)
+        self._workers.close(self.deadline_s)
 
     def _look_at_dropped(self) -> None:
         """Forgets dropped calls that have ended or are late."""
@@ -97,8 +101,9 @@ class TimelyThreads:
         self._dropped = [job for job in going_on if not self._is_late(job)]
 
     def _is_late(self, job: TimelyJob[T]) -> bool:
-        if not job.began or self._clock() - job.began[0] <= self._deadline_s:
+        if not job.began or self._clock() - job.began[0] <= self.deadline_s:
             return False
-        logger.warning("kvtide: a tier gave no answer in %.1f s", self._deadline_s)
-        self._late.append(job)
+        if job not in self._late:
+            logger.warning("kvtide: a tier gave no answer in %.1f s", self.deadline_s)
+            self._late.append(job)
         return True
