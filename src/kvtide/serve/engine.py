@@ -283,6 +283,7 @@ class Engine:
             block_tokens,
             key_of=self._requests.block_key_of,
             shares_answers=not options.exact,
+            shares_tails=not self._model.needs_whole_chunks,
             below_bytes=self._below_bytes if options.on_pressure == "offload" else 0,
             spill=self.store.spill,
         )

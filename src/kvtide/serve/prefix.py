@@ -6,29 +6,30 @@ tenant. So blocks with one key have the same tokens before them, and other engin
 
 A request reads its blocks from the first one on, and lets the last one go first. So no block leaves
 before those that are of no use without it. `kvtide.serve.blocks` has the places of blocks.
+
+What a request leaves behind its last whole block is a *tail*: a block of fewer tokens. Whoever goes
+on from there writes behind it, so a tail has one reader: the next request takes its pages over, or
+copies the tokens while they are another's. Of a block that only begins right, tokens are copied,
+too.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Callable, Iterator
-from itertools import dropwhile
+from collections.abc import Callable
 from math import lcm
 from typing import final
 
 from kvtide.pool import PageAllocator
 from kvtide.serve.blocks import Blocks, PrefixStats
+from kvtide.serve.branches import Branches
+from kvtide.serve.chain import NO_BLOCKS, Chain
+from kvtide.serve.finder import Finder
 from kvtide.serve.request import PrefixBlock, Request
-from kvtide.serve.seeker import Seeker
 from kvtide.tide import Tide
 from kvtide.tier import Spill
 
 _FEW_TOKENS = 64
 """About how many tokens a block has: small ones would waste the arena's blocks."""
-
-_NO_BLOCKS = 1 << 62
-"""A block of so many tokens is never full, so nothing is shared."""
 
 
 def block_tokens_for(chunk_tokens: int, page_size: int, *, whole_chunks: bool) -> int:
@@ -55,6 +56,7 @@ class PrefixCache:
         *,
         key_of: Callable[[Request, str], str] = lambda _, chain: chain,
         shares_answers: bool = False,
+        shares_tails: bool = True,
         below_bytes: int = 0,
         spill: Spill | None = None,
     ) -> None:
@@ -62,18 +64,19 @@ class PrefixCache:
 
         `key_of` gives the key of a request's block from a hash of its tokens and of those before
         them. Requests that may share have the same. With `shares_answers` answers are shared like
-        prompts. Blocks that leave the device go to the arena, and by its `spill` to tiers: those
-        that this cache knows take at most `below_bytes`. In tiers they stay for other engines.
+        prompts. Without `shares_tails` only whole blocks are shared. Blocks that leave the device
+        go to the arena, and by its `spill` to tiers: those that this cache knows take at most
+        `below_bytes`. In tiers they stay for other engines.
         """
-        self.blocks = Blocks(tide, pages, block_tokens or _NO_BLOCKS, below_bytes, spill)
+        self.blocks = Blocks(tide, pages, below_bytes, spill)
         self._tide = tide
         self._pages = pages
-        self._block_tokens = block_tokens or _NO_BLOCKS
+        self._block_tokens = block_tokens or NO_BLOCKS
         self._block_pages = block_tokens // tide.pool.page_size
-        self._key_of = key_of
-        self._shares_answers = shares_answers
+        least_tokens = 1 if shares_tails and block_tokens else self._block_tokens
+        self._chain = Chain(key_of, self._block_tokens, least_tokens, shares_answers)
         self._spill = spill
-        self._seeker = Seeker(spill) if spill is not None and below_bytes else None
+        self._finder = Finder(self._chain, self.blocks, spill if below_bytes else None)
 
     @property
     def stats(self) -> PrefixStats:
@@ -97,49 +100,67 @@ class PrefixCache:
 
     def read_ahead(self, request: Request) -> None:
         """Has the blocks that a request reads when it starts brought to host memory."""
-        if self._spill is None:
-            return
-        for key in [block.key for block in request.awaited] or self._keys(request):
-            block = self._known(request, key)
-            if block is None:
-                return
+        for block in request.awaited or self._finder.coming(request):
             if block.snapshot is not None:
                 self._tide.read_ahead(block.snapshot)
 
     def pause(self) -> None:
         """Waits a moment, when all requests wait for blocks."""
-        assert self._seeker is not None, "otherwise nobody waits"
-        self._seeker.pause()
+        self._finder.pause()
 
     # ---- what a request reads ------------------------------------------------------------
 
-    def read(self, request: Request) -> bool:
+    def read(self, request: Request, step: Branches | None = None) -> bool:
         """Gives the request, which runs, the blocks that go on from what it has.
 
-        False if its next block may come from a tier soon, so that it had better wait for that than
-        compute it. Never waits itself, but for a moment.
+        False if it had better wait than compute its next tokens: they may come from a tier soon, or
+        others compute them in this `step`, which `note_step` has told. Never waits itself, but for
+        a moment. Without a `step` it gives whole blocks alone, which take no pages.
         """
         while self._can_read_next(request):
-            block = self._known(request, self._key(request, len(request.blocks)))
-            if self._is_coming(request, block):
-                return not (self._seeker is not None and self._seeker.may_wait(request))
-            if block is None:
+            block, count = self._finder.best(request)
+            if step is None and count < self._block_tokens:
                 return True
-            self.blocks.hold(block)
-            source = self.blocks.bring(block)
-            if source is None:
-                self.blocks.let_go(block)
+            is_here = block is None or self._finder.is_here(block)
+            if self._finder.had_better_wait(request, block, count, step):
+                return False
+            if block is None or not is_here or not self._give(request, block, count):
                 return True
-            if self._seeker is not None:
-                self._seeker.note_progress(request)
+        return True
+
+    def _give(self, request: Request, block: PrefixBlock, token_count: int) -> bool:
+        """Gives a request the first tokens of a block; False if they can't be had."""
+        self.blocks.hold(block)
+        source = self.blocks.bring(block)
+        if source is None or not self._enter(request, block, token_count):
+            self.blocks.let_go(block)
+            return False
+        self._finder.note_progress(request)
+        request.stored += token_count
+        # What the request had before it lost its KV isn't counted again.
+        new_count = max(0, min(token_count, request.stored - request.lost))
+        request.cached_tokens += new_count
+        if new_count:
+            self.blocks.stats.cached_tokens[source] += new_count
+        return True
+
+    def _enter(self, request: Request, block: PrefixBlock, token_count: int) -> bool:
+        """Puts a block, which is held and on the device, into the request's pages.
+
+        A whole block is shared. The pages of a tail become the request's own if nobody else needs
+        them, since it goes on writing there. Otherwise it gets a copy; False if that has no room.
+        """
+        if token_count == self._block_tokens:
             request.blocks.append(block)
             request.pages += block.pages
-            request.stored += self._block_tokens
-            # What the request had before it lost its KV isn't counted again.
-            new_count = max(0, min(self._block_tokens, request.stored - request.lost))
-            request.cached_tokens += new_count
-            if new_count:
-                self.blocks.stats.cached_tokens[source] += new_count
+        elif token_count == len(block.tokens) and block.readers == 1:
+            request.pages += self.blocks.hand_over(block)
+        else:
+            pages = self.blocks.copied(block, token_count)
+            if pages is None:
+                return False
+            request.pages += pages
+            self.blocks.let_go(block)
         return True
 
     def let_wait(self, request: Request) -> None:
@@ -167,38 +188,79 @@ class PrefixCache:
     def share(self, request: Request) -> None:
         """Makes blocks of what the request has computed. They hold their pages from now on.
 
-        Where a block has the same key the request takes it, and gives its pages back.
+        Where a block has the same key the request takes it, and gives its pages back. A prompt's
+        end is a tail as soon as it is computed.
         """
-        end = min(request.stored, self._end(request))
+        end = min(request.stored, self._chain.end(request))
         while (len(request.blocks) + 1) * self._block_tokens <= end:
-            number = len(request.blocks)
-            part = slice(number * self._block_pages, (number + 1) * self._block_pages)
-            key, pages = self._key(request, number), request.pages[part]
-            block = self.blocks.known.get(key)
-            if block is not None and not block.pages:
-                self.blocks.drop(block)
-                block = None
-            if block is None:
-                block = self.blocks.add(key, pages)
-            else:
-                request.pages[part] = block.pages
-                self._pages.release(pages)
-            self.blocks.hold(block)
-            request.blocks.append(block)
+            self.withdraw(request)
+            self._share_next(request)
+        if request.stored == len(request.prompt_ids):
+            self._make_tail(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Lets nobody copy the end of the request's prompt any more."""
+        if request.tail is not None:
+            self.blocks.hand_over(request.tail)
+            request.tail = None
 
     def release(self, request: Request) -> None:
-        """Gives back all pages of a request: its own, and its share of those that it reads."""
-        self._pages.release(self.pages_of(request))
-        for block in reversed(request.blocks):
+        """Gives back all pages of a request: its share of those that it reads, and its own.
+
+        What it has computed behind its blocks stays as a tail.
+        """
+        self._make_tail(request)
+        left = [] if request.tail is None else request.tail.pages
+        self._pages.release(page for page in self.pages_of(request) if page not in left)
+        for block in (*filter(None, [request.tail]), *reversed(request.blocks)):
             self.blocks.let_go(block)
-        request.blocks, request.pages = [], []
+        request.blocks, request.pages, request.tail = [], [], None
+
+    def _share_next(self, request: Request) -> None:
+        """Makes a block of the request's first own pages."""
+        number = len(request.blocks)
+        part = slice(number * self._block_pages, (number + 1) * self._block_pages)
+        key, pages = self._chain.key(request, number), request.pages[part]
+        block = self.blocks.known.get(key)
+        if block is not None and not block.pages:
+            self.blocks.drop(block)
+            block = None
+        if block is None:
+            parent = self._chain.parent(request, number)
+            tokens = self._chain.tokens(request, number)
+            block = self.blocks.add(PrefixBlock(key, parent, tokens, pages))
+        else:
+            request.pages[part] = block.pages
+            self._pages.release(pages)
+        self.blocks.hold(block)
+        request.blocks.append(block)
+
+    def _make_tail(self, request: Request) -> None:
+        """Makes a tail of what the request has computed behind its blocks, unless there is one."""
+        number, pages = len(request.blocks), self.pages_of(request)
+        end = min(request.stored, self._chain.end(request))
+        if not pages or end - number * self._block_tokens < self._chain.least_tokens:
+            return
+        tokens = self._chain.tokens(request, number, end)
+        if request.tail is not None and request.tail.tokens == tokens:
+            return
+        self.withdraw(request)
+        parent = self._chain.parent(request, number)
+        key = self._chain.key_after(request, parent, tokens)
+        known = self.blocks.known.get(key)
+        if known is not None and known.pages:
+            return
+        if known is not None:
+            self.blocks.drop(known)
+        pages = pages[: self.blocks.page_count_for(len(tokens))]
+        request.tail = self.blocks.add(PrefixBlock(key, parent, tokens, pages))
+        self.blocks.hold(request.tail)
 
     def forget(self, request: Request) -> None:
         """Releases a request that needs nothing any more of what it had."""
         self.release(request)
         self._stop_waiting(request)
-        if self._seeker is not None:
-            self._seeker.forget(request)
+        self._finder.forget(request)
 
     def pages_of(self, request: Request) -> list[int]:
         """The pages that the request alone holds, which come after those of its blocks."""
@@ -214,8 +276,8 @@ class PrefixCache:
         Of a request with a snapshot only the blocks that aren't in it count: the others come back
         to pages of its own.
         """
-        awaited = [block.key for block in request.awaited]
-        keys = self._keys(request) if request.snapshot is None else awaited
+        awaited = (block.key for block in request.awaited)
+        keys = self._chain.keys(request) if request.snapshot is None else awaited
         count = 0
         for block in map(self.blocks.known.get, keys):
             if block is None or not (block.readers and block.pages):
@@ -223,65 +285,27 @@ class PrefixCache:
             count += 1
         return count * self._block_pages
 
-    def keys_in(self, request: Request, token_count: int) -> list[str]:
-        """The keys of the blocks that the next `token_count` tokens of the request begin."""
-        end = min(request.stored + token_count, self._most(request))
-        first = -(-request.stored // self._block_tokens)
-        return [self._key(request, number) for number in range(first, end // self._block_tokens)]
+    def note_step(self, request: Request, token_count: int, step: Branches) -> None:
+        """Puts the next `token_count` tokens of the request, which a step computes, into `step`."""
+        if self._block_tokens == NO_BLOCKS:
+            return
+        end = min(request.stored + token_count, self._chain.end(request))
+        for number in range(request.stored // self._block_tokens, -(-end // self._block_tokens)):
+            tokens = self._chain.tokens(request, number, end)
+            step.add(self._chain.parent(request, number), tokens, request.id)
 
-    # ---- blocks below ----------------------------------------------------------------------
-
-    def _known(self, request: Request, key: str) -> PrefixBlock | None:
-        """A block of the request. If it isn't known, tiers are asked for it and those behind it."""
-        if self._seeker is not None:
-            if key not in self.blocks.known:
-                self._seeker.seeks(request, dropwhile(key.__ne__, self._keys(request)))
-            self.blocks.take(self._seeker.found())
-        return self.blocks.known.get(key)
-
-    def _is_coming(self, request: Request, block: PrefixBlock | None) -> bool:
-        """Whether a block is on its way from a tier, or tiers are asked for it."""
-        if self._seeker is None:
-            return False
-        if block is None:
-            return self._seeker.seeks(request, ())
-        return block.snapshot is not None and not self._tide.read_ahead(block.snapshot)
+    # ---- which tokens are shared -----------------------------------------------------------
 
     def _stop_waiting(self, request: Request) -> None:
         for block in request.awaited:
             block.waiters -= 1
         request.awaited = []
 
-    # ---- which tokens are shared -----------------------------------------------------------
-
     def _can_read_next(self, request: Request) -> bool:
         """Whether the request is at the end of its blocks, and its next tokens may be shared."""
         stored = request.stored
         return (
-            stored + self._block_tokens <= self._most(request)
+            stored + self._chain.least_tokens <= self._chain.most(request)
             and stored == self.token_count_of(request)
             and stored == len(request.pages) * self._tide.pool.page_size
         )
-
-    def _most(self, request: Request) -> int:
-        """How many tokens a request may read at most. The last one is computed: for its logits."""
-        return min(request.token_count - 1, self._end(request))
-
-    def _end(self, request: Request) -> int:
-        """How many tokens have KV that may be shared once they have KV."""
-        return request.token_count if self._shares_answers else len(request.prompt_ids)
-
-    def _keys(self, request: Request) -> Iterator[str]:
-        """The keys of all blocks that the request may read, made as they are asked for."""
-        count = self._most(request) // self._block_tokens
-        return (self._key(request, number) for number in range(count))
-
-    def _key(self, request: Request, number: int) -> str:
-        """The key of the request's block with that number, from 0 on."""
-        keys = request.block_keys
-        while len(keys) <= number:
-            first = len(keys) * self._block_tokens
-            tokens = array("q", request.tokens(first, self._block_tokens)).tobytes()
-            chain = hashlib.blake2b("".join(keys[-1:]).encode() + tokens, digest_size=16)
-            keys.append(self._key_of(request, chain.hexdigest()))
-        return keys[number]

@@ -74,6 +74,9 @@ class PrefixBlock:
     """
 
     key: str
+    parent: str
+    """The key of what is before its tokens."""
+    tokens: tuple[int, ...]
     pages: list[int]
     snapshot: Snapshot | None = None
     readers: int = 0
@@ -122,10 +125,12 @@ class Request:
     """The key that its snapshot must have."""
     blocks: list[PrefixBlock] = field(default_factory=list)
     """Blocks of a PrefixCache that it reads; their pages come first in `pages`."""
+    tail: PrefixBlock | None = None
+    """The end of its prompt behind these, for others to copy; it lies in the request's pages."""
     awaited: list[PrefixBlock] = field(default_factory=list)
     """The blocks that it read when it was retracted, and reads again when it comes back."""
     block_keys: list[str] = field(default_factory=list)
-    """The keys of its blocks, as far as they were needed."""
+    """The key of what is before its blocks, and those of its blocks, as far as they were needed."""
     cached_tokens: int = 0
     """How many tokens of its prompt weren't computed, since another request had their KV."""
     lost: int = 0

@@ -16,6 +16,7 @@ from typing import final
 
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.pool import PageAllocator
+from kvtide.serve.branches import Branches
 from kvtide.serve.prefix import PrefixCache
 from kvtide.serve.request import Request
 from kvtide.snapshot import Snapshot
@@ -137,24 +138,22 @@ class Scheduler:
         self._read_ahead()
         budget = self._options.chunk_tokens
         steps: list[tuple[Request, int]] = []
-        computed: set[str] = set()
+        computed = Branches()
         for request in list(self._running):
             if request not in self._running:
                 continue  # just retracted to make room for an older request
             is_behind = request.stored + 1 < request.token_count  # beyond its newest token
-            if is_behind and not self.prefixes.read(request):
+            if is_behind and not self.prefixes.read(request, computed):
                 self._waits = True
                 continue
             count = self._next_count(request)
             # A chunk that doesn't fit waits as a whole: its length must not depend on others.
             if count > 1 and count > budget:
                 continue
-            keys = self.prefixes.keys_in(request, count) if is_behind else []
-            if not computed.isdisjoint(keys[:1]):
-                continue  # another request computes the same tokens now, and it reads these then
             if not self._make_room(request, count):
                 continue
-            computed.update(keys)
+            if is_behind or not request.output_ids:
+                self.prefixes.note_step(request, count, computed)
             if count > 1:
                 budget -= count
             steps.append((request, count))
@@ -245,6 +244,7 @@ class Scheduler:
             snapshot = self._tide.offload(slots, key=key)
             prefixes.release(request)
             return snapshot
+        prefixes.withdraw(request)
         own_pages = prefixes.pages_of(request)
         own_count = request.stored - prefixes.token_count_of(request)
         snapshot = self._tide.retract(own_pages, own_count, key=key)

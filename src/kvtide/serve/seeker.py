@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import final
+from typing import NamedTuple, final
 
 from kvtide.serve.request import Request
 from kvtide.snapshot import Snapshot
@@ -22,6 +22,17 @@ _REST_S = 30.0
 """For how long nobody waits after a block that was too slow."""
 _GLANCE_S = 0.001
 """How long a step waits for a new search, since most tiers answer at once."""
+
+
+class Sought(NamedTuple):
+    """The blocks of a request that tiers are asked for, from number `first` on."""
+
+    request: Request
+    first: int
+    names: list[str]
+    """The keys of whole blocks."""
+    tails_at: Callable[[int], Iterable[str]]
+    """The keys of tails behind so many of these, of which the first that is found is the best."""
 
 
 @final
@@ -38,27 +49,33 @@ class Seeker:
         self._spill = spill
         self._clock = clock
         self._sleep = sleep
-        self._line: deque[tuple[Request, list[str]]] = deque()
-        self._search: tuple[Request, Search] | None = None
+        self._line: deque[Sought] = deque()
+        self._search: tuple[Sought, Search] | None = None
         self._asked: dict[Request, bool] = {}
         """The requests that were searched for, and whether that hasn't ended."""
-        self._found: list[Snapshot] = []
+        self._found: list[tuple[Sought, list[Snapshot]]] = []
         self._since: dict[Request, float] = {}
         """Since when a request waits."""
         self._rests_until = float("-inf")
 
-    def seeks(self, request: Request, keys: Iterable[str]) -> bool:
-        """Whether a search for a request's blocks is under way. Begins one, once a request."""
-        if request not in self._asked:
-            self._asked[request] = True
-            self._line.append((request, [*keys]))
-            self._go_on()
-            if len(self._line) == 0:
-                self._sleep(_GLANCE_S)
-        self._go_on()
-        return self._asked[request]
+    def has_sought(self, request: Request) -> bool:
+        """Whether a search for the request's blocks has begun, or has ended."""
+        return request in self._asked
 
-    def found(self) -> list[Snapshot]:
+    def seek(self, sought: Sought) -> None:
+        """Begins a search, when those before it have ended."""
+        self._asked[sought.request] = True
+        self._line.append(sought)
+        self._go_on()
+        if len(self._line) == 0:
+            self._sleep(_GLANCE_S)
+
+    def is_seeking(self, request: Request) -> bool:
+        """Whether a search for the request's blocks hasn't ended."""
+        self._go_on()
+        return self._asked.get(request, False)
+
+    def found(self) -> list[tuple[Sought, list[Snapshot]]]:
         """What searches have found since the last call; the caller discards it."""
         self._go_on()
         found, self._found = self._found, []
@@ -90,14 +107,14 @@ class Seeker:
     def _go_on(self) -> None:
         """Takes the result of a search that has ended, and begins the next."""
         if self._search is not None:
-            request, search = self._search
+            sought, search = self._search
             if not search.job.done():
                 return
             self._search = None
-            self._found += self._spill.take(search)
-            if request in self._asked:
-                self._asked[request] = False
+            self._found.append((sought, self._spill.take(search)))
+            if sought.request in self._asked:
+                self._asked[sought.request] = False
         while self._line and self._search is None:
-            request, keys = self._line.popleft()
-            if request in self._asked:  # it hasn't ended meanwhile
-                self._search = request, self._spill.seek(keys)
+            sought = self._line.popleft()
+            if sought.request in self._asked:  # it hasn't ended meanwhile
+                self._search = sought, self._spill.seek(sought.names, sought.tails_at)

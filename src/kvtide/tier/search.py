@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 from kvtide.arena import HostArena
@@ -14,6 +14,9 @@ from kvtide.tier.entry import SpillEntry, State
 from kvtide.tier.namespace import is_shared
 from kvtide.tier.retries import RetriedTier
 from kvtide.tier.workers import Workers
+
+EndsAt = Callable[[int], Iterable[str]]
+"""Gives further names, by how many were found before them."""
 
 
 class Found(NamedTuple):
@@ -28,11 +31,17 @@ class Found(NamedTuple):
 class Search:
     """Looks for snapshots with `names`, one after another, up to the first that no tier has.
 
+    Then it looks for the first of `ends_at(n)` that a tier has, where n names were found.
+
     A worker does `look`; Spill's thread asks for the rest when the job has ended.
     """
 
     def __init__(
-        self, names: Sequence[str], tiers: Sequence[RetriedTier], workers: Workers
+        self,
+        names: Sequence[str],
+        tiers: Sequence[RetriedTier],
+        workers: Workers,
+        ends_at: EndsAt = lambda _: (),
     ) -> None:
         """Gives the work to a worker."""
         self.found: list[Found] = []
@@ -40,15 +49,23 @@ class Search:
         """Who could not answer, and why."""
         self._names = names
         self._tiers = tiers
+        self._ends_at = ends_at
         self.job: Job[Any] = workers.start(self.look)
 
     def look(self) -> None:
         """In a worker: asks the tiers."""
         for name in self._names:
-            found = next(self._places_of(name), None)
-            if found is None:
-                return
+            if not self._is_found(name):
+                break
+        # Who can't answer isn't asked for each of many ends.
+        ends = self._ends_at(len(self.found)) if not self.errors else ()
+        any(not self.errors and self._is_found(name) for name in ends)
+
+    def _is_found(self, name: str) -> bool:
+        found = next(self._places_of(name), None)
+        if found is not None:
             self.found.append(found)
+        return found is not None
 
     def entries(self, arena: HostArena) -> Iterator[SpillEntry]:
         """What it found, for the books; counts what went wrong. The search has ended.

@@ -24,7 +24,7 @@ from kvtide.tier.entry import SpillEntries, SpillEntry, State
 from kvtide.tier.moves import Move
 from kvtide.tier.namespace import is_shared
 from kvtide.tier.retries import REST_S, RetriedTier, counts_by_name
-from kvtide.tier.search import Search
+from kvtide.tier.search import EndsAt, Search
 from kvtide.tier.workers import ThreadWorkers, Workers
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ class Spill:
                 tier.counts.missed(self._too_late())
         return None
 
-    def seek(self, names: Sequence[str]) -> Search:
-        """Begins to look for what other processes left. When its job is done, `take` gives it."""
-        return Search(names, self._tiers, self._workers)
+    def seek(self, names: Sequence[str], ends_at: EndsAt = lambda _: ()) -> Search:
+        """Begins to look for what other processes left; see Search. In its end `take` gives it."""
+        return Search(names, self._tiers, self._workers, ends_at)
 
     def take(self, search: Search) -> list[Snapshot]:
         """Takes what a search that has ended found into the books, as far as seals have room."""
@@ -130,10 +130,7 @@ class Spill:
                 raise self._entries.no_way_back()
 
     def read_ahead(self, snapshot: Snapshot) -> bool:
-        """Says that a snapshot is wanted soon: begins to read it if there is room at once.
-
-        Whether `require` would not wait for it now: it is here, or lost.
-        """
+        """Begins to read what is wanted soon, if there is room. Whether it is here, or lost."""
         self.settle()
         entry = self._entries.used(snapshot)
         if entry is None or entry.state not in (State.BELOW, State.READING):
@@ -149,6 +146,11 @@ class Spill:
         self._read(entry)
         entry.is_ahead = True
         return False
+
+    def is_coming(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is being read, so that to wait for it is of use."""
+        entry = self._entries.used(snapshot)
+        return entry is not None and entry.state is State.READING
 
     def tier_of(self, snapshot: Snapshot) -> str | None:
         """The name of the tier that it comes from, or came from ahead; None if the arena has it."""
