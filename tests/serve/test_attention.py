@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from kvtide.serve import query_blocks
 from kvtide.serve.attention import (
     MOST_IN_BUCKET,
     AttentionPlan,
@@ -21,11 +24,14 @@ from kvtide.serve.attention import (
     padded_length,
     plan_attention,
 )
-from kvtide.serve.batch import Segment
-from kvtide.serve.query_blocks import QUERY_ROWS, QueryBlocks, cut
+from kvtide.serve.batch import RowCounts, Segment
+from kvtide.serve.probes import AttentionSizes, CutProbe
+from kvtide.serve.query_blocks import QUERY_ROWS, WHOLE_BLOCKS, QueryBlocks, cut
+from kvtide.serve.selfcheck import _agreeing_queries
 
 HEADS, KV_HEADS, DIM, SLOTS = 6, 2, 16, 4096
 SCALE = DIM**-0.5
+SOME_QUERIES = RowCounts((8, 16, QUERY_ROWS))
 
 
 def planes(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -52,6 +58,16 @@ def segments_of(*shapes: tuple[int, int], seed: int = 0) -> list[Segment]:
 def rows_of(segments: list[Segment]) -> int:
     """Counts the packed rows of all segments."""
     return sum(segment.count for segment in segments)
+
+
+def cut_probes(dtype: torch.dtype) -> list[CutProbe]:
+    """Makes the self-check's probes of attention that is cut, for the sizes here."""
+    sizes = AttentionSizes(HEADS, KV_HEADS, DIM, DIM, dtype)
+    return [
+        CutProbe(sizes, torch.device("cpu"), length, of_scores=of_scores)
+        for length in (64, 288, 544)
+        for of_scores in (True, False)
+    ]
 
 
 def run(plan: AttentionPlan, query: Tensor, pool: tuple[Tensor, Tensor]) -> Tensor:
@@ -86,15 +102,15 @@ def test_padded_lengths_stay_as_they_are(context: int) -> None:
     assert padded_length(context) == padded_length(padded_length(context))
 
 
-@pytest.mark.parametrize("by_position", [True, False])
+@pytest.mark.parametrize("query_rows", [WHOLE_BLOCKS, SOME_QUERIES, None])
 @pytest.mark.parametrize("sharing", list(Sharing))
-def test_attention_follows_the_formula(sharing: Sharing, by_position: bool) -> None:
+def test_attention_follows_the_formula(sharing: Sharing, query_rows: RowCounts | None) -> None:
     """Single queries of different contexts, a first chunk and a later chunk equal float64."""
     segments = segments_of((1, 1), (1, 64), (1, 65), (1, 300), (70, 70), (30, 130))
     pool = planes(torch.float32)
     query = torch.randn(rows_of(segments), HEADS, DIM)
     plan = plan_attention(
-        segments, len(query), torch.float32, sharing=sharing, by_position=by_position
+        segments, len(query), torch.float32, sharing=sharing, query_rows=query_rows
     )
     torch.testing.assert_close(
         run(plan, query, pool), expected(segments, query, pool).float(), rtol=1e-4, atol=1e-5
@@ -142,7 +158,10 @@ def test_a_request_gets_the_same_bits_from_other_slots(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prompt_gets_the_same_bits_however_it_is_cut(dtype: torch.dtype, threads: int) -> None:
-    """In blocks of positions, in one step or many, some of a single query; other slots hold NaN."""
+    """In blocks of positions, in one step or many, some of a single query; other slots hold NaN.
+
+    It has the bits of whole blocks, too, whatever the numbers of queries that are found safe here.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -151,23 +170,61 @@ def test_a_prompt_gets_the_same_bits_however_it_is_cut(dtype: torch.dtype, threa
         for plane in pool:
             plane[~torch.isin(torch.arange(SLOTS), segment.slots)] = float("nan")
         query = torch.randn(300, HEADS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
-        whole = run(plan_attention([segment], 300, dtype, by_position=True), query, pool)
+        whole = run(plan_attention([segment], 300, dtype, query_rows=WHOLE_BLOCKS), query, pool)
+        (query_rows, *_), _ = _agreeing_queries(cut_probes(dtype))
         for ends in ((1, 300), (31, 33, 64, 299, 300), (100, 200, 300), tuple(range(7, 301, 13))):
             for first, last in itertools.pairwise((0, *ends)):
                 part = Segment(0, last - first, segment.slots[:last], of_prompt=True)
-                plan = plan_attention([part], last - first, dtype, by_position=True)
+                plan = plan_attention([part], last - first, dtype, query_rows=query_rows)
                 assert torch.equal(whole[first:last], run(plan, query[first:last], pool))
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("by_position", [True, False])
-def test_a_single_query_of_a_prompt_has_a_block_where_prompts_have(by_position: bool) -> None:
+@pytest.mark.parametrize(("count", "context", "queries"), [(5, 69, 8), (1, 64, 8), (17, 96, 32)])
+def test_a_part_of_a_block_has_a_call_of_few_queries(
+    count: int, context: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has as few queries as are safe, so the short end of a prompt is cheap."""
+    seen = []
+
+    def spy(query: Tensor, keys: Tensor, *rest: Any, **named: Any) -> Tensor:
+        seen.append((query.shape[1] * query.shape[2] // HEADS, keys.shape[2]))
+        return scaled_dot_product_attention(query, keys, *rest, **named)
+
+    monkeypatch.setattr(query_blocks, "scaled_dot_product_attention", spy)
+    (segment,) = segments_of((count, context))
+    segment = replace(segment, of_prompt=True)
+    plan = plan_attention([segment], count, torch.float32, query_rows=SOME_QUERIES)
+    query = torch.randn(count, HEADS, DIM)
+    out = run(plan, query, planes(torch.float32))
+    assert [(queries, -(-context // QUERY_ROWS) * QUERY_ROWS)] == seen
+    torch.testing.assert_close(
+        out, expected([segment], query, planes(torch.float32)).float(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_query_has_its_place_in_a_call_of_a_whole_block() -> None:
+    """So its bits needn't be those of another place, where a library computes places apart."""
+    (segment,) = segments_of((5, 77))
+    for query_rows in (WHOLE_BLOCKS, SOME_QUERIES):
+        (part,) = plan_attention([segment], 5, torch.float32, query_rows=query_rows).parts
+        assert isinstance(part, QueryBlocks)
+        (call,) = part.calls
+        places = call.queries(torch.ones(5, HEADS, DIM)).any(-1).any(-1).nonzero().flatten()
+        first = 72 - 64 if query_rows == WHOLE_BLOCKS else 0
+        assert list(range(first, first + 5)) == places.tolist()
+
+
+@pytest.mark.parametrize("query_rows", [WHOLE_BLOCKS, None])
+def test_a_single_query_of_a_prompt_has_a_block_where_prompts_have(
+    query_rows: RowCounts | None,
+) -> None:
     """Elsewhere it may share a bucket with tokens of answers."""
     (segment,) = segments_of((1, 70))
     prompt = replace(segment, of_prompt=True)
-    plan = plan_attention([prompt], 1, torch.float32, by_position=by_position)
-    assert [QueryBlocks if by_position else Bucket] == [type(part) for part in plan.parts]
+    plan = plan_attention([prompt], 1, torch.float32, query_rows=query_rows)
+    assert [QueryBlocks if query_rows else Bucket] == [type(part) for part in plan.parts]
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.integers(2, 300))

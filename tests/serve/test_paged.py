@@ -18,6 +18,7 @@ from kvtide.serve import paged as paged_module
 from kvtide.serve.attention import Sharing, plan_attention
 from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
 from kvtide.serve.paged import PagedModel
+from kvtide.serve.query_blocks import WHOLE_BLOCKS
 from kvtide.serve.selfcheck import find_rows
 from serve.small_models import NEW_TOKENS, generated, model_of, pool_of
 
@@ -207,7 +208,7 @@ def test_exact_passes_keep_to_the_row_counts(
     passes: list[tuple[list[int], int]] = []
 
     def spy(segments: Sequence[Segment], row_count: int, *rest: Any, **named: Any) -> Any:
-        assert named == {"sharing": Sharing.ALIKE, "by_position": False}
+        assert named == {"sharing": Sharing.ALIKE, "query_rows": None}
         passes.append(([segment.count for segment in segments], row_count))
         return plan_attention(segments, row_count, *rest, **named)
 
@@ -226,7 +227,7 @@ def test_a_chunk_longer_than_a_pass_runs_as_several() -> None:
     for most in (64, 200):
         pool = pool_of(model)
         rows = RowCounts(tuple(range(16, most + 1)))
-        paged = PagedModel(model, pool, exact=ExactRules(rows, rows, by_position=True))
+        paged = PagedModel(model, pool, exact=ExactRules(rows, rows, query_rows=WHOLE_BLOCKS))
         answer = Answer([7, *range(150)], torch.arange(160))
         answer.next_count = lambda: 151  # type: ignore[method-assign]
         step(paged, [answer])

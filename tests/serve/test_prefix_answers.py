@@ -99,7 +99,7 @@ def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(model: object, device: object) -> RowCheck:
         found: RowCheck = find_rows_once(model, device)
         assert found.rules is not None
-        return dataclasses.replace(found, rules=dataclasses.replace(found.rules, by_position=False))
+        return dataclasses.replace(found, rules=dataclasses.replace(found.rules, query_rows=None))
 
     monkeypatch.setattr("kvtide.serve.engine.find_rows", find)
 

@@ -7,6 +7,7 @@ accepted is exact.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvtide.device import CPUDevice
 from kvtide.serve import attention, probes, query_blocks, selfcheck, trial_passes
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.operations import Product, SingleOperation
+from kvtide.serve.query_blocks import QUERY_ROWS, WHOLE_BLOCKS
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.trial_passes import TrialPasses
 from serve import small_models
@@ -93,15 +95,22 @@ def check(model: Any, max_rows: int, planted: Planted | None = None) -> RowCheck
         return find_rows(model, CPUDevice(), max_rows=max_rows)
 
 
-def rules(*counts: int, by_position: bool = True) -> ExactRules:
+def rules(*counts: int, query_rows: RowCounts | None = WHOLE_BLOCKS) -> ExactRules:
     """Makes rules that allow passes of these row counts."""
-    return ExactRules(RowCounts(counts), RowCounts(counts), by_position=by_position)
+    return ExactRules(RowCounts(counts), RowCounts(counts), query_rows=query_rows)
+
+
+def found_rules(found: RowCheck) -> ExactRules | None:
+    """Takes rules as if calls had whole blocks: the library decides whether they may have less."""
+    if found.rules is None or found.rules.query_rows is None:
+        return found.rules
+    return replace(found.rules, query_rows=WHOLE_BLOCKS)
 
 
 def test_without_dependence_every_count_is_safe(model: Any) -> None:
     """Every count from one row to the largest tried is safe."""
     found = check(model, 24)
-    assert rules(*range(1, 25)) == found.rules
+    assert rules(*range(1, 25)) == found_rules(found)
     assert "1 to 24" == found.exact_rows
     assert "passes of 1 to 24 rows agree bit for bit" == found.detail
 
@@ -121,7 +130,7 @@ def test_safe_counts_need_not_be_consecutive(model: Any) -> None:
     """A kernel for four rows at once makes only the multiples of four safe."""
     planted = Planted(lambda count, out: out if count % 4 == 0 else out + 1e-3 * count)
     found = check(model, 16, planted)
-    assert rules(4, 8, 12, 16) == found.rules
+    assert rules(4, 8, 12, 16) == found_rules(found)
     assert "4 to 16 in steps of 4" == found.exact_rows
 
 
@@ -145,7 +154,7 @@ def test_rows_run_alone_if_their_place_matters(model: Any) -> None:
     """Only passes of one row are safe; the check says that this is slow, and why."""
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
     found = check(model, 12, planted)
-    assert rules(1, by_position=False) == found.rules
+    assert rules(1, query_rows=None) == found_rules(found)
     why = "that is slow: all passes have 1 row, since other numbers of rows change a product"
     assert why in found.detail
     assert "--fast" in found.detail
@@ -162,7 +171,7 @@ def test_counts_whose_activations_have_a_remainder_are_excluded() -> None:
         return flat.view(given.shape)
 
     planted = Planted().with_activation(rest_differs)
-    assert rules(2, 4, 6, 8, 10, 12) == check(model_of(100), 12, planted).rules
+    assert rules(2, 4, 6, 8, 10, 12) == found_rules(check(model_of(100), 12, planted))
 
 
 def test_a_dependence_in_no_probe_is_found(model: Any) -> None:
@@ -170,7 +179,7 @@ def test_a_dependence_in_no_probe_is_found(model: Any) -> None:
     model.model.norm.register_forward_hook(
         lambda module, arguments, out: out + 1e-3 * out.mean(1, keepdim=True)
     )
-    assert rules(1, by_position=False) == check(model, 12).rules
+    assert rules(1, query_rows=None) == found_rules(check(model, 12))
 
 
 def test_results_that_never_repeat_allow_no_exact_mode(model: Any) -> None:
@@ -218,7 +227,7 @@ def test_attention_that_depends_on_how_a_prompt_is_cut_is_found(
     """Then prompts are computed and shared in whole chunks, and the check says so."""
     monkeypatch.setattr(query_blocks, "scaled_dot_product_attention", by_place)
     found = check(model, 24)
-    assert rules(*range(1, 25), by_position=False) == found.rules
+    assert rules(*range(1, 25), query_rows=None) == found_rules(found)
     why = "prompts share whole chunks alone, since another cut of a prompt changes attention over"
     assert why in found.detail
 
@@ -230,8 +239,31 @@ def test_whole_passes_show_what_no_probe_of_a_cut_shows(
     monkeypatch.setattr(query_blocks, "scaled_dot_product_attention", by_place)
     monkeypatch.setattr(TrialPasses, "cut_probes", lambda trial: [])
     found = check(model, 24)
-    assert rules(*range(1, 25), by_position=False) == found.rules
+    assert rules(*range(1, 25), query_rows=None) == found_rules(found)
     assert "changes a pass of the model" in found.detail
+
+
+def few_differ(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
+    """Attention that computes calls of fewer than 16 queries, of 4 heads, in another manner."""
+    out = scaled_dot_product_attention(query, key, value, **named)
+    return out + 1e-3 * (query.shape[1] * query.shape[2] < 16 * 4)
+
+
+@pytest.mark.parametrize("has_probes", [True, False])
+def test_calls_have_as_many_queries_as_change_no_bit(
+    has_probes: bool, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probes find which numbers are safe; what only whole passes show costs whole blocks."""
+    monkeypatch.setattr(query_blocks, "scaled_dot_product_attention", few_differ)
+    if not has_probes:
+        monkeypatch.setattr(TrialPasses, "cut_probes", lambda trial: [])
+    found = check(model, 256).rules
+    assert found is not None
+    assert found.query_rows is not None
+    if has_probes:
+        assert 16 <= found.query_rows.counts[0]
+    else:
+        assert WHOLE_BLOCKS == found.query_rows
 
 
 @pytest.mark.parametrize("of_scores", [True, False])
@@ -246,7 +278,7 @@ def test_the_probe_of_a_cut_shows_another_order_of_additions(
     def output() -> Tensor:
         found = probe.outcome(13)
         assert found is not None
-        return found.view(dtype).view(query_blocks.QUERY_ROWS, -1)
+        return found.view(dtype).view(QUERY_ROWS, -1)
 
     forward = output()
     assert torch.equal(forward, output())
@@ -273,7 +305,7 @@ def test_the_product_probes_alone_show_that_the_place_matters(
     """Whole passes could miss it by chance; the probes move rows to other places, too."""
     monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out + 1e-3 * torch.arange(count)[:, None])
-    assert rules(1, by_position=False) == check(model, 12, planted).rules
+    assert rules(1, query_rows=None) == found_rules(check(model, 12, planted))
 
 
 def test_products_of_transposed_weights_are_tried(
@@ -294,7 +326,7 @@ def test_a_large_head_is_measured_over_the_range(
     monkeypatch.setattr(trial_passes, "_LARGE_WEIGHT", 131 * 64 - 1)
     monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
     planted = Planted(lambda count, out: out if count > 9 else out + 1e-3, out_features=131)
-    assert rules(32) == check(model, 32, planted).rules
+    assert rules(32) == found_rules(check(model, 32, planted))
 
 
 def test_the_model_is_left_as_it_was(model: Any) -> None:

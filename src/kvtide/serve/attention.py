@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtide.serve.batch import Segment
+from kvtide.serve.batch import RowCounts, Segment
 from kvtide.serve.query_blocks import QueryBlocks, attend_blocks, plan_blocks
 
 _FINEST_BLOCK = 64
@@ -107,20 +107,21 @@ def plan_attention(
     dtype: torch.dtype,
     *,
     sharing: Sharing = Sharing.ALIKE,
-    by_position: bool = False,
+    query_rows: RowCounts | None = None,
 ) -> AttentionPlan:
     """Plans the attention of one pass. The segments' `first` counts rows of the pass.
 
-    With `by_position` prompts are computed in blocks of positions. Other segments of one query must
-    be sorted by `padded_length`; `PagedModel` sorts them.
+    With `query_rows` prompts are computed in blocks of positions, and a call has one of these
+    numbers of queries. Other segments of one query must be sorted by `padded_length`; `PagedModel`
+    sorts them.
     """
     parts: list[Queries | QueryBlocks | Bucket] = []
     singles: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
-        if segment.count == 1 and not (by_position and segment.of_prompt):
+        if segment.count == 1 and not (query_rows and segment.of_prompt):
             singles[padded_length(len(segment.slots))].append(segment)
-        elif by_position:
-            parts.append(plan_blocks(segment, dtype))
+        elif query_rows:
+            parts.append(plan_blocks(segment, dtype, query_rows))
         else:
             parts.append(_queries(segment))
     if sharing is Sharing.ANY and singles:

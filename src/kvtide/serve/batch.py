@@ -129,7 +129,8 @@ class ExactRules:
     are equal, the two kinds of segments share passes."""
     share_attention: bool = True
     """Whether requests of one query each may share a call of the attention kernel."""
-    by_position: bool = False
-    """Whether a prompt's token gets the same bits however the prompt is cut into steps. Then all
-    passes of prompts have `chunk_rows`. Otherwise a longer chunk is a pass of its own, and a
-    token's bits depend on the chunk that it is in."""
+    query_rows: RowCounts | None = None
+    """If a prompt's token gets the same bits however the prompt is cut into steps: how many queries
+    a call of attention may have for that. Then all passes of prompts have `chunk_rows`. Otherwise,
+    None, a longer chunk is a pass of its own, and a token's bits depend on the chunk that it is
+    in."""

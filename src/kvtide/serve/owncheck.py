@@ -31,6 +31,7 @@ from kvtide.pool import Pool
 from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
 from kvtide.serve.paged import PagedModel
+from kvtide.serve.query_blocks import WHOLE_BLOCKS
 from kvtide.serve.supported import geometry_of
 
 _STEPS = (((0, 9),), ((0, 6), (1, 15)), ((0, 1), (1, 1)), ((1, 1), (0, 1)))
@@ -38,7 +39,7 @@ _STEPS = (((0, 9),), ((0, 6), (1, 15)), ((0, 1), (1, 1)), ((1, 1), (0, 1)))
 _PAGE_SIZE = 16
 _SEEDS = (20240611, 20240612, 20240613)
 # Passes are padded to these counts. No step above has more rows.
-_RULES = ExactRules(RowCounts((8, 32)), RowCounts((8, 32)), by_position=True)
+_RULES = ExactRules(RowCounts((8, 32)), RowCounts((8, 32)), query_rows=WHOLE_BLOCKS)
 
 # Logits are clamped to this: models give tokens that don't exist a huge negative logit. It is a
 # power of two, so that sums are exact.

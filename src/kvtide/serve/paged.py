@@ -85,7 +85,7 @@ class PagedModel:
         self._dtype: torch.dtype = model.dtype
         self._device = pool.device.torch_device
         self._exact = exact
-        self._by_position = exact is not None and exact.by_position
+        self._query_rows = None if exact is None else exact.query_rows
         self._sharing = Sharing.ANY
         if exact is not None:
             self._sharing = Sharing.ALIKE if exact.share_attention else Sharing.NONE
@@ -97,7 +97,7 @@ class PagedModel:
 
         In fast mode they do too, but there no bits are promised.
         """
-        return self._exact is not None and not self._by_position
+        return self._exact is not None and self._query_rows is None
 
     def release(self) -> None:
         """Gives the model its attention function back. Don't use this object afterwards."""
@@ -129,7 +129,7 @@ class PagedModel:
         singles = [segment for segment in segments if self._is_single(segment)]
         singles.sort(key=lambda segment: padded_length(len(segment.slots)))
         chunks = [segment for segment in segments if not self._is_single(segment)]
-        if self._exact is not None and self._by_position:
+        if self._exact is not None and self._query_rows is not None:
             most = self._exact.chunk_rows.most
             chunks = [piece for chunk in chunks for piece in cut(chunk, most)]
         if self._exact is None:
@@ -142,7 +142,7 @@ class PagedModel:
 
     def _is_single(self, segment: Segment) -> bool:
         """Whether the segment's attention is that of a token of an answer."""
-        return segment.count == 1 and not (self._by_position and segment.of_prompt)
+        return segment.count == 1 and not (self._query_rows and segment.of_prompt)
 
     def _run(self, rows: _PassRows, batch: PackedBatch, keep: list[int]) -> Tensor:
         """The logits of the pass's rows `keep`.
@@ -158,7 +158,7 @@ class PagedModel:
             row_count,
             self._dtype,
             sharing=self._sharing,
-            by_position=self._by_position,
+            query_rows=self._query_rows,
         )
         heads = pad(torch.tensor(keep, dtype=torch.int64), (0, rows.padded(len(keep)) - len(keep)))
         device = self._device

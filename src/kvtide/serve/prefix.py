@@ -36,7 +36,7 @@ def block_tokens_for(chunk_tokens: int, page_size: int, *, whole_chunks: bool) -
     """How many tokens a block has: whole pages, and with `whole_chunks` whole chunks of prompts.
 
     Whole chunks are needed where the bits of a prompt's token depend on the chunk that it is in
-    (`ExactRules.by_position`): all requests compute a prompt's full chunks in the same manner, but
+    (`ExactRules.query_rows`): all requests compute a prompt's full chunks in the same manner, but
     not the rest of a prompt.
     """
     if whole_chunks:

@@ -8,7 +8,9 @@ few numbers. Its probe searches for numbers on which the two differ.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from kvtide.serve.attention import Workspace, attend, plan_attention
-from kvtide.serve.batch import Segment
+from kvtide.serve.batch import RowCounts, Segment
 from kvtide.serve.operations import Product, SingleOperation
 from kvtide.serve.query_blocks import QUERY_ROWS
 
@@ -125,7 +127,7 @@ class AttentionProbe:
 
 
 class CutProbe:
-    """Attention of the last block of positions of a prompt of `length` tokens, in one step or two.
+    """Attention of the last block of positions of a prompt of `length` tokens, in some steps.
 
     With `of_scores` the products of queries and keys sum to zero, otherwise the values do.
     """
@@ -153,15 +155,18 @@ class CutProbe:
         self.values = values.to(sizes.dtype).to(device)
 
     def outcome(self, count: int) -> Tensor | None:
-        """The block's result, as bytes, if the first step computes `count` queries of it."""
+        """The block's result, as bytes, if each step computes `count` queries in one call."""
+        return self.in_steps(range(count, QUERY_ROWS, count), RowCounts((count,)))
+
+    def in_steps(self, starts: Iterable[int], query_rows: RowCounts) -> Tensor:
+        """The block's result, as bytes, if steps begin at these queries, and at the first one."""
         before = len(self._slots) - QUERY_ROWS
-        steps = [(first, last) for first, last in ((0, count), (count, QUERY_ROWS)) if first < last]
+        scale = self._sizes.head_dim**-0.5
         found = []
-        for first, last in steps:
+        for first, last in pairwise((0, *starts, QUERY_ROWS)):
             segment = Segment(0, last - first, self._slots[: before + last], of_prompt=True)
-            plan = plan_attention([segment], last - first, self._sizes.dtype, by_position=True)
-            query, scale = self.query[first:last], self._sizes.head_dim**-0.5
-            plan = plan.to(self._device)
+            plan = plan_attention([segment], last - first, self._sizes.dtype, query_rows=query_rows)
+            query, plan = self.query[first:last], plan.to(self._device)
             found.append(attend(plan, query, self.keys, self.values, scale, self._workspace))
         return torch.cat(found).reshape(1, -1).contiguous().view(torch.uint8)
 

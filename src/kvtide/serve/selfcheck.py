@@ -13,7 +13,7 @@ and with the current number of threads:
    lengths and up to 64 requests in a call. If the results depend on the number of requests, each
    request gets a call by itself.
 3. Attention of a prompt's block of positions (`kvtide.serve.query_blocks`) is tried in one step and
-   in two, for several lengths.
+   in several, and with fewer queries in a call, for several lengths.
 4. The cheapest set is tried with whole passes of the model over a small pool. A pass of all trial
    requests must give each the same bits as passes of some of them in another order and with other
    slots, and as passes of many copies of one of them. This is done for answer tokens (one row per
@@ -31,6 +31,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -40,15 +41,17 @@ from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.attention import MOST_IN_BUCKET
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.probes import AttentionProbe, CutProbe, Probe
-from kvtide.serve.query_blocks import QUERY_ROWS
+from kvtide.serve.query_blocks import QUERY_ROWS, WHOLE_BLOCKS
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.trial_passes import SAMPLES, TrialPasses, spread
 
 # Requests share no pass.
 _ALONE = RowCounts((1,))
 _FEW_ROWS = 16
-# A block of a prompt is computed whole, and in two steps that begin at these queries of it.
-_CUTS = (QUERY_ROWS, 1, 13, QUERY_ROWS - 1)
+# A block of a prompt is computed whole, and in two steps of which the second begins at these.
+_CUTS = (1, 13, QUERY_ROWS - 1)
+# Numbers of queries that a call for a part of a block may have.
+_QUERY_COUNTS = range(4, QUERY_ROWS + 1, 4)
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) ->
         listed = "; ".join(map(str, tried)) or "none"
         detail = f"no row count up to {max_rows} is safe here (tried {listed}); {_remedy()}"
         return RowCheck(None, detail, time.perf_counter() - start)
-    of_cuts = _split_by_cuts(trial.cut_probes())
-    rules = search.prompt_rules(rows, cut_anywhere=not of_cuts)
+    query_rows, of_cuts = _agreeing_queries(trial.cut_probes())
+    rules = search.prompt_rules(rows, query_rows)
     detail = f"passes of {_counted(rows)} agree bit for bit"
     if rows != rules.chunk_rows:
         detail += f", for prompts of {_counted(rules.chunk_rows)}"
@@ -113,17 +116,19 @@ class _Search:
                 return rows
         return None
 
-    def prompt_rules(self, rows: RowCounts, *, cut_anywhere: bool) -> ExactRules:
-        """The rules with the cheapest row counts for prompts, if possible cut anywhere."""
+    def prompt_rules(self, rows: RowCounts, query_rows: Sequence[RowCounts]) -> ExactRules:
+        """The rules with the cheapest row counts for prompts, if possible cut anywhere.
+
+        For that each of `query_rows` is tried in turn.
+        """
         candidates = _candidates(self.sets, (16, 32, 64, 128, 256))
-        for by_position in (True, False) if cut_anywhere else (False,):
-            for chunk_rows in candidates:
-                # A prompt in passes of a few rows is slower than one that shares less.
-                if by_position and chunk_rows.most < max(2, min(_FEW_ROWS, self.max_rows)):
-                    continue
-                rules = ExactRules(rows, chunk_rows, self.share_attention, by_position)
-                if self._is_safe(rules, chunks=True):
-                    return rules
+        # A prompt in passes of a few rows is slower than one that shares less.
+        least = max(2, min(_FEW_ROWS, self.max_rows))
+        long = [chunk_rows for chunk_rows in candidates if chunk_rows.most >= least]
+        for chunk_rows, queries in (*product(long, query_rows), *product(candidates, (None,))):
+            rules = ExactRules(rows, chunk_rows, self.share_attention, queries)
+            if self._is_safe(rules, chunks=True):
+                return rules
         return ExactRules(rows, _ALONE, self.share_attention)
 
     def _is_safe(self, rules: ExactRules, *, chunks: bool) -> bool:
@@ -182,10 +187,23 @@ def _split_by_neighbours(probes: Sequence[tuple[AttentionProbe, Sequence[int]]])
     return []
 
 
-def _split_by_cuts(probes: Sequence[CutProbe]) -> list[str]:
+def _agreeing_queries(probes: Sequence[CutProbe]) -> tuple[list[RowCounts], list[str]]:
+    """Which numbers of queries the calls for a block may have, the cheapest first.
+
+    If its bits depend on how a block is cut there are none, but the name of a probe that shows it.
+    """
+    sets, _ = _agreeing_sets(probes, _QUERY_COUNTS)
+    alike = [rows for rows in sets if QUERY_ROWS in rows.counts]
+    candidates = [*alike, WHOLE_BLOCKS] if WHOLE_BLOCKS not in alike else alike
+    split = {rows: _split_by_cuts(probes, rows) for rows in candidates}
+    return [rows for rows in candidates if not split[rows]], split[candidates[-1]]
+
+
+def _split_by_cuts(probes: Sequence[CutProbe], query_rows: RowCounts) -> list[str]:
     """The name of the first probe whose bits depend on how a block of a prompt is cut."""
     for probe in probes:
-        if set(_kinds_of(probe, _CUTS).values()) != {0}:
+        whole = probe.in_steps((), query_rows)
+        if not all(torch.equal(whole, probe.in_steps((cut,), query_rows)) for cut in _CUTS):
             return [probe.name]
     return []
 
@@ -228,7 +246,7 @@ def _explain_speed(rules: ExactRules, of_rows: Sequence[str], of_attention: Sequ
 
 def _explain_sharing(rules: ExactRules, of_cuts: Sequence[str]) -> str:
     """Why prompts share only whole chunks; empty if they share more."""
-    if rules.by_position:
+    if rules.query_rows:
         return ""
     what = " and ".join(of_cuts) or "a pass of the model"
     return f"; prompts share whole chunks alone, since another cut of a prompt changes {what}"

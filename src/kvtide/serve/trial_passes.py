@@ -33,7 +33,7 @@ _LARGE_WEIGHT = 8_000_000
 SAMPLES = 8
 # Context lengths for attention; True means that many numbers of requests are tried, not few.
 _LENGTHS = ((64, True), (128, False), (320, False), (1088, False))
-_PROMPT_LENGTHS = (64, 544, 1088)
+_PROMPT_LENGTHS = (64, 288, 544, 1088)
 _PAGE_SIZE = 16
 _SHARED_SLOTS = 144
 _SEED = 20240517
@@ -123,7 +123,7 @@ class TrialPasses:
         try:
             whole = self._outcomes(paged, pool, members, 0)
             for some, base in _trial_passes(members, half, generator):
-                is_cut = rules.by_position and chunks and len(some) > 1
+                is_cut = rules.query_rows is not None and chunks and len(some) > 1
                 found = self._outcomes(paged, pool, some, base, is_cut=is_cut)
                 expected = [whole[member.number] for member in some]
                 if not all(map(torch.equal, expected, found)):
