@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvtide.errors import UsageError
 from kvtide.serve.adapter import wrap_tokenizer
-from kvtide.serve.chat import encode_chat, encode_text
+from kvtide.serve.chat import ToolsError, encode_chat, encode_text
 from kvtide.serve.models import OpenModel, open_model
 
 TOOL_TEMPLATE = (
@@ -157,6 +157,23 @@ def test_a_template_that_leaves_tools_out_is_refused(tiny: OpenModel) -> None:
     called = [*user("x"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     with pytest.raises(UsageError, match="leaves 'tool_calls' out"):
         encode_chat(tiny, called, special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools_are_meant"),
+    [
+        ("{% if tools %}{{ raise_exception('no') }}{% endif %}{{ messages }}", True),
+        ("{{ raise_exception('no') }}", False),
+    ],
+)
+def test_what_a_template_refuses_is_told_apart(
+    tiny: OpenModel, template: str, tools_are_meant: bool
+) -> None:
+    """It takes the conversation without the tools, or not at all."""
+    tiny.tokenizer.chat_template = template
+    with pytest.raises(UsageError, match="refuses this: no") as caught:
+        encode_chat(tiny, user("x"), [TOOL], special_tokens=False)
+    assert tools_are_meant == isinstance(caught.value, ToolsError)
 
 
 def test_the_developer_is_the_system_where_the_template_knows_none(tiny: OpenModel) -> None:

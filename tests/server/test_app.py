@@ -141,6 +141,19 @@ def test_several_answers_to_a_prompt() -> None:
     serve_and(test)
 
 
+def test_tools_that_the_template_leaves_out_are_named() -> None:
+    """The conversation is right, so the error doesn't mean the messages."""
+
+    async def test(server: Served) -> None:
+        tool = {"type": "function", "function": {"name": "add"}}
+        error = _error(await server.chat(tools=[tool]), 400)
+        assert "tools" == error["param"]
+        assert "chat template" in error["message"]
+        assert 200 == (await server.chat(tools=[tool], tool_choice="none")).status_code
+
+    serve_and(test)
+
+
 def test_several_prompts_are_answered_as_each_alone() -> None:
     """Answers to a prompt stand side by side; a text and its tokens are the same prompt."""
 

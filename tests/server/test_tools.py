@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kvtide.server.tools import CalledTools, read_calls
+from kvtide.prompts import FieldError
+from kvtide.server.tools import CalledTools, CallRules, read_calls, read_ruled, read_rules
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {"name": "add", "arguments": json.dumps({"a": 1})}
@@ -45,3 +46,34 @@ def test_a_growing_text_never_takes_anything_back() -> None:
             part = read_calls(text[:length], has_ended=False)
             assert whole.content.startswith(part.content)
             assert whole.calls[: len(part.calls)] == part.calls
+
+
+@pytest.mark.parametrize("written", [' {"a": 1', ' {"a": tru}}', " 5}", "", ' {"a": 1}'])
+def test_a_call_that_must_be_there_has_what_the_model_wrote(written: str) -> None:
+    """Nobody promises that it's JSON. Nothing is told before the answer has ended."""
+    rules = CallRules(called="add", is_single=True)
+    text = rules.begin + written
+    assert CalledTools("", ()) == read_ruled(text, rules, has_ended=False)
+    (call,) = read_ruled(text, rules, has_ended=True).calls
+    assert {"name": "add", "arguments": written.strip()} == call
+
+
+def test_a_call_that_must_be_there_is_read_as_any_other() -> None:
+    """What ends the call isn't a part of its arguments."""
+    rules = CallRules(called="add", is_single=True)
+    found = read_ruled(f'{rules.begin} {{"a": 1}}}}', rules, has_ended=True)
+    assert CalledTools("", (ADD,)) == found
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [("tool_choice", {"tool_choice": "required"}), ("parallel_tool_calls", {})],
+)
+def test_calls_of_another_form_cant_be_ruled(field: str, said: dict[str, object]) -> None:
+    """They stay text, so nobody can say how many there are."""
+    body = {"parallel_tool_calls": False, **said}
+    with pytest.raises(FieldError, match="chat template") as caught:
+        read_rules(body, ["add"], "here", are_read=False)
+    assert field == caught.value.field
+    assert CallRules() == read_rules({"tool_choice": "auto"}, ["add"], "here", are_read=False)
+    assert CallRules() == read_rules({"parallel_tool_calls": False}, [], "here", are_read=False)

@@ -117,10 +117,12 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(folder: Path, *options: str) -> Iterator[ServerProcess]:
-    """Starts `kvtide serve tiny-random` on a free port, and waits until it listens."""
+def server_process(
+    folder: Path, *options: str, model: str | Path = "tiny-random"
+) -> Iterator[ServerProcess]:
+    """Starts `kvtide serve` on a free port, and waits until it listens."""
     log = folder / "server.log"
-    words = [sys.executable, "-m", "kvtide", "serve", "tiny-random", "--port", "0", *options]
+    words = [sys.executable, "-m", "kvtide", "serve", f"{model}", "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
         process = subprocess.Popen(words, stderr=file, stdout=file, env=environment, text=True)

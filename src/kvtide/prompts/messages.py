@@ -34,6 +34,12 @@ _UNSET = ("refusal", "audio", "function_call", "annotations")
 """Keys that an answer of OpenAI's API has; a conversation that goes on with one has them too."""
 
 
+MOST_TOOLS = 128
+"""The most tools of a prompt."""
+_MOST_TOOL_CHARACTERS = 1 << 18
+"""The most characters that its tools may have together, as JSON: the model reads them all."""
+
+
 def check_messages(value: object, where: str, *, prefix: str = "") -> tuple[Message, ...]:
     """The messages of a conversation. `prefix` stands before `messages` in errors."""
     name = f"{prefix}messages"
@@ -111,7 +117,17 @@ def check_tools(value: object, where: str, *, prefix: str = "") -> tuple[Message
     """The tools that the model is told of, as they are in the line."""
     name = f"{prefix}tools"
     tools = check_list(value, name, where)
-    return tuple(_tool(tool, f"{name}[{n}]", where) for n, tool in enumerate(tools))
+    if len(tools) > MOST_TOOLS:
+        refuse(where, f"'{name}' has {len(tools)} tools; it must have at most {MOST_TOOLS}", name)
+    checked = tuple(_tool(tool, f"{name}[{n}]", where) for n, tool in enumerate(tools))
+    length = len(json.dumps(tools))
+    if length > _MOST_TOOL_CHARACTERS:
+        refuse(
+            where,
+            f"'{name}' has {length} characters; it must have at most {_MOST_TOOL_CHARACTERS}",
+            name,
+        )
+    return checked
 
 
 def _tool(value: object, name: str, where: str) -> Message:

@@ -37,6 +37,17 @@ def encode_text(model: OpenModel, text: str, *, special_tokens: bool) -> list[in
     return ids
 
 
+def encode_begun(model: OpenModel, mark: str, text: str) -> list[int]:
+    """The tokens of `mark` and then `text`, with which an answer shall begin.
+
+    The mark may be a token of its own, and text of special tokens in `text` stays text.
+    """
+    tokenizer = model.tokenizer
+    ids: list[int] = tokenizer(mark, add_special_tokens=False)["input_ids"]
+    rest = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return ids + list(rest)
+
+
 def encode_chat(
     model: OpenModel,
     messages: Sequence[Mapping[str, Any]],

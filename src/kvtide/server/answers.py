@@ -18,7 +18,7 @@ from kvtide.prompts.openai_answers import (
 from kvtide.serve.request import Request
 from kvtide.server.calls import Progressed
 from kvtide.server.intake import Asked
-from kvtide.server.tools import read_calls, with_ids
+from kvtide.server.tools import CallRules, read_ruled, with_ids
 
 DONE = b"data: [DONE]\n\n"
 
@@ -46,7 +46,7 @@ class Reply:
         if asked.is_chat:
             body = chat_body(asked.requests)
             for choice in body["choices"] if asked.reads_calls else ():
-                _set_calls(choice)
+                _set_calls(choice, asked.rules)
         else:
             body = completion_body(asked.requests, asked.sample_count)
             for choice, begin in zip(body["choices"], asked.begins, strict=True):
@@ -96,6 +96,7 @@ class _StreamedChoice:
         self._begin = asked.begins[index]
         self._is_chat = asked.is_chat
         self._reads_calls = asked.reads_calls
+        self._rules = asked.rules
         self._calls: list[dict[str, Any]] = []
         self._stops = [word for word in request.params.stop if word]
         self._visible_characters = self._sent_characters = self._sent_tokens = 0
@@ -138,7 +139,7 @@ class _StreamedChoice:
         text = self._begin + text
         first_call = len(calls)
         if self._reads_calls:
-            called = read_calls(text, has_ended=now.has_ended)
+            called = read_ruled(text, self._rules, has_ended=now.has_ended)
             text = called.content
             with_ids(called.calls, calls)
         new = text[self._sent_characters :]
@@ -157,10 +158,10 @@ class _StreamedChoice:
         return completion_logprobs(steps, begin)
 
 
-def _set_calls(choice: dict[str, Any]) -> None:
+def _set_calls(choice: dict[str, Any], rules: CallRules) -> None:
     """Takes the calls of tools out of the text of a whole answer."""
     message, calls = choice["message"], list[dict[str, Any]]()
-    called = read_calls(message["content"], has_ended=True)
+    called = read_ruled(rules.begin + message["content"], rules, has_ended=True)
     with_ids(called.calls, calls)
     if calls:
         message |= {"content": called.content or None, "tool_calls": calls}

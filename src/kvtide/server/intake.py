@@ -16,6 +16,7 @@ from kvtide.layout.canonical import canonical_json, fingerprint_of
 from kvtide.prompts import FieldError, Prompt, parse_object, read_body
 from kvtide.prompts.fields import check_bool, check_object, check_text, refuse, refuse_unknown_keys
 from kvtide.prompts.requests import make_requests
+from kvtide.serve.chat import encode_begun
 from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.server import tools
@@ -26,6 +27,7 @@ COMPLETION_TOKENS = 16
 """How long a completion may be if it doesn't say: as in OpenAI's API."""
 _OF_CHANCE = ("seed", "top_k", "top_p")
 _OWN_KEYS = ("model", "stream", "stream_options")
+_CHAT_KEYS, _TEXT_KEYS = ("tool_choice", "parallel_tool_calls"), ("echo",)
 
 
 @final
@@ -43,8 +45,10 @@ class Asked:
     is_stream: bool
     wants_usage: bool
     """Whether a stream ends with the usage."""
-    reads_calls: bool = False
+    reads_calls: bool
     """Whether calls of tools are read from the text of the answer."""
+    rules: tools.CallRules
+    """What holds for these calls."""
 
 
 @final
@@ -117,12 +121,13 @@ class Intake:
                 body = {key: body[key] for key in body if key not in ("tools", "tool_choice")}
             if body.get("model") is not None:
                 self.check_name(check_text(body["model"], "model", WHERE))
-            obeyed = _OWN_KEYS if is_chat else (*_OWN_KEYS, "echo")
+            obeyed = (*_OWN_KEYS, *(_CHAT_KEYS if is_chat else _TEXT_KEYS))
             prompts = read_body(body, "", WHERE, is_chat=is_chat, obeyed=obeyed)
             _check_count(prompts, most)
             is_stream, wants_usage = _read_stream(body)
             is_echo = _read_echo(body, prompts[0])
-            requests = [self._requests(prompt, salt) for prompt in prompts]
+            rules = self._rules(body, prompts[0])
+            requests = [self._requests(prompt, salt, rules) for prompt in prompts]
         except FieldError as error:
             goes_on = error.what.startswith(("has ", "is ", "lacks "))
             message = f"{WHERE} {error.what}" if goes_on else error.what
@@ -130,8 +135,7 @@ class Intake:
         except UsageError as error:
             message = str(error).removeprefix(f"{WHERE}: ")
             raise ApiError(400, message, param=prompt_field(is_chat=is_chat)) from error
-        template = str(self._source.tokenizer.chat_template)
-        texts = [self._text_of(prompt) if is_echo else "" for prompt in prompts]
+        texts = [self._text_of(prompt) if is_echo else rules.begin for prompt in prompts]
         return Asked(
             is_chat=is_chat,
             requests=list(chain.from_iterable(requests)),
@@ -139,8 +143,20 @@ class Intake:
             begins=[text for text in texts for _ in requests[0]],
             is_stream=is_stream,
             wants_usage=wants_usage,
-            reads_calls=bool(prompts[0].tools) and tools.are_known(template),
+            reads_calls=bool(prompts[0].tools) and self._knows_calls,
+            rules=rules,
         )
+
+    @property
+    def _knows_calls(self) -> bool:
+        """Whether calls of tools in an answer can be read."""
+        return tools.are_known(str(self._source.tokenizer.chat_template))
+
+    def _rules(self, body: Mapping[str, Any], prompt: Prompt) -> tools.CallRules:
+        if not prompt.is_chat:
+            return tools.CallRules()
+        names = [tool["function"]["name"] for tool in prompt.tools]
+        return tools.read_rules(body, names, WHERE, are_read=self._knows_calls)
 
     def _text_of(self, prompt: Prompt) -> str:
         """What a completion's prompt says."""
@@ -149,14 +165,20 @@ class Intake:
         text = self._source.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=True)
         return str(text)
 
-    def _requests(self, prompt: Prompt, salt: bytes) -> list[Request]:
+    def _requests(self, prompt: Prompt, salt: bytes, rules: tools.CallRules) -> list[Request]:
         params = SamplingParams(max_new_tokens=COMPLETION_TOKENS, temperature=1.0)
         if "seed" not in prompt.settings:
             params = replace(params, seed=secrets.randbits(63))
         requests = make_requests(
             self._source, prompt, params, sample_count=1, special_tokens=self._special_tokens
         )
+        begun = encode_begun(self._source, tools.BEGIN, rules.head) if rules.begin else []
         for request in requests:
+            if rules.is_single:
+                stop = (*request.params.stop, tools.END)
+                request.params = replace(request.params, stop=stop)
+            if request.error is None:
+                request.prompt_ids += begun
             if prompt.is_chat and "max_new_tokens" not in prompt.settings:
                 room = self._pool_tokens - len(request.prompt_ids) + 1
                 request.params = replace(request.params, max_new_tokens=max(1, room))

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
+
+from kvtide.errors import shortened
+from kvtide.prompts.fields import check_bool, check_object, check_text, quote, refuse
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -17,6 +21,81 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 def are_known(chat_template: str) -> bool:
     """Whether a chat template has the known form."""
     return BEGIN in chat_template
+
+
+@final
+@dataclass(frozen=True)
+class CallRules:
+    """What a client says of the calls in an answer, beside the tools that there are."""
+
+    called: str | None = None
+    """The function that is called in any case: the answer begins with its call, and has no other.
+    """
+    is_single: bool = False
+    """Whether the answer ends with its first call."""
+
+    @property
+    def begin(self) -> str:
+        """What the answer begins with, up to where the arguments do, and the model goes on."""
+        return "" if self.called is None else BEGIN + self.head
+
+    @property
+    def head(self) -> str:
+        """The text after BEGIN."""
+        return f'\n{{"name": {json.dumps(self.called)}, "arguments":'
+
+
+def read_rules(
+    body: Mapping[str, Any], names: Sequence[str], where: str, *, are_read: bool
+) -> CallRules:
+    """The rules of `tool_choice` and `parallel_tool_calls`, with tools of these names.
+
+    `are_read` says whether the model's calls have the known form. Raises FieldError for what can't
+    be held.
+    """
+    called = _called(body.get("tool_choice"), names, where)
+    said = body.get("parallel_tool_calls")
+    is_single = said is not None and not check_bool(said, "parallel_tool_calls", where)
+    field = "tool_choice" if called is not None else "parallel_tool_calls"
+    if names and not are_read and (called is not None or is_single):
+        refuse(
+            where,
+            f"'{field}' can't be held, since the model's chat template has no calls of the form "
+            f"{BEGIN}; leave it out",
+            field,
+        )
+    return CallRules(called, is_single=bool(names) and (is_single or called is not None))
+
+
+def _called(choice: object, names: Sequence[str], where: str) -> str | None:
+    """The function that must be called; None if the model may choose."""
+    field = "tool_choice"
+    if choice in (None, "auto", "none"):
+        return None
+    if choice == "required":
+        if len(names) == 1:
+            return names[0]
+        if not names:
+            refuse(where, f"'{field}' is \"required\", and there are no 'tools'; send some", field)
+        refuse(
+            where,
+            f"'{field}' is \"required\" with {len(names)} tools, and kvtide can only have a single "
+            "function called: name it in 'tool_choice', or send its tool alone",
+            field,
+        )
+    if isinstance(choice, str):
+        known = "auto, none, required, or an object that names a function"
+        refuse(where, f"'{field}' is {quote(choice)}; known are {known}", field)
+    function = check_object(choice, field, where)
+    if function.get("type") != "function":
+        refuse(where, f"'{field}.type' isn't \"function\", the only one known", f"{field}.type")
+    function = check_object(function.get("function"), f"{field}.function", where)
+    name = check_text(function.get("name"), f"{field}.function.name", where)
+    if name not in names:
+        there = shortened(", ".join(names), 100) if names else "none"
+        said = f"'{field}.function.name' is {quote(name)}, and the tools are: {there}"
+        refuse(where, said, f"{field}.function.name")
+    return name
 
 
 @final
@@ -52,6 +131,19 @@ def read_calls(text: str, *, has_ended: bool) -> CalledTools:
         calls.append(call)
         begin = -1 if end < 0 else text.find(BEGIN, end)
     return CalledTools(content, tuple(calls))
+
+
+def read_ruled(text: str, rules: CallRules, *, has_ended: bool) -> CalledTools:
+    """Reads the text of an answer, with what it began with, as far as it is, by the rules.
+
+    A call that must be there is there in the end: where it can't be read, since it was cut or isn't
+    JSON, its arguments are what the model wrote.
+    """
+    found = read_calls(text, has_ended=has_ended)
+    if rules.called is None or found.calls or not has_ended:
+        return found
+    written = text.removeprefix(rules.begin).strip()
+    return CalledTools("", ({"name": rules.called, "arguments": written},))
 
 
 def settled_length(text: str) -> int:
