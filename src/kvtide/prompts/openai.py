@@ -46,7 +46,10 @@ _TEXT_KEYS = ("prompt", "n", *_TEXT_SETTINGS)
 _HARMLESS = (
     "metadata",
     "model",
+    "prediction",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
     "store",
@@ -65,15 +68,15 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "stream": (False,),
     "suffix": ("",),
     "tool_choice": ("auto",),
+    "verbosity": ("medium",),
 }
 _REFUSED = (
     "audio",
     "function_call",
     "functions",
-    "prediction",
+    "moderation",
     "reasoning_effort",
     "stream_options",
-    "verbosity",
     "web_search_options",
 )
 

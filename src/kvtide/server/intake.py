@@ -226,9 +226,16 @@ def _read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
     if not is_stream:
         refuse(WHERE, "has 'stream_options', which need 'stream' to be true", "stream_options")
     options = check_object(body["stream_options"], "stream_options", WHERE)
-    refuse_unknown_keys(options, ("include_usage",), WHERE, name="stream_options")
-    value = options.get("include_usage")
-    return True, value is not None and check_bool(value, "stream_options.include_usage", WHERE)
+    known = ("include_usage", "include_obfuscation")
+    refuse_unknown_keys(options, known, WHERE, name="stream_options")
+    wants_usage, is_padded = (
+        options.get(key) is not None and check_bool(options[key], f"stream_options.{key}", WHERE)
+        for key in known
+    )
+    if is_padded:
+        name = f"stream_options.{known[1]}"
+        refuse(WHERE, f"'{name}' is true, and kvtide pads no events; leave it out", name)
+    return True, wants_usage
 
 
 def _key_of(request: Request, prompt: Prompt) -> str:
