@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -324,6 +325,31 @@ def test_a_tenant_sees_no_prefix_hits_of_another() -> None:
         assert all([await cached(key) > 0 for key in KEYS])
 
     serve_and(test, keys=KEYS)
+
+
+def test_what_a_server_left_is_the_tenant_s_who_asked(tmp_path: Path) -> None:
+    """The same call of another tenant begins anew, and leaves what is there for its own."""
+    body = {"prompt": "Once upon", "max_tokens": 300, "temperature": 0.8, "seed": 5}
+
+    async def leave(server: Served) -> None:
+        server.client.headers["authorization"] = f"Bearer {KEYS[0]}"
+        call = asyncio.create_task(server.complete(**body))
+        while server.service.loop.stats.new_tokens < 10:
+            await asyncio.sleep(0.01)
+        assert 1 == await asyncio.wrap_future(server.service.loop.suspend("left"))
+        assert "request_ended" == _error(await call, 503)["code"]
+
+    async def go_on(server: Served) -> None:
+        async def resumed(key: str) -> int:
+            server.client.headers["authorization"] = f"Bearer {key}"
+            found: int = (await server.complete(**body)).json()["usage"]["kvtide"]["resumed_tokens"]
+            return found
+
+        assert 0 == await resumed(KEYS[1])
+        assert await resumed(KEYS[0]) >= 10
+
+    for step in (leave, go_on):
+        serve_and(step, keys=KEYS, disk_dir=tmp_path, disk_memory_bytes=1 << 30)
 
 
 def test_a_prompt_without_room_is_refused() -> None:

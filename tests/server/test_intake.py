@@ -7,6 +7,7 @@ import contextlib
 import json
 
 from kvtide.server.intake import Intake
+from kvtide.server.tenants import Tenant
 from serve.harness import tiny
 
 
@@ -17,7 +18,7 @@ def test_a_pool_of_another_size_finds_what_was_left() -> None:
         raw = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "seed": 1, **more})
         intake = Intake(tiny(), "tiny", pool_tokens)
         with contextlib.closing(intake):
-            asked = asyncio.run(intake.read(raw.encode(), is_chat=True, salt=b"", most=8))
+            asked = asyncio.run(intake.read(raw.encode(), is_chat=True, tenant=Tenant(), most=8))
         return asked.requests[0].key
 
     assert key_of(512) == key_of(528)

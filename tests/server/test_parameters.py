@@ -16,6 +16,7 @@ from openai.types.chat import completion_create_params as of_chats
 
 from kvtide.server.errors import ApiError
 from kvtide.server.intake import Asked, Intake
+from kvtide.server.tenants import Tenant
 from serve.harness import tiny
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "serve.md"
@@ -87,7 +88,7 @@ def _read(api: str, **more: object) -> Asked:
     raw = json.dumps({**BODIES[api], **more}).encode()
     intake = Intake(tiny(), "tiny", 512)
     with contextlib.closing(intake):
-        return asyncio.run(intake.read(raw, is_chat=api == "chat", salt=b"", most=8))
+        return asyncio.run(intake.read(raw, is_chat=api == "chat", tenant=Tenant(), most=8))
 
 
 def _refused(api: str, **more: object) -> str | None:

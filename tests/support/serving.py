@@ -60,6 +60,7 @@ def make_service(
     keys: tuple[str, ...] = (),
     max_live: int = 64,
     body_bytes: int = 1 << 20,
+    max_per_key: int | None = None,
     pool_tokens: int = POOL_TOKENS,
     **options: Any,
 ) -> tuple[Engine, Service]:
@@ -72,7 +73,7 @@ def make_service(
         loop=EngineLoop(engine),
         intake=Intake(source, "tiny", engine.stats.pool_tokens),
         tenants=Tenants(keys),
-        limits=ServerLimits(max_live, body_bytes),
+        limits=ServerLimits(max_live, body_bytes, max_per_key=max_per_key),
     )
     return engine, service
 

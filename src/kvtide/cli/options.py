@@ -261,6 +261,14 @@ class ServerOptions:
     max_waiting: Annotated[
         int, _server("Answers that may wait beside those that run.", min=0, max=1_000_000)
     ] = 256
+    max_per_key: Annotated[
+        int | None,
+        _server(
+            "Answers that an API key may have at once, waiting ones included.",
+            min=1,
+            show_default="half of all, if there are several keys",
+        ),
+    ] = None
     max_body: Annotated[str, _server("The most that a request may send.")] = "4MiB"
     drain_seconds: Annotated[
         float | None,

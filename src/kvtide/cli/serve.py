@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtide.serve.engine import Engine
     from kvtide.serve.models import OpenModel
     from kvtide.serve.options import EngineOptions
+    from kvtide.server.limits import ServerLimits
 
 _DRAIN_S = 30.0
 _FULL_ANSWERS, _FULL_TOKENS = 8, 8192
@@ -52,8 +53,7 @@ class ServeSettings:
     host: str
     port: int
     keys: tuple[str, ...]
-    max_live: int
-    body_bytes: int
+    limits: ServerLimits
     drain_s: float
     special_tokens: bool
     quiet: bool
@@ -69,6 +69,7 @@ def serve(
     log: LogOptions,
 ) -> None:
     """Serve a model by OpenAI's HTTP API; no prefix is computed twice."""
+    from kvtide.server.limits import ServerLimits
     from kvtide.server.tenants import KEY_VARIABLE, read_keys
 
     engine = engine_options(model, memory, keep_logits=False)
@@ -84,8 +85,11 @@ def serve(
         host=server.host,
         port=server.port,
         keys=tuple(read_keys(server.api_key_file, os.environ.get(KEY_VARIABLE))),
-        max_live=engine.max_running + server.max_waiting,
-        body_bytes=parse_size(server.max_body, name="--max-body"),
+        limits=ServerLimits(
+            max_live=engine.max_running + server.max_waiting,
+            body_bytes=parse_size(server.max_body, name="--max-body"),
+            max_per_key=server.max_per_key,
+        ),
         drain_s=drain_s,
         special_tokens=server.special_tokens,
         quiet=log.quiet,
@@ -136,7 +140,6 @@ def _serve(
 ) -> None:
     from kvtide.server.intake import Intake
     from kvtide.server.lifecycle import run_server
-    from kvtide.server.limits import ServerLimits
     from kvtide.server.loop import EngineLoop
     from kvtide.server.service import Service
     from kvtide.server.tenants import Tenants
@@ -146,7 +149,7 @@ def _serve(
         loop=EngineLoop(engine),
         intake=Intake(source, settings.name, pool_tokens, special_tokens=settings.special_tokens),
         tenants=Tenants(settings.keys, settings.engine.salt),
-        limits=ServerLimits(settings.max_live, settings.body_bytes),
+        limits=settings.limits,
     )
     display.say(f"pool: room for {pool_tokens:,} tokens")
     run_server(

@@ -12,6 +12,7 @@ from kvtide.server.limits import read_body_of
 from kvtide.server.metrics import CONTENT_TYPE
 from kvtide.server.noted import Noted
 from kvtide.server.service import Service
+from kvtide.server.tenants import Tenant
 from kvtide.server.watching import add_page
 
 GONE = 499
@@ -72,13 +73,12 @@ def _model(service: Service) -> dict[str, object]:
 
 
 async def _answer(service: Service, request: Request, *, is_chat: bool) -> Response:
-    with service.arriving():  # before any work is done for it
+    tenant: Tenant = request.state.tenant
+    with service.arriving(tenant):  # before any work is done for it
         raw = await read_body_of(request, service.limits)
-        salt: bytes = request.state.tenant.salt
-        asked = await service.intake.read(
-            raw, is_chat=is_chat, salt=salt, most=service.limits.max_live
-        )
-    service.check_room(len(asked.requests))
+        most = service.answers.most_each
+        asked = await service.intake.read(raw, is_chat=is_chat, tenant=tenant, most=most)
+    service.check_room(tenant, len(asked.requests))
     return AnswerResponse(service, asked)
 
 

@@ -21,6 +21,7 @@ from kvtide.serve.models import OpenModel
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.server import tools
 from kvtide.server.errors import ApiError
+from kvtide.server.tenants import Tenant
 
 WHERE = "the request"
 COMPLETION_TOKENS = 16
@@ -35,6 +36,7 @@ _CHAT_KEYS, _TEXT_KEYS = ("tool_choice", "parallel_tool_calls"), ("echo",)
 class Asked:
     """What a call asks for."""
 
+    tenant: Tenant
     is_chat: bool
     requests: Sequence[Request]
     """The requests for the first prompt, then those for the next, and so on."""
@@ -83,14 +85,14 @@ class Intake:
                 param="model",
             )
 
-    async def read(self, raw: bytes, *, is_chat: bool, salt: bytes, most: int) -> Asked:
-        """What a call with the body `raw` asks for. `salt` is the secret of its tenant.
+    async def read(self, raw: bytes, *, is_chat: bool, tenant: Tenant, most: int) -> Asked:
+        """What a call of a tenant's with the body `raw` asks for.
 
         Raises ApiError for an invalid body, a prompt that can't be answered, and for more than
         `most` answers.
         """
         running = asyncio.get_running_loop()
-        return await running.run_in_executor(self._thread, self._read, raw, is_chat, salt, most)
+        return await running.run_in_executor(self._thread, self._read, raw, is_chat, tenant, most)
 
     @contextmanager
     def identified(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -114,7 +116,7 @@ class Intake:
         """Ends the thread, after what it does now."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _read(self, raw: bytes, is_chat: bool, salt: bytes, most: int) -> Asked:
+    def _read(self, raw: bytes, is_chat: bool, tenant: Tenant, most: int) -> Asked:
         try:
             body = parse_object(raw, WHERE)
             if is_chat and body.get("tool_choice") == "none":  # so the model isn't told of them
@@ -127,7 +129,7 @@ class Intake:
             is_stream, wants_usage = _read_stream(body)
             is_echo = _read_echo(body, prompts[0])
             rules = self._rules(body, prompts[0])
-            requests = [self._requests(prompt, salt, rules) for prompt in prompts]
+            requests = [self._requests(prompt, tenant.salt, rules) for prompt in prompts]
         except FieldError as error:
             goes_on = error.what.startswith(("has ", "is ", "lacks "))
             message = f"{WHERE} {error.what}" if goes_on else error.what
@@ -137,6 +139,7 @@ class Intake:
             raise ApiError(400, message, param=prompt_field(is_chat=is_chat)) from error
         texts = [self._text_of(prompt) if is_echo else rules.begin for prompt in prompts]
         return Asked(
+            tenant=tenant,
             is_chat=is_chat,
             requests=list(chain.from_iterable(requests)),
             sample_count=len(requests[0]),

@@ -22,11 +22,22 @@ class ServerLimits:
     body_bytes: int = 4 << 20
     body_seconds: float = 60.0
     """How long a client may take to send its body."""
+    max_per_key: int | None = None
+    """Answers of a key under way at once; None for half of all, where there are several keys."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for an invalid value."""
         if self.max_live < 1:
             raise UsageError(f"max_live is {self.max_live}; it must be 1 or more")
+
+    def most_answers(self, tenant_count: int) -> int:
+        """How many answers of a tenant may be under way at once."""
+        return self.max_per_key or share_of(self.max_live, tenant_count)
+
+
+def share_of(most: int, tenant_count: int) -> int:
+    """How much of `most` a tenant may have: half of it, where there are several tenants."""
+    return most if tenant_count == 1 else max(1, most // 2)
 
 
 async def read_body_of(request: Request, limits: ServerLimits) -> bytes:
@@ -59,4 +70,4 @@ def _too_large(limits: ServerLimits) -> ApiError:
     )
 
 
-__all__ = ["ClientDisconnect", "ServerLimits", "read_body_of"]
+__all__ = ["ClientDisconnect", "ServerLimits", "read_body_of", "share_of"]

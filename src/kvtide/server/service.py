@@ -10,12 +10,13 @@ from typing import final
 
 from kvtide.server.calls import Call
 from kvtide.server.errors import ApiError
-from kvtide.server.feed import Feed
+from kvtide.server.feed import MOST_WATCHERS, Feed
 from kvtide.server.intake import Asked, Intake
-from kvtide.server.limits import ServerLimits
+from kvtide.server.limits import ServerLimits, share_of
 from kvtide.server.loop import ENDED, EngineLoop
 from kvtide.server.metrics import ServerMetrics
-from kvtide.server.tenants import Tenants
+from kvtide.server.places import Places
+from kvtide.server.tenants import Tenant, Tenants
 
 
 @final
@@ -32,50 +33,53 @@ class Service:
     ending: str | None = None
     """Why no new request is taken; None while the server goes on."""
     live_calls: set[Call] = field(default_factory=set)
-    arriving_count: int = 0
-    """How many calls are being read, each with one answer at least."""
     metrics: ServerMetrics = field(init=False)
+    feed: Feed = field(default_factory=Feed)
+    answers: Places = field(init=False)
+    """Answers under way: those that run, those that wait, and one for each call that is read."""
+    watchers: Places = field(init=False)
+    """Pages that show what happens."""
 
     def __post_init__(self) -> None:
         """Counts from now on."""
         self.metrics = ServerMetrics(self.loop)
-
-    feed: Feed = field(default_factory=Feed)
+        count = self.tenants.count
+        most = self.limits.max_live
+        remedy = "try again later"
+        kind = "answers under way or waiting"
+        self.answers = Places(kind, most, self.limits.most_answers(count), remedy)
+        remedy = "close one of them"
+        most = MOST_WATCHERS
+        self.watchers = Places("pages open", most, share_of(most, count), remedy)
 
     @property
     def live_count(self) -> int:
         """How many answers are under way, those that wait or are being read included."""
-        return self.arriving_count + sum(len(call.requests) for call in self.live_calls)
+        return self.answers.count
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
+    def arriving(self, tenant: Tenant) -> Iterator[None]:
         """Counts a call that is being read within this context. Raises as `check_room`."""
-        self.check_room(1)
-        self.arriving_count += 1
-        try:
+        self._check_open()
+        with self.answers.taken(tenant):
             yield
-        finally:
-            self.arriving_count -= 1
 
-    def check_room(self, count: int) -> None:
+    def check_room(self, tenant: Tenant, count: int) -> None:
         """Raises ApiError if `count` more answers are too many now."""
+        self._check_open()
+        self.answers.check(tenant, count)
+
+    def _check_open(self) -> None:
         if self.ending is not None:
             raise ApiError(503, self.ending, code="server_ending", retry_after_s=5)
         if not self.loop.is_alive:
             raise ApiError(503, ENDED, code="server_ending", retry_after_s=5)
-        if self.live_count + count > self.limits.max_live:
-            raise ApiError(
-                429,
-                f"{self.live_count} answers are under way or wait, and this server takes "
-                f"{self.limits.max_live} at once; try again later",
-                code="queue_full",
-                retry_after_s=1,
-            )
 
     @asynccontextmanager
     async def calling(self, asked: Asked) -> AsyncIterator[Call]:
         """Has the requests answered within this context; what hasn't ended with it is aborted."""
-        with self.intake.identified(asked.requests):
+        count = len(asked.requests)
+        with self.answers.taken(asked.tenant, count), self.intake.identified(asked.requests):
             call = Call(asked.requests)
             self.live_calls.add(call)
             self.loop.submit(call)

@@ -34,6 +34,11 @@ class Tenants:
         self._tenants = [(_digest(key), Tenant(_salt_of(key, salt))) for key in keys]
 
     @property
+    def count(self) -> int:
+        """How many there are."""
+        return max(1, len(self._tenants))
+
+    @property
     def need_keys(self) -> bool:
         """Whether a client must have a key."""
         return self._anybody is None

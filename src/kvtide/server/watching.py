@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import final
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.params import Depends
 from starlette.types import Receive, Scope, Send
 
@@ -14,6 +15,7 @@ from kvtide.server.answering import STREAM_HEADERS, watched
 from kvtide.server.events import Event
 from kvtide.server.feed import Feed
 from kvtide.server.service import Service
+from kvtide.server.tenants import Tenant
 from kvtide.server.webpage import live_page
 
 
@@ -26,23 +28,26 @@ def add_page(app: FastAPI, service: Service, for_tenants: Sequence[Depends]) -> 
         return page_response()
 
     @app.get("/events", dependencies=for_tenants)
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
         service.loop.ask(lambda _: None)  # an engine that rests since its start tells how it is
-        return EventsResponse(service.feed)
+        tenant: Tenant = request.state.tenant
+        return EventsResponse(service.feed, service.watchers.taken(tenant))
 
 
 @final
 class EventsResponse(Response):
     """Sends a watcher the events as they come, until the client goes away or the feed closes."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, place: AbstractContextManager[None]) -> None:
+        """The watcher has a `place` meanwhile."""
         super().__init__()
         self._feed = feed
+        self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         del scope
-        with self._feed.watching() as watcher:
+        with self._place, self._feed.watching() as watcher:
 
             def leave() -> None:
                 watcher.is_over = True
