@@ -48,6 +48,19 @@ class HostCopier:
             strides = (step, *self._place(memories[0]).strides)
             shape, dtype = (len(memories), *self._shape), buffers[0].dtype
             self._places = np.ndarray(shape, dtype, memories[0], block_offset, strides)
+        self._lines = self._lines_of(buffers, units)
+
+    def _lines_of(
+        self, buffers: Sequence[NDArray[Any]] | NDArray[Any], units: Ids
+    ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """For each chunk its place, and its only unit in all buffers, as views [buffer, …].
+
+        So a block of an engine moves by a call for many layers. Without such views it is empty.
+        """
+        if units.shape[1] != 1 or not isinstance(buffers, np.ndarray):
+            return []
+        pairs = zip(self._places, units[:, 0].tolist(), strict=True)
+        return [(place[:, 0], buffers[:, unit]) for place, unit in pairs]
 
     def _place(self, memory: memoryview) -> NDArray[Any]:
         """The place of the units in a block or in staging, as a view [buffer, unit, …]."""
@@ -60,10 +73,11 @@ class HostCopier:
 
         It copies all units of these buffers, or the units in `only`.
         """
-        units, place = self._ends(number, only, staging)
-        if (single := self._single(units, buffers)) is not None:
-            place[buffers.start : buffers.stop] = single
+        if self._lines and staging is None:
+            place, line = self._lines[number]
+            place[buffers.start : buffers.stop] = line[buffers.start : buffers.stop]
             return
+        units, place = self._ends(number, only, staging)
         for buffer in buffers:
             # The units are valid, so "clip" clips none. For "raise" numpy would copy twice.
             self._buffers[buffer].take(units, 0, place[buffer], "clip")
@@ -72,22 +86,13 @@ class HostCopier:
         self, number: int, buffers: range, only: slice | None, staging: torch.Tensor | None
     ) -> None:
         """Copies the same units back."""
-        units, place = self._ends(number, only, staging)
-        if (single := self._single(units, buffers)) is not None:
-            single[:] = place[buffers.start : buffers.stop]
+        if self._lines and staging is None:
+            place, line = self._lines[number]
+            line[buffers.start : buffers.stop] = place[buffers.start : buffers.stop]
             return
+        units, place = self._ends(number, only, staging)
         for buffer in buffers:
             self._buffers[buffer][units] = place[buffer]
-
-    def _single(self, units: Ids, buffers: range) -> NDArray[Any] | None:
-        """The same unit of some buffers, as a view [buffer, 1, …]; None if it isn't one view.
-
-        So a block of an engine, a unit of each layer, moves by a call for many layers.
-        """
-        if units.size != 1 or not isinstance(self._buffers, np.ndarray):
-            return None
-        unit = int(units[0])
-        return self._buffers[buffers.start : buffers.stop, unit : unit + 1]
 
     def _ends(
         self, number: int, only: slice | None, staging: torch.Tensor | None

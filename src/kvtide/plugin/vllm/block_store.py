@@ -15,16 +15,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from secrets import token_hex
-from typing import Any, final
+from typing import final
 
 from kvtide.arena import HostArena, Lease
 from kvtide.device import Job
 from kvtide.errors import ArenaFull, KvtideError, first_line
 from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.messages import BlockReport, Orders
+from kvtide.plugin.vllm.moves import BlockMove, EndedMove, FailedJob, MovePart, Spans
 from kvtide.plugin.vllm.reader import Fetched, TierReader
 from kvtide.plugin.vllm.timely import TimelyThreads
 from kvtide.plugin.vllm.writer import TierWriter
@@ -37,45 +38,9 @@ logger = logging.getLogger(__name__)
 
 Pairs = Sequence[tuple[bytes, int]]
 """Keys of blocks, and the ids that the blocks have on the device."""
-_Spans = list[list[Span]]
 _READS_AT_ONCE = 4
 _MOST_WRITES_AT_ONCE = 16
 """A disk syncs the files of many writes together."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class EndedMove:
-    """A move of vLLM's that has ended, and whether all its blocks were moved."""
-
-    job_id: int
-    went_well: bool
-    size_bytes: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Part:
-    """The share of a group in a move."""
-
-    group: BlockGroup
-    keys: list[bytes]
-    job: Job[_Spans]
-    leases: list[Lease]
-
-
-@dataclass(slots=True)
-class _Move:
-    """A move under way, in parts by groups."""
-
-    started: float
-    is_load: bool
-    is_valid: Callable[[], bool] = lambda: True
-    """Whether what was saved may be kept, once it is here."""
-    parts: list[_Part] = field(default_factory=list)
-    has_failed: bool = False
-    is_forgotten: bool = False
-    """Whether a reset came meanwhile, after which nobody may use what it moves."""
 
 
 @final
@@ -112,7 +77,7 @@ class BlockStore:
         # On a CPU the copy takes this machine's cores anyway: a thread of its own would only wait.
         self._at_once = all(group.pool.device.torch_device.type == "cpu" for group in groups)
         self._held: dict[bytes, Snapshot] = {}
-        self._moves: dict[int, _Move] = {}
+        self._moves: dict[int, BlockMove] = {}
         self._ended: list[EndedMove] = []
         self._reset_number = 0
         self._report = BlockReport()
@@ -141,7 +106,7 @@ class BlockStore:
         A save that was ordered before the last reset moves nothing: `reset_number` tells. Nothing
         is kept unless `is_valid` says so when the blocks are here.
         """
-        move = self._moves[job_id] = _Move(self._clock(), is_load=False, is_valid=is_valid)
+        move = self._moves[job_id] = BlockMove(self._clock(), is_load=False, is_valid=is_valid)
         if reset_number != self._reset_number:
             return
         for group, pairs in zip(self._groups, groups, strict=True):
@@ -151,7 +116,7 @@ class BlockStore:
 
     def load(self, job_id: int, groups: Sequence[Pairs]) -> None:
         """Begins to copy blocks to the device, after every byte of a group has been checked."""
-        move = self._moves[job_id] = _Move(self._clock(), is_load=True)
+        move = self._moves[job_id] = BlockMove(self._clock(), is_load=True)
         for pairs in groups:
             absent = [key for key, _ in pairs if key not in self._held]
             self._report.lost.update(absent)
@@ -223,7 +188,7 @@ class BlockStore:
 
     def _begin_part(
         self,
-        move: _Move,
+        move: BlockMove,
         group: BlockGroup,
         keys: list[bytes],
         blocks: list[int],
@@ -231,7 +196,7 @@ class BlockStore:
     ) -> None:
         rooms = [lease.blocks[0] for lease in leases]
         size, at_once = group.block_bytes, self._at_once
-        job: Job[_Spans]
+        job: Job[Spans]
         try:
             rows = group.rows_of(blocks)
             if move.is_load:
@@ -250,10 +215,10 @@ class BlockStore:
                     rows, rooms, chunk_bytes=size, at_once=at_once, owner=leases
                 )
         except Exception as error:
-            job = _FailedJob(error)
+            job = FailedJob(error)
         for lease in leases:
             lease.use(job)
-        move.parts.append(_Part(group, keys, job, leases))
+        move.parts.append(MovePart(group, keys, job, leases))
 
     def _spans_of(self, keys: Sequence[bytes]) -> list[Span]:
         """The spans of blocks that move together, each block's in a chunk of its own."""
@@ -263,7 +228,7 @@ class BlockStore:
             for span in self._held[key].seal.spans
         ]
 
-    def _end_move(self, job_id: int, move: _Move) -> None:
+    def _end_move(self, job_id: int, move: BlockMove) -> None:
         size_bytes = 0
         for part in move.parts:
             try:
@@ -286,7 +251,7 @@ class BlockStore:
         seconds = self._clock() - move.started
         self._ended.append(EndedMove(job_id, not move.has_failed, size_bytes, seconds))
 
-    def _keep(self, part: _Part, spans: Sequence[Span]) -> None:
+    def _keep(self, part: MovePart, spans: Sequence[Span]) -> None:
         """Blocks that were saved are here from now on."""
         by_chunk: list[list[Span]] = [[] for _ in part.keys]
         for span in spans:
@@ -298,7 +263,7 @@ class BlockStore:
             if self._writer is not None:
                 self._writer.offer(name, snapshot)
 
-    def _note_failure(self, move: _Move, part: _Part) -> None:
+    def _note_failure(self, move: BlockMove, part: MovePart) -> None:
         """Drops the blocks of a part that failed; of a load only the damaged, if any is."""
         if move.is_forgotten or not move.is_load:
             self._drop(move, part)
@@ -312,7 +277,7 @@ class BlockStore:
             self._forget(key)
             self._report.lost.add(key)
 
-    def _drop(self, move: _Move, part: _Part) -> None:
+    def _drop(self, move: BlockMove, part: MovePart) -> None:
         """Keeps no block of such a save: it failed, isn't valid, or a reset forgot it."""
         move.has_failed = True
         if move.is_load:
@@ -389,16 +354,3 @@ class BlockStore:
 def writes_at_once(arena: HostArena) -> int:
     """How many blocks are written side by side: these can't leave the arena meanwhile."""
     return max(1, min(_MOST_WRITES_AT_ONCE, arena.block_count // 8))
-
-
-class _FailedJob:
-    """A move that couldn't begin, as a Job."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> Any:
-        raise self._error
