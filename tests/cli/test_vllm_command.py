@@ -13,6 +13,7 @@ from kvtide.plugin.vllm.settings import read_settings
 def test_prints_settings_that_vllm_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """One line of JSON, whose settings mean what the options say."""
     options = ["--host-memory", "8GiB", "--disk-dir", "kv", "--disk-memory", "50GiB"]
+    options += ["--mooncake", "10.0.0.1:50051"]
     assert 0 == main(["vllm", *options])
     (line,) = capsys.readouterr().out.splitlines()
     printed = json.loads(line)
@@ -24,6 +25,8 @@ def test_prints_settings_that_vllm_takes(capsys: pytest.CaptureFixture[str]) -> 
     found = read_settings(printed["kv_connector_extra_config"])
     assert (8 << 30, 50 << 30) == (found.host_memory_bytes, found.disk_memory_bytes)
     assert "kv" == str(found.disk_dir)
+    assert found.mooncake is not None
+    assert "10.0.0.1:50051" == found.mooncake.master
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,7 @@ def test_prints_settings_that_vllm_takes(capsys: pytest.CaptureFixture[str]) -> 
         (["--host-memory", "0"], "no room for any block"),
         (["--disk-memory", "1GiB"], "disk_dir"),
         (["--disk-dir", ""], "disk_dir"),
+        (["--mooncake", "nowhere"], "mooncake"),
     ],
 )
 def test_refuses_what_vllm_would_stumble_over(

@@ -47,15 +47,19 @@ class TestDoctor:
         moved = {**spec.READS, "OffloadingWorker": ("wait", "yawn")}
         monkeypatch.setattr(reads, "tables", lambda: [moved])
         monkeypatch.setenv("VLLM_PLUGINS", "another")
-        code, found = report(capsys)
+        given = json.dumps(transfer_config({"mooncake": "127.0.0.1:1"}))
+        code, found = report(capsys, "--kv-transfer-config", given)
 
         assert 1 == code
+        assert "127.0.0.1:1" == found["settings"]["mooncake"]
+        reasons = failed(found)
+        assert "mooncake tier: " in reasons.pop("the Mooncake store below host memory")
         assert {
             "names that kvtide reads of vLLM": "gone: OffloadingWorker.yawn",
             "vLLM loads kvtide's plugin": (
                 "VLLM_PLUGINS=another leaves it out; add kvtide, or unset it"
             ),
-        } == failed(found)
+        } == reasons
 
     def test_makes_a_finding_of_whatever_a_check_raises(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,14 @@ def vllm(
             show_default="a quarter of what is free",
         ),
     ] = None,
+    mooncake: Annotated[
+        str | None,
+        typer.Option(
+            help="A Mooncake store for KV that servers on several machines share: HOST:PORT of its "
+            "master, or its .json file.",
+            show_default="none",
+        ),
+    ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -42,6 +50,7 @@ def vllm(
         "host_memory": host_memory,
         "disk_dir": disk_dir,
         "disk_memory": disk_memory,
+        "mooncake": mooncake,
         "weights": weights,
     }
     texts = {name: text for name, text in given.items() if text is not None}

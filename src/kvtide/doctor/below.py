@@ -12,6 +12,8 @@ from kvtide.errors import UsageError
 from kvtide.plugin.environment import DISK_DIR, DISK_MEMORY, MOONCAKE, TIER_SECONDS, Below
 from kvtide.sizes import format_size
 from kvtide.tier.mooncake_connect import check_mooncake
+from kvtide.tier.mooncake_settings import MooncakeSettings
+from kvtide.tier.store import default_disk_bytes
 
 _CONSEQUENCE = "what has no room in host memory doesn't go there"
 
@@ -36,12 +38,7 @@ def findings_of(below: Below) -> list[Finding]:
     if below.disk_dir is not None:
         found.append(("the disk below host memory", why_no_disk(below.disk_dir)))
     if below.mooncake is not None:
-        try:
-            reason = None
-            check_mooncake(below.mooncake)
-        except UsageError as error:
-            reason = str(error)
-        found.append(("the Mooncake store below host memory", reason))
+        found.append(("the Mooncake store below host memory", why_no_store(below.mooncake)))
     return [Finding(name, reason, _CONSEQUENCE if reason else "") for name, reason in found]
 
 
@@ -61,8 +58,9 @@ def _room_of(folder: Path, limit_bytes: int | None) -> str:
         free_bytes = shutil.disk_usage(_existing(folder)).free
     free = f"{format_size(free_bytes)} free there now"
     if limit_bytes is None:
-        quarter = format_size(free_bytes // 4)
-        return f"not set: a quarter of the {free}, {quarter} for all ranks on this host"
+        quarter = format_size(default_disk_bytes(folder))
+        used = "or used by kvtide"
+        return f"not set: a quarter of the {free} {used}, {quarter} for all ranks on this host"
     return f"{format_size(limit_bytes)} for all ranks on this host, with {free}"
 
 
@@ -78,4 +76,13 @@ def why_no_disk(folder: Path) -> str | None:
         return f"{place} isn't a folder"
     if not os.access(place, os.W_OK | os.X_OK):
         return f"{place} can't be written by this user"
+    return None
+
+
+def why_no_store(settings: MooncakeSettings) -> str | None:
+    """Why a server can't join a Mooncake store; None if it can."""
+    try:
+        check_mooncake(settings)
+    except UsageError as error:
+        return str(error)
     return None

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, final
 
 from kvtide.arena.budget import default_host_bytes
-from kvtide.doctor.below import why_no_disk
+from kvtide.doctor.below import why_no_disk, why_no_store
 from kvtide.doctor.finding import Finding, count_failed
 from kvtide.doctor.report import Page
 from kvtide.errors import UsageError, first_line
@@ -56,7 +56,7 @@ class VllmReport:
         """See Report."""
         with redirect_stdout(sys.stderr):
             page.facts(self._facts())
-            self._check_disk(page)
+            self._check_below(page)
             self._look_for_reads(page)
             self._check_plugin(page)
             self._try_trips(page)
@@ -75,6 +75,7 @@ class VllmReport:
                 "host_memory_bytes": settings.host_memory_bytes,
                 "disk_dir": None if disk_dir is None else str(disk_dir),
                 "disk_memory_bytes": settings.disk_memory_bytes,
+                "mooncake": None if settings.mooncake is None else settings.mooncake.master,
                 "weights": settings.weights or None,
             },
             "arena_limit_bytes": self.host_bytes,
@@ -95,9 +96,12 @@ class VllmReport:
         page.finding(finding, good=good)
         return finding
 
-    def _check_disk(self, page: Page) -> None:
+    def _check_below(self, page: Page) -> None:
         if self.settings.disk_dir is not None:
             self._find(page, "the disk below host memory", why_no_disk(self.settings.disk_dir))
+        if self.settings.mooncake is not None:
+            reason = why_no_store(self.settings.mooncake)
+            self._find(page, "the Mooncake store below host memory", reason)
 
     def _look_for_reads(self, page: Page) -> None:
         from kvtide.doctor.vllm_checks import is_tested
@@ -153,8 +157,10 @@ class VllmReport:
             ("host_memory", memory),
             ("disk_dir", disk),
         ]
-        if settings.disk_dir is not None:
-            named = settings.weights or "not set: a hash of the model's files, made at each start"
+        if settings.mooncake is not None:
+            facts.append(("mooncake", f"the store of {settings.mooncake.master}"))
+        if settings.disk_dir is not None or settings.mooncake is not None:
+            named = settings.weights or "not set: a digest of the model's files, made at each start"
             facts.append(("weights", named))
         return facts
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvtide.errors import UsageError
-from kvtide.plugin.vllm.open_store import OpenStore, open_device_of, open_disk, open_store
+from kvtide.plugin.vllm.open_store import OpenStore, open_device_of, open_store
 from kvtide.plugin.vllm.settings import OffloadSettings
+from kvtide.plugin.vllm.tiers_below import open_disk
 from support.fake_vllm import config_for
 from support.simulated import simulated
 

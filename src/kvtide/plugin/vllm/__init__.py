@@ -8,7 +8,7 @@ books         which blocks are in host memory, and which come back to it
 block_store   a rank's blocks: saves, loads, fetches
 writer        writes blocks to a tier; reader: brings them back
 groups        the blocks of a group of layers, as vLLM hands them over, as a pool
-open_store    opens a rank's store: pools, arena and disk
+open_store    opens a rank's store: pools and arena; tiers_below: what an operator set below these
 timely        calls of a tier that may hang, each with a deadline
 lookups       what a tier over a network has, asked without holding up the scheduler
 identity      what decides the bytes of KV beside its tokens

@@ -97,6 +97,10 @@ class BlockBooks:
 
     # ---- loads ---------------------------------------------------------------------------
 
+    def knows(self, key: bytes) -> bool:
+        """Whether a block is here, or may be in a tier."""
+        return key in self._entries or self._may_be_below(key)
+
     def look_up(self, key: bytes, asker: Asker) -> BlockPlace:
         """Where a block is. One that may be in a tier begins to come, if there is room for it."""
         entry = self._entries.get(key)
@@ -172,7 +176,7 @@ class BlockBooks:
             entry.place = BlockPlace.HERE
             if not self._drop_if_lost(key, entry):
                 kept.append(key)
-                self._note_below(key)
+                self.note_below(key)
         return kept
 
     # ---- what workers are told, and tell -------------------------------------------------
@@ -198,7 +202,7 @@ class BlockBooks:
                 if entry.awaited_ranks <= 0:
                     self._coming -= 1
                     entry.place, entry.came_from_tier = BlockPlace.HERE, True
-                    self._note_below(key)
+                    self.note_below(key)
         for key in report.lost:
             entry = self._entries.get(key)
             if entry is not None:
@@ -217,6 +221,15 @@ class BlockBooks:
         self._left.clear()
         self.reset_number += 1
         self._orders = Orders(reset_number=self.reset_number)
+
+    def note_below(self, key: bytes) -> None:
+        """A tier may have the block from now on: workers write what they have, or it was seen."""
+        if not self._most_below:
+            return
+        self._below[key] = None
+        self._below.move_to_end(key)
+        while len(self._below) > self._most_below:
+            self._below.popitem(last=False)
 
     # ---- room ----------------------------------------------------------------------------
 
@@ -262,12 +275,3 @@ class BlockBooks:
     def _drop(self, key: bytes) -> None:
         del self._entries[key]
         self._orders.forget.append(key)
-
-    def _note_below(self, key: bytes) -> None:
-        """A worker writes each block that it has to its tier, so it may be there from now on."""
-        if not self._most_below:
-            return
-        self._below[key] = None
-        self._below.move_to_end(key)
-        while len(self._below) > self._most_below:
-            self._below.popitem(last=False)

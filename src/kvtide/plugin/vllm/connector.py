@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.vllm.adapters import CHANGES_ALLOWED, Adapters, changes_are_allowed
+from kvtide.plugin.vllm.lookups import Lookups
 from kvtide.plugin.vllm.messages import BlockReport, Orders, Start
 from kvtide.plugin.vllm.open_store import OpenStore, open_store
 from kvtide.plugin.vllm.orphan import end_with_parent
@@ -36,13 +37,18 @@ from kvtide.plugin.vllm.reads import refuse_if_moved
 from kvtide.plugin.vllm.resumes import ResumeCounts
 from kvtide.plugin.vllm.settings import SPEC, read_settings
 from kvtide.plugin.vllm.spec import KvtideManager, KvtideSpec, KvtideWorker
-from kvtide.tier import Namespace
+from kvtide.plugin.vllm.stack import TierStack
+from kvtide.plugin.vllm.timely import TimelyThreads
+from kvtide.tier import MooncakeTier, Namespace
 from kvtide.tier.names import name_of
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.01
 """How long a step that computes nothing waits for fetches. A new request waits as long at most."""
+
+LOOKUP_S = 5.0
+"""How long a store may take to say what it has."""
 
 READS: Table = {
     "OffloadingConnector": (
@@ -201,6 +207,10 @@ class KvtideConnector(OffloadingConnector):
         )
         namespace = first.namespace
         self._manager.books.open(start, lambda key: name_of(namespace.key_of(key.hex())))
+        if self._settings.mooncake is not None:
+            far = MooncakeTier(self._settings.mooncake)
+            lookups = Lookups(TierStack([far]), TimelyThreads(1, LOOKUP_S))
+            self._manager.ask_far(lookups, lambda key: namespace.key_of(key.hex()), far.close)
 
     def on_new_request(self, request: Any) -> None:
         """Notes with which adapter a request is computed."""
@@ -233,14 +243,15 @@ class KvtideConnector(OffloadingConnector):
         sent = super().build_connector_meta(scheduler_output)
         fixed = {part.name: getattr(sent, part.name) for part in fields(sent)}
         is_empty = not scheduler_output.total_num_scheduled_tokens
+        if is_empty:
+            self._manager.wait_for_answers(self._idle_wait_s)
         return KvtideMetadata(**fixed, orders=self._manager.books.take_orders(), is_empty=is_empty)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Takes in what workers report; then notes the ends of their moves."""
         sent = connector_output.kv_connector_worker_meta
         if isinstance(sent, KvtideWorkerMetadata):
-            self._manager.books.note(sent.report)
-            self._manager.counts += sent.report.counts
+            self._manager.take_in(sent.report)
         for name in connector_output.failed_recving or ():
             self._resumes.note_failure(name)
             self._save_again(name)

@@ -1,12 +1,10 @@
-"""open_store: makes a rank's store over vLLM's caches: the pools, the arena, and a disk below."""
+"""open_store: makes a rank's store over vLLM's caches: the pools, the arena, and what is below."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -21,15 +19,12 @@ from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.messages import Start, group_of
 from kvtide.plugin.vllm.settings import OffloadSettings
+from kvtide.plugin.vllm.tiers_below import TiersBelow, open_below
 from kvtide.sizes import counted, format_size
 from kvtide.snapshot import beside_bytes_of
-from kvtide.tier import DiskTier, Namespace
-from kvtide.tier.folder import first_free
-from kvtide.tier.store import default_disk_bytes
+from kvtide.tier import Namespace
 
 logger = logging.getLogger(__name__)
-
-_MOST_FOLDERS = 256
 
 
 @final
@@ -53,17 +48,17 @@ def open_store(
     """Opens the store of this rank. `config` is vLLM's OffloadingConfig, and `vllm_platform` its
     current platform.
 
-    Raises Refused or UsageError, which name the remedy, if there is no room for a block or the disk
+    Raises Refused or UsageError, which name the remedy, if there is no room for a block or a tier
     can't be used; LayoutError for caches that can't be copied exactly. After an error nothing stays
     open.
     """
     rank, rank_count = config.parallel.rank, config.parallel.world_size
     device = open_device_of(kv_caches)
-    disk: DiskTier | None = None
+    below: TiersBelow | None = None
     try:
         groups = adopt_groups(kv_caches, device)
         arena = _arena_for(groups, device, settings.host_memory_bytes, rank_count)
-        disk = open_disk(settings, rank, rank_count)
+        below = open_below(settings, rank, rank_count)
         layouts = [group.pool.geometry.canonical for group in groups]
         # Layers of one width differ by their names alone.
         named = [str(group.layer_names) for group in config.groups]
@@ -72,23 +67,24 @@ def open_store(
             settings,
             layouts,
             vllm_platform,
-            is_durable=disk is not None,
+            is_durable=below.tier is not None,
             beside=named,
         )
         numbers = {group.group_id: number for number, group in enumerate(config.groups)}
-        blocks = BlockStore(groups, lambda key: numbers[group_of(key)], arena, namespace, disk)
-        start = _start_of(arena, groups, disk)
-        logger.info("kvtide %s", coverage(groups, arena, disk, start))
+        blocks = BlockStore(
+            groups, lambda key: numbers[group_of(key)], arena, namespace, below.tier
+        )
+        start = _start_of(arena, groups, below)
+        logger.info("kvtide %s", coverage(groups, arena, below, start))
     except BaseException:
-        if disk is not None:
-            disk.close()
+        if below is not None:
+            below.close()
         device.close()
         raise
 
     def close() -> None:
         blocks.close()
-        if disk is not None:
-            disk.close()
+        below.close()
         device.close()
 
     return OpenStore(blocks, start, namespace, close)
@@ -107,16 +103,10 @@ def adopt_groups(kv_caches: Any, device: Device) -> list[BlockGroup]:
 
 
 def coverage(
-    groups: Sequence[BlockGroup], arena: HostArena, disk: DiskTier | None, start: Start
+    groups: Sequence[BlockGroup], arena: HostArena, below: TiersBelow, start: Start
 ) -> str:
     """What is covered and how much fits, in words."""
     layers = ", ".join(str(len(group.pool.buffers)) for group in groups)
-    below = (
-        "no disk below it"
-        if disk is None
-        else f"a disk below it up to {format_size(disk.stats.limit_bytes)}, with "
-        f"{disk.stats.snapshots} blocks from before"
-    )
     return (
         f"saves {counted(len(groups), 'group')} of layers ({layers} layers); host memory up to "
         f"{format_size(arena.limit_bytes)} on this rank, for {start.block_count} blocks; {below}"
@@ -151,35 +141,9 @@ def _arena_for(
     return arena_of_blocks(device, share, block_bytes=block_bytes, beside_bytes=beside_bytes)
 
 
-def open_disk(settings: OffloadSettings, rank: int, rank_count: int) -> DiskTier | None:
-    """This rank's folder on the disk, if there is a disk. Raises UsageError if it can't be used."""
-    if settings.disk_dir is None:
-        return None
-    folder, together = settings.disk_dir / "vllm", settings.disk_memory_bytes
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if together is None:
-            together = default_disk_bytes(folder)
-    except OSError as error:
-        raise UsageError(f"disk_dir: {folder}: {error.strerror}") from error
-    open_in = partial(DiskTier, limit_bytes=together // rank_count)
-    disk = first_free(_folders(folder, rank, rank_count), open_in)
-    if disk is None:
-        raise UsageError(
-            f"disk_dir: all {_MOST_FOLDERS} folders of rank {rank} in {folder} are in use"
-        )
-    return disk
-
-
-def _folders(folder: Path, rank: int, rank_count: int) -> list[Path]:
-    """The folders that a rank may use; a second engine on the same disk takes the second."""
-    return [folder / f"{rank}-of-{rank_count}-{number}" for number in range(_MOST_FOLDERS)]
-
-
-def _start_of(arena: HostArena, groups: Sequence[BlockGroup], disk: DiskTier | None) -> Start:
-    if disk is None:
+def _start_of(arena: HostArena, groups: Sequence[BlockGroup], below: TiersBelow) -> Start:
+    if below.tier is None:
         return Start(arena.block_count)
     # A block that leaves while it is being written has memory until the write ends.
     room = max(1, arena.block_count - writes_at_once(arena))
-    least = min(group.block_bytes for group in groups)
-    return Start(room, disk.names, disk.stats.limit_bytes // least)
+    return Start(room, below.names, below.block_count(min(group.block_bytes for group in groups)))

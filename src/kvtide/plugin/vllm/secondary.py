@@ -31,7 +31,6 @@ from kvtide.plugin.vllm.connector import refuse_what_is_inexact
 from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.lookups import Lookups
 from kvtide.plugin.vllm.messages import COUNTS, names_of
-from kvtide.plugin.vllm.open_store import open_disk
 from kvtide.plugin.vllm.orphan import end_with_parent
 from kvtide.plugin.vllm.reads import refuse_if_moved
 from kvtide.plugin.vllm.settings import (
@@ -42,8 +41,9 @@ from kvtide.plugin.vllm.settings import (
     read_tier_settings,
 )
 from kvtide.plugin.vllm.stack import TierStack
+from kvtide.plugin.vllm.tiers_below import open_below
 from kvtide.plugin.vllm.timely import TimelyThreads
-from kvtide.tier import DiskTier, MooncakeTier, Namespace
+from kvtide.tier import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -114,16 +114,8 @@ class KvtideTier(SecondaryTierManager):
         row_bytes = self.block_size_bytes
         self._primary = primary_kv_view.cast("B")
         self._namespace = _namespace_of(vllm_config, offloading_spec.config, settings, row_bytes)
-        self._tiers: list[DiskTier | MooncakeTier] = []
-        try:
-            if settings.disk_dir is not None and (disk := open_disk(settings, 0, 1)) is not None:
-                self._tiers.append(disk)
-            if settings.mooncake is not None:
-                self._tiers.append(MooncakeTier(settings.mooncake))
-        except BaseException:
-            self._close_tiers()
-            raise
-        self._stack = TierStack(self._tiers)
+        self._below = open_below(settings, 0, 1)
+        self._stack = TierStack(self._below.tiers)
         readers, writers = (TimelyThreads(_THREADS, _DEADLINE_S) for _ in range(2))
         self._moves = ChunkMoves(self._stack, row_bytes, readers, writers)
         self._lookups = Lookups(self._stack, TimelyThreads(1, _DEADLINE_S))
@@ -187,7 +179,7 @@ class KvtideTier(SecondaryTierManager):
         """Waits a while for moves, and gives the folder back. Repeatable."""
         self._lookups.close()
         self._moves.close()
-        self._close_tiers()
+        self._below.close()
         self._primary.release()
 
     @classmethod
@@ -220,10 +212,6 @@ class KvtideTier(SecondaryTierManager):
             (key, self._name_of(key), self._primary[number * size : (number + 1) * size])
             for key, number in zip(job.keys, numbers, strict=True)
         ]
-
-    def _close_tiers(self) -> None:
-        for tier in self._tiers:
-            tier.close()
 
 
 def _namespace_of(

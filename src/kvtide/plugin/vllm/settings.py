@@ -4,7 +4,7 @@ host_memory   the host memory of all ranks of an engine together, such as 24GiB
 disk_dir      a folder for blocks that have no room there; each rank has a folder in it
 disk_memory   the disk space of all ranks together, such as 200GiB
 weights       the name of the weights' revision; by default a hash of the model's files
-mooncake      a Mooncake store for the same KV, which other machines share; in a secondary tier
+mooncake      a Mooncake store that other machines share: HOST:PORT of its master, or its .json file
 
 KVTIDE_SALT in the environment is a tenant's secret: who doesn't have it can't find the tenant's KV.
 """
@@ -27,7 +27,7 @@ TIER = "kvtide"
 """How vLLM names kvtide's connector and its spec; the connector and the secondary tier for those
 who keep vLLM's own primary tier."""
 _TIER_TEXTS = ("disk_dir", "disk_memory", "mooncake", "weights")
-_TEXTS = ("host_memory", "disk_dir", "disk_memory", "weights")
+_TEXTS = ("host_memory", "disk_dir", "disk_memory", "mooncake", "weights")
 _FLAGS_OF_VLLM = ("offload_prompt_only", "self_describing_kv_events")
 OF_VLLM = ("spec_name", *_FLAGS_OF_VLLM)
 """Settings of vLLM's own connector that have their meaning here, too."""

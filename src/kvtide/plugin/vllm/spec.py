@@ -7,7 +7,7 @@ vLLM sends anyway: see connector.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -31,7 +31,8 @@ from kvtide.plugin.refusals import Refused
 from kvtide.plugin.vllm.adapters import AdapterFiles, AdapterOf
 from kvtide.plugin.vllm.block_store import BlockStore, Pairs
 from kvtide.plugin.vllm.books import Asker, BlockBooks, BlockPlace
-from kvtide.plugin.vllm.messages import COUNTS, names_of
+from kvtide.plugin.vllm.lookups import Lookups
+from kvtide.plugin.vllm.messages import COUNTS, BlockReport, names_of
 
 READS: Table = {
     "OffloadingSpec": ("config", "extra_config", "offload_prompt_only", "tokens_per_block"),
@@ -42,7 +43,7 @@ READS: Table = {
     "OffloadingManager": (
         *("lookup", "get_load_source", "prepare_load", "complete_load", "prepare_store"),
         *("complete_store", "on_new_request", "on_request_finished", "on_schedule_end"),
-        *("has_pending_work", "reset_cache", "get_stats"),
+        *("has_pending_work", "reset_cache", "get_stats", "shutdown"),
     ),
     "ReqContext": ("req_id", "set_state", "get_state"),
     "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
@@ -53,7 +54,7 @@ READS: Table = {
     "CanonicalKVCacheRef": ("tensor_idx", "page_size_bytes"),
     "PrepareStoreOutput": ("keys_to_store", "store_spec", "evicted_keys"),
     "TransferResult": ("job_id", "success", "transfer_size", "transfer_time"),
-    "LookupResult": ("MISS", "HIT", "HIT_PENDING"),
+    "LookupResult": ("MISS", "HIT", "HIT_PENDING", "RETRY"),
     "CacheHitSource": ("HOST", "DISK"),
 }
 """What is read and called of vLLM's offloading."""
@@ -96,6 +97,9 @@ class KvtideManager(OffloadingManager):
         """By the names of requests that vLLM is about to announce."""
         self._askers: dict[str, Asker] = {}
         """By the names of requests that haven't finished."""
+        self._far: Lookups | None = None
+        self._close_far: Callable[[], None] = lambda: None
+        self._far_name_of: Callable[[bytes], str] = bytes.hex
         self.counts: Counter[str] = Counter()
         """What was counted here and in workers since the last `get_stats`."""
 
@@ -105,7 +109,34 @@ class KvtideManager(OffloadingManager):
         if adapter is not None and not adapter.is_known:
             return LookupResult.MISS
         (own_key,) = _keys_of([key], req_context)
+        if self._far is not None and not self.books.knows(own_key):
+            is_far = self._far.ask(req_context.req_id, own_key, self._far_name_of(own_key))
+            if is_far is None:
+                return LookupResult.RETRY
+            if is_far:
+                self.books.note_below(own_key)
         return _RESULTS[self.books.look_up(own_key, self._asker(req_context.req_id))]
+
+    def ask_far(
+        self, lookups: Lookups, name_of: Callable[[bytes], str], close: Callable[[], None]
+    ) -> None:
+        """From now on asks a store that other machines share for blocks that the books don't know.
+
+        `name_of` gives a block's name there; `close` leaves the store.
+        """
+        self._far, self._far_name_of, self._close_far = lookups, name_of, close
+
+    def take_in(self, report: BlockReport) -> None:
+        """Takes in what workers report."""
+        self.books.note(report)
+        self.counts += report.counts
+        if self._far is not None:
+            self._far.mark_missing(report.missing)
+
+    def wait_for_answers(self, at_most_s: float) -> None:
+        """Blocks until the store has answered all that it was asked, or for so long."""
+        if self._far is not None:
+            self._far.wait(at_most_s)
 
     def expect(self, req_id: str, adapter: AdapterOf) -> None:
         """Says with which adapter the next new request is computed."""
@@ -162,10 +193,14 @@ class KvtideManager(OffloadingManager):
     def on_request_finished(self, req_context: Any) -> None:
         """The request looks nothing up any more."""
         self._askers.pop(req_context.req_id, None)
+        if self._far is not None:
+            self._far.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
         """A step of the scheduler has ended."""
         self.books.end_step()
+        if self._far is not None:
+            self._far.flush()
 
     def has_pending_work(self) -> bool:
         """Whether the scheduler must go on although no request runs."""
@@ -174,6 +209,14 @@ class KvtideManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Nothing that was saved before is used any more, from tiers neither."""
         self.books.clear()
+        self.shutdown()  # no other machine has KV of weights that only this engine has
+
+    def shutdown(self) -> None:
+        """Leaves the store that other machines share. Repeatable."""
+        far, self._far = self._far, None
+        if far is not None:
+            far.close()
+            self._close_far()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The counts of the workers, for vLLM's metrics."""
