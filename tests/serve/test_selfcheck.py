@@ -21,6 +21,7 @@ from kvtide.device import CPUDevice
 from kvtide.serve import attention, probes, query_blocks, selfcheck, trial_passes
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.operations import Product, SingleOperation
+from kvtide.serve.packed import is_packed_linear
 from kvtide.serve.query_blocks import QUERY_ROWS, WHOLE_BLOCKS
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.trial_passes import TrialPasses
@@ -72,6 +73,8 @@ class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leave
         """Computes the planted operation in place of torch's."""
         if func is torch.ops.aten.linear.default:
             return self._product(*args)
+        if is_packed_linear(func):
+            return self._product(args[0], args[1].to_dense(), args[2])
         if func is torch.ops.aten.addmm.default:
             return self._product(args[1], args[2].T, args[0])
         if func is torch.ops.aten.silu.default:
@@ -113,6 +116,16 @@ def test_without_dependence_every_count_is_safe(model: Any) -> None:
     assert rules(*range(1, 25)) == found_rules(found)
     assert "1 to 24" == found.exact_rows
     assert "passes of 1 to 24 rows agree bit for bit" == found.detail
+
+
+@pytest.mark.parametrize("out_features", [32, 64, 128, 131])
+def test_packed_matrices_are_tried(out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 each product may be of another operation, which probes try as well."""
+    monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
+    planted = Planted(lambda count, out: out if count > 9 else out + 1, out_features)
+    found = check(model_of(dtype=torch.bfloat16), 16, planted).rules
+    assert found is not None
+    assert RowCounts(tuple(range(10, 17))) == found.rows
 
 
 @pytest.mark.parametrize("out_features", [32, 64, 128])

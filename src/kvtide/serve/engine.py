@@ -27,6 +27,7 @@ from kvtide.serve.models import OpenModel
 from kvtide.serve.numerics import numerics_of
 from kvtide.serve.options import EngineOptions
 from kvtide.serve.owncheck import check_own_answers
+from kvtide.serve.packed import PackedWeights
 from kvtide.serve.paged import PagedModel
 from kvtide.serve.prefix import PrefixCache, block_tokens_for
 from kvtide.serve.repeatable import is_mkl_repeatable
@@ -144,12 +145,14 @@ class Engine:
         _refuse_other_answers(source, device, exact=options.exact)
         pool = create_pool(geometry, device, page_count, options)
         move_model(source.model, device)
+        packing = PackedWeights(source.model)
+        undo.callback(packing.release)
         if not options.exact:
             check = None
         elif check is None:
             check = check_exact(source, device)
         rules = None if check is None else check.rules
-        model = PagedModel(source.model, pool, exact=rules)
+        model = PagedModel(source.model, pool, exact=rules, packing=packing)
         undo.callback(model.release)
         pages = PageAllocator(page_count)
         limit_bytes = options.host_memory_bytes

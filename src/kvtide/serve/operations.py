@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvtide.serve.packed import is_packed_linear
+
 # These copy, convert, or compute what IEEE 754 defines number by number.
 _EXACT = frozenset(
     f"aten::{name}"
@@ -35,13 +37,17 @@ class Product:
     has_bias: bool
     is_turned: bool = False
     """Whether the weight is [in, out] in memory, as in GPT-2."""
+    is_packed: bool = False
+    """Whether the weight is in oneDNN's order (`kvtide.serve.packed`)."""
 
     @classmethod
     def from_call(cls, function: Any, arguments: tuple[Any, ...]) -> Product | None:
         """The product that a call computes, or None if it computes something else."""
-        if function is torch.ops.aten.linear.default:
+        is_packed = is_packed_linear(function)
+        if function is torch.ops.aten.linear.default or is_packed:
             out, width = arguments[1].shape
-            return cls(out, width, has_bias=len(arguments) > 2 and arguments[2] is not None)
+            has_bias = len(arguments) > 2 and arguments[2] is not None
+            return cls(out, width, has_bias, is_packed=is_packed)
         if function is torch.ops.aten.addmm.default:
             width, out = arguments[2].shape
             return cls(out, width, has_bias=True, is_turned=True)

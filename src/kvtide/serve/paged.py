@@ -37,6 +37,7 @@ from kvtide.pool import Pool
 from kvtide.serve.adapter import HookedModel, PreTrainedModel
 from kvtide.serve.attention import Sharing, padded_length, plan_attention
 from kvtide.serve.batch import ExactRules, PackedBatch, RowCounts, Segment
+from kvtide.serve.packed import PackedWeights
 from kvtide.serve.query_blocks import cut
 from kvtide.serve.supported import geometry_of
 
@@ -75,8 +76,18 @@ class PagedModel:
     runs each step as one pass.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: Pool, *, exact: ExactRules | None) -> None:
-        """Raises UsageError for a model that isn't served or doesn't fit the pool."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: Pool,
+        *,
+        exact: ExactRules | None,
+        packing: PackedWeights | None = None,
+    ) -> None:
+        """Raises UsageError for a model that isn't served or doesn't fit the pool.
+
+        `packing` is released with this.
+        """
         expected = geometry_of(model.config, model.dtype, pool.page_size)
         if expected.fingerprint != pool.geometry.fingerprint:
             raise UsageError(
@@ -89,6 +100,7 @@ class PagedModel:
         self._sharing = Sharing.ANY
         if exact is not None:
             self._sharing = Sharing.ALIKE if exact.share_attention else Sharing.NONE
+        self._packing = packing
         self._model = HookedModel(model, pool, experts_by_token=exact is not None)
 
     @property
@@ -102,6 +114,8 @@ class PagedModel:
     def release(self) -> None:
         """Gives the model its attention function back. Don't use this object afterwards."""
         self._model.release()
+        if self._packing is not None:
+            self._packing.release()
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:

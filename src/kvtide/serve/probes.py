@@ -20,6 +20,7 @@ from torch.nn.functional import linear, pad
 from kvtide.serve.attention import Workspace, attend, plan_attention
 from kvtide.serve.batch import RowCounts, Segment
 from kvtide.serve.operations import Product, SingleOperation
+from kvtide.serve.packed import pack, packed_linear
 from kvtide.serve.query_blocks import QUERY_ROWS
 
 _SEED = 20240517
@@ -60,6 +61,7 @@ class ProductProbe:
         self._zeros = self.weight.new_zeros(out)
         self._has_bias = product.has_bias
         self._turned = self.weight.T.contiguous() if product.is_turned else None
+        self._packed = pack(self.weight) if product.is_packed else None
 
     def outcome(self, count: int) -> Tensor | None:
         """See Probe."""
@@ -67,6 +69,8 @@ class ProductProbe:
         if self._turned is not None:
             return _first_of_equal(torch.addmm(self._zeros, rows, self._turned))
         bias = self._zeros if self._has_bias else None
+        if self._packed is not None:
+            return _first_of_equal(packed_linear(rows, self._packed, bias))
         return _first_of_equal(linear(rows, self.weight, bias))
 
 

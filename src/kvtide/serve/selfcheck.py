@@ -40,6 +40,7 @@ from kvtide.device import Device
 from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.attention import MOST_IN_BUCKET
 from kvtide.serve.batch import ExactRules, RowCounts
+from kvtide.serve.packed import PackedWeights
 from kvtide.serve.probes import AttentionProbe, CutProbe, Probe
 from kvtide.serve.query_blocks import QUERY_ROWS, WHOLE_BLOCKS
 from kvtide.serve.repeatable import is_mkl_repeatable
@@ -77,6 +78,11 @@ def find_rows(model: PreTrainedModel, device: Device, *, max_rows: int = 256) ->
     The model must be on the device; it isn't changed. Blocks, for about a second with a small
     model, and allocates a small pool meanwhile. Raises UsageError for a model that isn't served.
     """
+    with PackedWeights(model):
+        return _find_rows(model, device, max_rows)
+
+
+def _find_rows(model: PreTrainedModel, device: Device, max_rows: int) -> RowCheck:
     start = time.perf_counter()
     trial = TrialPasses(model, device, max_rows)
     small, large = trial.probes()

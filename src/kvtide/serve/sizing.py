@@ -13,6 +13,7 @@ from kvtide.layout import Geometry
 from kvtide.pool import Pool
 from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.options import EngineOptions
+from kvtide.serve.packed import packed_bytes_of
 from kvtide.serve.request import Request
 
 
@@ -70,9 +71,12 @@ def reason_to_refuse(request: Request, geometry: Geometry, page_count: int) -> s
 
 
 def free_bytes_for(device: Device, model: PreTrainedModel) -> int | None:
-    """The memory that is free for a pool beside the model; None if the device can't tell."""
+    """The memory that is free for a pool beside the model; None if the device can't tell.
+
+    The model isn't packed yet (`kvtide.serve.packed`).
+    """
     if device.torch_device.type == "cpu":
-        return free_memory_bytes()
+        return max(0, free_memory_bytes() - packed_bytes_of(model))
     try:
         free_bytes, _ = torch.accelerator.get_memory_info(device.torch_device)
     except (AttributeError, RuntimeError):  # not every backend or release of torch can tell

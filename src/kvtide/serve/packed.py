@@ -1,0 +1,121 @@
+"""Keeps a model's matrices in the order in which the processor multiplies them.
+
+For a product with a bfloat16 matrix oneDNN brings the matrix into an order of its own, in each call
+again. In a step of few rows that takes longer than the product itself. Here it is done once. It
+costs memory: the matrices are there in both orders. Where they are pages of a model's file, the
+system may drop those.
+
+The self-check measures these products as it measures all others (`kvtide.serve.operations`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A copy of the matrix [out, in] in oneDNN's order."""
+    packed_weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return packed_weight
+
+
+def packed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of rows [..., in] with a packed matrix [out, in]."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return found
+
+
+def is_packed_linear(function: Any) -> bool:
+    """Whether an operator, as torch's dispatcher passes it, is the one of `packed_linear`."""
+    return _is_there() and function is torch.ops.mkldnn._linear_pointwise.default
+
+
+@final
+class PackedLinear(Linear):
+    """A linear layer with the parameters of another, that multiplies a packed copy."""
+
+    def __init__(self, layer: Linear) -> None:
+        Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.replaced = [layer]  # in a list, so that it isn't a part of the model
+        self._packed = pack(layer.weight)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 # as the base class names it
+        """The product of rows [..., in]."""
+        return packed_linear(input, self._packed, self.bias)
+
+
+_USERS: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
+"""For each model that is packed, how many want it so."""
+
+
+@final
+class PackedWeights:
+    """Keeps a model packed, until all who want it so have released it.
+
+    Meanwhile the model's weights mustn't change, or move to another device.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._model: Module | None = model
+        users = _USERS.get(model, 0)
+        if not users:
+            _replace_layers(model)
+        _USERS[model] = users + 1
+
+    def release(self) -> None:
+        """Wants it no more. A second call does nothing."""
+        if self._model is None:
+            return
+        _USERS[self._model] -= 1
+        if not _USERS[self._model]:
+            _put_layers_back(self._model)
+        self._model = None
+
+    def __enter__(self) -> PackedWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def packed_bytes_of(model: Module) -> int:
+    """The memory that packing the model takes."""
+    weights = [layer.weight for layer in model.modules() if type(layer) is Linear]
+    return sum(weight.nbytes for weight in weights if _can_pack(weight))
+
+
+@torch.no_grad()
+def _replace_layers(model: Module) -> None:
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is Linear and _can_pack(layer.weight):
+                setattr(parent, name, PackedLinear(layer))
+
+
+def _put_layers_back(model: Module) -> None:
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, PackedLinear):
+                setattr(parent, name, layer.replaced[0])
+
+
+def _is_there() -> bool:
+    """Whether this torch was built with oneDNN."""
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies such a matrix. It does for bfloat16, on processors that can."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and _is_there()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
