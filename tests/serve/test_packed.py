@@ -38,7 +38,7 @@ def test_a_packed_layer_computes_the_same_product(width: int, out: int, bias: bo
         torch.testing.assert_close(found, layer(rows), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2", "Gemma3"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
 def test_a_model_is_given_back_as_it_was(family: str) -> None:
     """Its layers and its weights are the same objects, after the last of those who want it so.
 
@@ -47,9 +47,10 @@ def test_a_model_is_given_back_as_it_was(family: str) -> None:
     model = model_of(family, torch.bfloat16)
     layers, weights = linear_layers(model), dict(model.state_dict(keep_vars=True))
     first, second = PackedWeights(model), PackedWeights(model)
-    for leaving in (first, first):
+    for _ in range(2):  # a second release of the same one does nothing
         assert [of_packed(layer) for layer in layers] == linear_layers(model)
-        leaving.release()
+        first.release()
+    assert [of_packed(layer) for layer in layers] == linear_layers(model)
     meanwhile = model.state_dict(keep_vars=True)
     assert list(weights) == list(meanwhile)
     assert all(weights[name] is meanwhile[name] for name in weights)

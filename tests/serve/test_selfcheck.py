@@ -21,7 +21,7 @@ from kvtide.device import CPUDevice
 from kvtide.serve import attention, probes, query_blocks, selfcheck, trial_passes
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.operations import Product, SingleOperation
-from kvtide.serve.packed import is_packed_linear
+from kvtide.serve.packed import _can_pack, is_packed_linear
 from kvtide.serve.query_blocks import QUERY_ROWS, WHOLE_BLOCKS
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.trial_passes import TrialPasses
@@ -53,11 +53,15 @@ def model() -> Any:
 class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it untyped
     """Computes products and activations in float64, so that only planted differences are found.
 
-    `change(row_count, output)` is applied to the products of one layer size.
+    `change(row_count, output)` is applied to the products of one layer size; with `of_packed` only
+    to those with packed matrices.
     """
 
-    def __init__(self, change: Change | None = None, out_features: int = 128) -> None:
+    def __init__(
+        self, change: Change | None = None, out_features: int = 128, *, of_packed: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._of_packed = of_packed
         self._change = change
         self._out_features = out_features
         self._activation: Callable[[Tensor], Tensor] = lambda given: given
@@ -72,7 +76,7 @@ class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leave
     ) -> Any:
         """Computes the planted operation in place of torch's."""
         if func is torch.ops.aten.linear.default:
-            return self._product(*args)
+            return self._product(*args, can_change=not self._of_packed)
         if is_packed_linear(func):
             return self._product(args[0], args[1].to_dense(), args[2])
         if func is torch.ops.aten.addmm.default:
@@ -82,11 +86,13 @@ class Planted(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leave
             return (given * given.sigmoid()).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
-    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _product(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, can_change: bool = True
+    ) -> Tensor:
         out = (inputs[..., None, :] * weight).sum(-1)
         if bias is not None:
             out = out + bias
-        if self._change is None or len(weight) != self._out_features:
+        if self._change is None or not can_change or len(weight) != self._out_features:
             return out
         rows = out.reshape(-1, len(weight))
         return self._change(len(rows), rows).reshape(out.shape)
@@ -122,7 +128,10 @@ def test_without_dependence_every_count_is_safe(model: Any) -> None:
 def test_packed_matrices_are_tried(out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 each product may be of another operation, which probes try as well."""
     monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
-    planted = Planted(lambda count, out: out if count > 9 else out + 1, out_features)
+    are_packed = _can_pack(torch.zeros(1, dtype=torch.bfloat16))
+    planted = Planted(
+        lambda count, out: out if count > 9 else out + 1, out_features, of_packed=are_packed
+    )
     found = check(model_of(dtype=torch.bfloat16), 16, planted).rules
     assert found is not None
     assert RowCounts(tuple(range(10, 17))) == found.rows
