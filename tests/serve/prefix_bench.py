@@ -13,9 +13,10 @@ from kvtide.arena import HostArena
 from kvtide.device import open_device
 from kvtide.layout import GQA
 from kvtide.pool import PageAllocator, Pool
+from kvtide.serve.admission import SchedulerOptions
 from kvtide.serve.prefix import PrefixCache, block_tokens_for
 from kvtide.serve.request import PrefixBlock, Request, SamplingParams
-from kvtide.serve.scheduler import Scheduler, SchedulerOptions
+from kvtide.serve.scheduler import Scheduler
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Spill
 

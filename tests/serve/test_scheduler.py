@@ -8,8 +8,9 @@ from kvtide.arena import HostArena
 from kvtide.device import open_device
 from kvtide.layout import GQA
 from kvtide.pool import PageAllocator, Pool
+from kvtide.serve.admission import SchedulerOptions
 from kvtide.serve.request import Request, SamplingParams
-from kvtide.serve.scheduler import Scheduler, SchedulerOptions
+from kvtide.serve.scheduler import Scheduler
 from kvtide.tide import Tide
 from support.broken_devices import BreakingDevice
 
@@ -17,12 +18,18 @@ PAGE_SIZE = 4
 
 
 def make_scheduler(
-    page_count: int, *, chunk_tokens: int = 8, max_running: int = 64, on_pressure: str = "offload"
+    page_count: int,
+    *,
+    chunk_tokens: int = 8,
+    max_running: int = 64,
+    on_pressure: str = "offload",
+    host_pages: int = 1 << 10,
 ) -> tuple[Scheduler, PageAllocator]:
-    """Makes a scheduler over a pool of small rows."""
+    """Makes a scheduler over a pool of small rows, and host memory for so many pages."""
     geometry = GQA.bind(dtype="uint8", layer=1, token=PAGE_SIZE, head=1, head_dim=2, v_head_dim=2)
     device = open_device("cpu")
-    arena = HostArena(device, limit_bytes=1 << 20, block_bytes=geometry.page_bytes)
+    page_bytes = geometry.page_bytes
+    arena = HostArena(device, limit_bytes=host_pages * page_bytes, block_bytes=page_bytes)
     pages = PageAllocator(page_count)
     tide = Tide(Pool.create(geometry, device, page_count=page_count), arena, pages)
     options = SchedulerOptions(
@@ -46,6 +53,12 @@ def run_step(scheduler: Scheduler) -> list[tuple[str, int]]:
     return [(request.id, count) for request, count in steps]
 
 
+def end_all(scheduler: Scheduler) -> None:
+    """Ends all requests that hold something."""
+    for request in (*scheduler.running, *scheduler.retracted):
+        scheduler.remove(request)
+
+
 def test_prompts_are_cut_at_multiples_of_the_chunk() -> None:
     """The last piece is shorter; after it come single tokens."""
     scheduler, _ = make_scheduler(8)
@@ -62,9 +75,17 @@ def test_chunk_that_exceeds_the_step_waits_whole() -> None:
     assert [("a", 1), ("b", 8)] == run_step(scheduler)
 
 
-def test_newest_is_retracted_first_and_comes_back_before_new_ones() -> None:
-    """The newest request leaves first, and the oldest comes back first."""
-    scheduler, pages = make_scheduler(8, chunk_tokens=64)
+@pytest.mark.parametrize(
+    ("on_pressure", "host_pages", "expected"),
+    [("offload", 64, "abdc"), ("offload", 0, "abcd"), ("recompute", 64, "abcd")],
+)
+def test_newest_is_retracted_first_and_comes_back_before_new_ones(
+    on_pressure: str, host_pages: int, expected: str
+) -> None:
+    """Only where its KV would be kept a new one runs in pages that the older can't use yet."""
+    scheduler, pages = make_scheduler(
+        8, chunk_tokens=64, on_pressure=on_pressure, host_pages=host_pages
+    )
     requests = [make_request(name, 7, 20) for name in "abc"]
     for request in requests:
         scheduler.add(request)
@@ -78,7 +99,7 @@ def test_newest_is_retracted_first_and_comes_back_before_new_ones() -> None:
         for request in scheduler.running:
             if len(request.output_ids) == request.params.max_new_tokens:
                 scheduler.remove(request)
-    assert started == ["a", "b", "c", "d"]
+    assert started == list(expected)
     assert pages.free_count == 8
 
 
@@ -169,19 +190,73 @@ def test_newcomer_leaves_room_for_prompts_under_way() -> None:
     assert scheduler.waiting_count == 1
 
 
-def test_retracted_request_waits_for_a_spare_page() -> None:
-    """Each running request needs a spare page, or the newcomer would be retracted at once."""
-    scheduler, pages = make_scheduler(5, chunk_tokens=64)
-    requests = [make_request("a", 5, 9), make_request("b", 6, 9)]
+@pytest.mark.parametrize(("on_pressure", "steps"), [("offload", 8), ("recompute", PAGE_SIZE)])
+def test_retracted_request_waits_for_room_for_the_next_steps(on_pressure: str, steps: int) -> None:
+    """Otherwise it would be retracted again at once, or the other one that runs."""
+    scheduler, pages = make_scheduler(16, chunk_tokens=64, on_pressure=on_pressure)
+    old, new = make_request("a", 5, 40), make_request("b", 6, 40)
+    for request in (old, new):
+        scheduler.add(request)
+    run_step(scheduler)
+    scheduler.retract(new)
+    needed = sum(-(-(request.token_count + steps) // PAGE_SIZE) for request in (old, new))
+    taken = pages.acquire(17 - needed) or []
+    assert ["a"] == [name for name, _ in run_step(scheduler)]
+    old.output_ids.pop()
+    old.stored -= 1
+    pages.release(taken[:1])
+    assert ["a", "b"] == [name for name, _ in run_step(scheduler)]
+
+
+def test_an_answer_that_ends_soon_needs_no_room_for_more_steps() -> None:
+    """A request comes back where all that is left of both has room."""
+    scheduler, _ = make_scheduler(4, chunk_tokens=64)
+    old, new = make_request("a", 5, 3), make_request("b", 6, 3)
+    for request in (old, new):
+        scheduler.add(request)
+    run_step(scheduler)
+    scheduler.retract(new)
+    assert ["a", "b"] == [name for name, _ in run_step(scheduler)]
+
+
+def test_an_older_request_takes_the_pages_that_newer_ones_filled_meanwhile() -> None:
+    """However many small ones come, it is back as soon as their pages are enough for it."""
+    scheduler, pages = make_scheduler(6, chunk_tokens=64)
+    old, large = make_request("old", 9, 4), make_request("large", 8, 30)
+    for request in (old, large):
+        scheduler.add(request)
+    run_step(scheduler)
+    scheduler.retract(large)
+    for number in range(20):
+        scheduler.add(make_request(f"small {number}", 2, 30))
+    for _ in range(3):
+        assert ["old", "small 0"] == [name for name, _ in run_step(scheduler)][:2]
+        assert large in scheduler.retracted
+    scheduler.remove(old)
+    assert pages.free_count < 5
+    for _ in range(8):
+        assert "large" == run_step(scheduler)[0][0]
+        assert (1, 6) == (large.retractions, pages.free_count + pages.held_count)
+    assert scheduler.stats.retractions > 1
+    assert 0 == scheduler.stats.recomputed_tokens
+    end_all(scheduler)
+
+
+def test_no_more_run_than_may_when_an_older_one_comes_back() -> None:
+    """The limit holds for requests that run in the gaps, too."""
+    scheduler, _ = make_scheduler(6, chunk_tokens=64, max_running=2)
+    requests = [make_request("a", 7, 20), make_request("b", 7, 20), make_request("c", 2, 20)]
     for request in requests:
         scheduler.add(request)
     run_step(scheduler)
     scheduler.retract(requests[1])
-    taken = pages.acquire(1)
-    assert [("a", 1)] == run_step(scheduler)
-    assert pages.free_count == 2
-    pages.release(taken or [])
-    assert [("a", 1), ("b", 1)] == run_step(scheduler)
+    assert ["a", "c"] == [name for name, _ in run_step(scheduler)]
+    for _ in range(4):
+        run_step(scheduler)
+        assert len(scheduler.running) <= 2
+    scheduler.remove(requests[0])
+    assert "b" == run_step(scheduler)[0][0]
+    end_all(scheduler)
 
 
 def test_with_wait_nothing_is_retracted() -> None:

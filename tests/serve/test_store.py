@@ -149,9 +149,10 @@ def test_file_that_vanishes_costs_one_request_its_kv(tmp_path: Path) -> None:
         number += 1
         if number % 2 == 0 and len(engine.scheduler.running) > 1:
             engine.scheduler.retract(engine.scheduler.running[0])
-        for path in (tmp_path / "kv").glob("??/*.safetensors") if removed < 3 else ():
-            path.unlink()
-            removed += 1
+        if engine.scheduler.stats.missing < 3:  # most come back from host memory, without the file
+            for path in (tmp_path / "kv").glob("??/*.safetensors"):
+                path.unlink()
+                removed += 1
         engine.step()
     engine.close()
     assert answers(expected) == answers(requests)

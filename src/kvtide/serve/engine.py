@@ -20,6 +20,7 @@ from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
 from kvtide.device import CPUDevice, Device, open_device
 from kvtide.errors import UsageError
 from kvtide.pool import PageAllocator
+from kvtide.serve.admission import SchedulerOptions
 from kvtide.serve.batch import pack
 from kvtide.serve.live import Answering, Live
 from kvtide.serve.logprobs import token_texts
@@ -33,7 +34,7 @@ from kvtide.serve.prefix import PrefixCache, block_tokens_for
 from kvtide.serve.repeatable import is_mkl_repeatable
 from kvtide.serve.request import Request
 from kvtide.serve.request_store import RequestStore
-from kvtide.serve.scheduler import Scheduler, SchedulerOptions
+from kvtide.serve.scheduler import Scheduler
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.sizing import (
     check_memory,

@@ -15,7 +15,8 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from math import lcm
 from typing import final
 
@@ -265,6 +266,13 @@ class PrefixCache:
     def pages_of(self, request: Request) -> list[int]:
         """The pages that the request alone holds, which come after those of its blocks."""
         return request.pages[len(request.blocks) * self._block_pages :]
+
+    def page_count_of_all(self, requests: Sequence[Request]) -> int:
+        """How many pages could be had if these requests, which run, held none."""
+        readers = Counter(block for request in requests for block in request.blocks)
+        shared_count = sum(count == block.readers for block, count in readers.items())
+        own_count = sum(len(self.pages_of(request)) for request in requests)
+        return own_count + shared_count * self._block_pages
 
     def token_count_of(self, request: Request) -> int:
         """The tokens in the blocks that the request reads: its first ones."""

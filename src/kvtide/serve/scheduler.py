@@ -1,7 +1,9 @@
 """Scheduler: which requests run, which wait, and which must give up their KV for now.
 
 Requests run in the order of their arrival. When no page is free the newest running request is
-retracted. Retracted requests come back, the oldest first, before any new request is admitted.
+retracted. Retracted requests come back, the oldest first, before any new request is admitted. Where
+a retraction costs no more than a copy, no page idles for that: newer requests run in pages that an
+older one can't use yet, and give them up as soon as it can.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import final
 
 from kvtide.errors import ArenaFull, KvtideError, SlotsLost, SnapshotDamaged, SnapshotMiss
 from kvtide.pool import PageAllocator
+from kvtide.serve.admission import Admission, SchedulerOptions
 from kvtide.serve.branches import Branches
 from kvtide.serve.prefix import PrefixCache
 from kvtide.serve.request import Request
@@ -24,6 +27,9 @@ from kvtide.tide import Tide
 
 _READ_AHEAD = 2
 """For how many requests KV is read from its tier before they come."""
+
+_GAPS_TRIED = 8
+"""How many retracted requests are looked at in a step, from the oldest on."""
 
 
 @final
@@ -53,22 +59,6 @@ class SchedulerStats:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """How steps are planned.
-
-    `chunk_tokens` is the most tokens of one request in a step, and the most prompt tokens of all
-    requests in a step. `on_pressure` is as in `EngineOptions`. `replay` splits recomputed tokens
-    into the same steps as the first time.
-    """
-
-    chunk_tokens: int
-    max_running: int
-    on_pressure: str
-    replay: bool
-
-
-@final
 class Scheduler:
     """Decides which request has which pages; `tide` copies their KV."""
 
@@ -90,6 +80,7 @@ class Scheduler:
         self._pages = pages
         self._page_size = tide.pool.page_size
         self._options = options
+        self._admission = Admission(tide, pages, self.prefixes, options)
         self._waiting: deque[Request] = deque()
         self._retracted: list[Request] = []
         self._running: list[Request] = []
@@ -133,8 +124,7 @@ class Scheduler:
     def _planned(self) -> list[tuple[Request, int]]:
         self._waits = False
         self._resume()
-        if not self._retracted:
-            self._admit()
+        self._admit()
         self._read_ahead()
         budget = self._options.chunk_tokens
         steps: list[tuple[Request, int]] = []
@@ -263,13 +253,24 @@ class Scheduler:
     # ---- giving pages back -----------------------------------------------------------
 
     def _resume(self) -> None:
-        while self._retracted and self._may_start(self._retracted[0], len(self._running)):
-            request = self._retracted[0]
-            if request.snapshot is not None and not self._restore(request):
-                continue  # its KV is lost, so it now needs room for other tokens
-            self._retracted.pop(0)
-            insort(self._running, request, key=lambda other: other.arrival)
-            self.prefixes.read(request)
+        for request in self.retracted[:_GAPS_TRIED]:
+            while self._may_resume(request):
+                if request.snapshot is None or self._restore(request):
+                    self._retracted.remove(request)
+                    insort(self._running, request, key=lambda other: other.arrival)
+                    self.prefixes.read(request)
+                    break  # otherwise its KV is lost, so it now needs room for other tokens
+            else:
+                if not self._admission.may_fill_gaps(request):
+                    return
+
+    def _may_resume(self, request: Request) -> bool:
+        """Whether there is room for a retracted request, for which newer ones are retracted."""
+        if not self._admission.may_resume(request, self._running):
+            return False
+        while not self._admission.has_room_again(request, self._running):
+            self.retract(self._running[-1])
+        return True
 
     def _restore(self, request: Request) -> bool:
         snapshot = request.snapshot
@@ -316,36 +317,12 @@ class Scheduler:
                 self._tide.read_ahead(request.snapshot)
 
     def _admit(self) -> None:
-        while self._waiting and self._may_start(self._waiting[0], 0):
+        while self._waiting and self._admission.may_start(self._waiting[0], self._running):
+            if self._retracted and not self._admission.may_fill_gaps(self._waiting[0]):
+                return
             request = self._waiting.popleft()
             self._running.append(request)
-            self.prefixes.read(request)  # now: _may_start has counted on what others hold
-
-    def _may_start(self, request: Request, spare: int) -> bool:
-        """Whether free pages are enough for the request and for what running ones know they need.
-
-        That is the pages for its known tokens, but for those that it shares with running requests,
-        the pages that the running requests' known tokens still lack, and `spare` pages.
-
-        The length of the answers isn't known, and no page is kept for them: a retraction is cheap,
-        an idle page isn't. Only `wait` keeps pages for the longest answers. But a request comes
-        back only if a page is spare for each running request. Otherwise the next few steps would
-        take its pages again. If no request runs, any request may start.
-        """
-        if not self._running:
-            return True
-        if len(self._running) >= self._options.max_running:
-            return False
-        coming = sum(
-            max(0, self._pages_for(self._counted(other)) - len(other.pages))
-            for other in self._running
-        )
-        needed = self._pages_for(self._counted(request)) - self.prefixes.common_page_count(request)
-        return needed + coming + spare <= self._pages.free_count + self.prefixes.idle_page_count
-
-    def _counted(self, request: Request) -> int:
-        """The tokens of a request for which there must be room before another request starts."""
-        return request.longest if self._options.on_pressure == "wait" else request.token_count
+            self.prefixes.read(request)  # now: the room was counted with what others hold
 
     def _next_count(self, request: Request) -> int:
         return request.next_count(self._options.chunk_tokens, replay=self._options.replay)
