@@ -68,6 +68,19 @@ class Call:
         """Whether all answers have ended."""
         return all(progress.has_ended for progress in self.progress)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a request has another token, or has ended, since `publish` told of it.
+
+        For the engine's thread.
+        """
+        known = zip(self.requests, self.progress, strict=True)
+        return any(
+            len(request.output_ids) != before.token_count
+            or request.finish_reason != before.finish_reason
+            for request, before in known
+        )
+
     async def change(self) -> None:
         """Waits until there is something new since the last call."""
         await self._changed.wait()

@@ -263,11 +263,13 @@ class EngineLoop:
             self._give_up()
             return
         self.stats = self._engine.stats  # before anybody hears of an answer that is in it
-        changed = dict.fromkeys(self._calls.values())
+        stepped = [*self._engine.scheduler.running, *finished]
+        calls = dict.fromkeys(self._calls[r.id] for r in stepped if r.id in self._calls)
         for request in finished:
             self._calls.pop(request.id, None)
-        for call in changed:
-            call.publish()
+        for call in calls:
+            if call.has_news:
+                call.publish()
 
     def _give_up(self) -> None:
         """Ends all requests after an error of the engine, which may go on without them.
