@@ -15,7 +15,7 @@ from kvtide.server.intake import Asked, Intake
 from kvtide.server.limits import ServerLimits, share_of
 from kvtide.server.loop import ENDED, EngineLoop
 from kvtide.server.metrics import ServerMetrics
-from kvtide.server.places import Places
+from kvtide.server.quota import Quota
 from kvtide.server.tenants import Tenant, Tenants
 
 
@@ -35,9 +35,9 @@ class Service:
     live_calls: set[Call] = field(default_factory=set)
     metrics: ServerMetrics = field(init=False)
     feed: Feed = field(default_factory=Feed)
-    answers: Places = field(init=False)
+    answers: Quota = field(init=False)
     """Answers under way: those that run, those that wait, and one for each call that is read."""
-    watchers: Places = field(init=False)
+    watchers: Quota = field(init=False)
     """Pages that show what happens."""
 
     def __post_init__(self) -> None:
@@ -47,10 +47,10 @@ class Service:
         most = self.limits.max_live
         remedy = "try again later"
         kind = "answers under way or waiting"
-        self.answers = Places(kind, most, self.limits.most_answers(count), remedy)
+        self.answers = Quota(kind, most, self.limits.most_answers(count), remedy)
         remedy = "close one of them"
         most = MOST_WATCHERS
-        self.watchers = Places("pages open", most, share_of(most, count), remedy)
+        self.watchers = Quota("pages open", most, share_of(most, count), remedy)
 
     @property
     def live_count(self) -> int:

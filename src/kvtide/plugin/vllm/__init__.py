@@ -5,7 +5,7 @@
 connector     what vLLM makes in its scheduler and in each worker; loads may fail there
 spec          vLLM's questions to the scheduler's books, and its moves to a worker's store
 books         which blocks are in host memory, and which come back to it
-block_store   a rank's blocks: saves, loads, fetches
+block_store   a rank's blocks: saves, loads, fetches; moves: those under way
 writer        writes blocks to a tier; reader: brings them back
 groups        the blocks of a group of layers, as vLLM hands them over, as a pool
 open_store    opens a rank's store: pools and arena; tiers_below: what an operator set below these

@@ -1,4 +1,4 @@
-"""Places: how much of a server each tenant has, so that one leaves room for the others."""
+"""How much of a server each tenant may take, so that one leaves room for the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvtide.server.tenants import Tenant
 
 
 @final
-class Places:
-    """Places of one kind. For the asyncio loop's thread alone."""
+class Quota:
+    """The places of one kind, and who has them. For the asyncio loop's thread alone."""
 
     def __init__(self, kind: str, most: int, most_each: int, remedy: str) -> None:
         """There are `most`, and a tenant may have `most_each` of them.

@@ -11,7 +11,7 @@ import pytest
 
 from kvtide.server.errors import ApiError
 from kvtide.server.feed import MOST_WATCHERS
-from kvtide.server.places import Places
+from kvtide.server.quota import Quota
 from kvtide.server.tenants import Tenant
 from serve.harness import check_rows_once
 from support.serving import Served, serve_and
@@ -30,19 +30,19 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_places_are_taken_and_given_back() -> None:
     """The error says which limit is reached; one that refuses takes nothing."""
     first, second, third = (Tenant(name) for name in (b"1", b"2", b"3"))
-    places = Places("things", 5, 3, "wait")
+    quota = Quota("things", 5, 3, "wait")
     with ExitStack() as taken:
-        taken.enter_context(places.taken(first, 2))
+        taken.enter_context(quota.taken(first, 2))
         for tenant, count, code in ((first, 2, "key_limit"), (second, 4, "queue_full")):
-            with pytest.raises(ApiError) as caught, places.taken(tenant, count):
+            with pytest.raises(ApiError) as caught, quota.taken(tenant, count):
                 pass
             assert (429, code) == (caught.value.status, caught.value.code)
             assert caught.value.retry_after_s
-        taken.enter_context(places.taken(second, 3))
+        taken.enter_context(quota.taken(second, 3))
         with pytest.raises(ApiError, match="5 things of 5; wait"):
-            places.check(third)
-    assert 0 == places.count
-    assert {} == places._taken
+            quota.check(third)
+    assert 0 == quota.count
+    assert {} == quota._taken
 
 
 @pytest.mark.parametrize(
