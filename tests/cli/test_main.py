@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.cli.extras import EXTRAS, describe_missing
-from kvtide.cli.help import EXIT_CODES, RUN_EXAMPLES
+from kvtide.cli.help import EXIT_CODES, RUN_EXAMPLES, SERVE_EXIT_CODES
 from kvtide.cli.main import main
 from support.fake_serving import FakeEngine, FakeServing, press_ctrl_c
 from test_documents import unknown_in_commands
@@ -43,11 +43,14 @@ def test_a_command_that_needs_another_shows_its_help(
     assert _help_of(capsys, *words) == _help_of(capsys, *words, "--help")
 
 
-@pytest.mark.parametrize("words", [[], ["run"], ["doctor"], ["inspect"], ["plan"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [[], ["run"], ["serve"], ["doctor"], ["inspect"], ["plan"]], ids=" ".join
+)
 def test_help_has_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Each stands in a line of its own, with what it means."""
+    """Each stands in a line of its own, with what it means: a server ends by a signal, with 0."""
     lines = [line.strip() for line in _help_of(capsys, *words, "-h").splitlines()]
-    for code, meaning in EXIT_CODES.items():
+    codes = SERVE_EXIT_CODES if words == ["serve"] else EXIT_CODES
+    for code, meaning in codes.items():
         assert [meaning] == [
             line.removeprefix(code).strip() for line in lines if line.startswith(f"{code} ")
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import threading
@@ -178,6 +179,39 @@ def test_a_client_that_was_slow_once_has_no_more_time_than_others(
             writer.close()
 
     serve_and(test, pool_tokens=4096)
+
+
+def test_what_a_client_that_is_gone_sent_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body waited while another one was read, and its place is free at once."""
+    released, read = threading.Event(), list[bytes]()
+
+    async def test(server: Served) -> None:
+        intake = server.service.intake
+        read_now = intake._read
+
+        def read_later(raw: bytes, *more: Any) -> Any:
+            read.append(raw)
+            released.wait(20)
+            return read_now(raw, *more)
+
+        monkeypatch.setattr(intake, "_read", read_later)
+        async with listening(server) as port, asyncio.timeout(20):
+            reader, first = await _start(port, {"prompt": "first", "max_tokens": 1})
+            await _until(lambda: read)
+            _, second = await _start(port, {"prompt": "second"})
+            await _until(lambda: server.service.live_count == 2)
+            second.transport.abort()
+            await _until(lambda: server.service.live_count == 1)
+            released.set()
+            assert b" 200 " in await reader.readline()
+            assert 200 == (await server.complete(prompt="third", max_tokens=1)).status_code
+            first.close()
+        assert [b"first", b"third"] == [json.loads(raw)["prompt"].encode() for raw in read]
+
+    try:
+        serve_and(test)
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize("more", [b"GET", _HEALTH, 8 * _HEALTH, b"GET /" + (1 << 21) * b"x"])

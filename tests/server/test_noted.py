@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from h11 import LocalProtocolError
 
+from kvtide.server import noted
 from kvtide.server.noted import Noted
 from serve.harness import check_rows_once
 from support.serving import Served, serve_and
@@ -37,3 +38,28 @@ def test_a_client_that_broke_the_protocol_is_no_failure(
     serve_and(test)
     assert statuses == [message["status"] for message in sent if "status" in message]
     assert not any(b"secret" in message.get("body", b"") for message in sent)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("GET", "GET other 499, "), ("X" * 1000, "other other 499, ")]
+)
+def test_a_client_that_left_is_told_as_such_and_its_words_are_not(
+    method: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log and the metrics have a status that says so, and a method only if it's a known one."""
+    check_rows_once(monkeypatch)
+    lines: list[str] = []
+    monkeypatch.setattr(noted.logger, "info", lambda text, *values: lines.append(text % values))
+
+    async def unanswered(*_: Any) -> Any:
+        pass
+
+    async def test(server: Served) -> None:
+        scope = {"type": "http", "method": method, "headers": []}
+        await Noted(unanswered, server.service)(scope, unanswered, unanswered)
+        counts = server.service.metrics.text().decode()
+        assert 'kvtide:responses_total{route="other",status="499"} 1.0' in counts
+
+    serve_and(test)
+    (line,) = lines
+    assert line.startswith(expected)

@@ -147,14 +147,18 @@ def test_other_errors_come_through_at_once(rig: Rig) -> None:
 
 
 def test_error_that_is_not_kvtides_is_the_tiers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier of others that raises what it shouldn't is away, and says why."""
+    """A tier of others that raises what it shouldn't is away, and says why, but not where."""
 
     def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(errno.EIO, "Input/output error", "/a/path")
 
     monkeypatch.setattr(rig.below, "put", fail)
-    with pytest.raises(TierRetry, match=r"'FaultyTier' failed: OSError: \[Errno 5\]"):
-        rig.put("a")
+    said = "the tier 'FaultyTier' failed: OSError: [Errno 5] Input/output error"
+    for key in ("a", "b"):
+        with pytest.raises(TierRetry) as caught:
+            rig.put(key)
+        assert said == str(caught.value)
+    assert [True] == [text.endswith(said) for text in rig.warnings]
 
 
 def test_what_could_not_be_removed_is_removed_later(rig: Rig) -> None:

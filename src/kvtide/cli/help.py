@@ -15,6 +15,13 @@ EXIT_CODES = {
     "129, 130, 143": "ended by SIGHUP, Ctrl-C, SIGTERM",
 }
 
+SERVE_EXIT_CODES = {
+    "0": "ended by SIGHUP, Ctrl-C, SIGTERM",
+    "1": "the engine failed, and can't go on",
+    "2": "bad input",
+    "129, 130, 143": "ended by these signals before it served",
+}
+
 RUN_EXAMPLES = {
     "kvtide run prompts.jsonl --out answers.jsonl": "",
     "kvtide run prompts.jsonl --out answers.jsonl --resume": "goes on after any end",
@@ -47,13 +54,13 @@ VLLM_EXAMPLES = {
 }
 
 
-def epilog(examples: Mapping[str, str]) -> str:
+def epilog(examples: Mapping[str, str], codes: Mapping[str, str] = EXIT_CODES) -> str:
     """Examples with what they are for, then the exit codes, as typer prints them."""
-    width = max(map(len, EXIT_CODES))
+    width = max(map(len, codes))
     lines = ["[bold]Examples[/]"] if examples else []
     for command, note in examples.items():
         lines.append(f"{escape(command)}" + (f"  [dim]# {escape(note)}[/]" if note else ""))
     lines += [""] if examples else []
     lines += ["[bold]Exit codes[/]"]
-    lines += [f"{code:<{width}}  {meaning}" for code, meaning in EXIT_CODES.items()]
+    lines += [f"{code:<{width}}  {meaning}" for code, meaning in codes.items()]
     return "\n".join(lines)

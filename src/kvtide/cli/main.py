@@ -26,6 +26,7 @@ from kvtide.cli.help import (
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
     SERVE_EXAMPLES,
+    SERVE_EXIT_CODES,
     VLLM_EXAMPLES,
     epilog,
 )
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog=epilog(RUN_EXAMPLES))(run)
-app.command(epilog=epilog(SERVE_EXAMPLES))(serve)
+app.command(epilog=epilog(SERVE_EXAMPLES, SERVE_EXIT_CODES))(serve)
 app.command(epilog=epilog(DOCTOR_EXAMPLES))(doctor)
 app.command(epilog=epilog(PLAN_EXAMPLES))(plan)
 app.command(epilog=epilog(INSPECT_EXAMPLES))(inspect)

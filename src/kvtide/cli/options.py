@@ -214,7 +214,7 @@ class OutputOptions:
 class LogOptions:
     """What is shown meanwhile, and where the options come from."""
 
-    quiet: Annotated[bool, _run.flag("Show errors alone, and no table.", "--quiet", "-q")] = False
+    quiet: Annotated[bool, _run.flag("Show warnings and errors alone.", "--quiet", "-q")] = False
     log_format: Annotated[
         LogFormat,
         _run("Of stderr: text, or JSON objects.", is_eager=True, callback=_use_log_format),

@@ -33,15 +33,17 @@ class AnswerResponse(Response):
     the client goes away its requests end within one step.
     """
 
-    def __init__(self, service: Service, asked: Asked) -> None:
+    def __init__(self, service: Service, asked: Asked, came_at: float) -> None:
+        """The call came at `came_at`, by `time.monotonic`."""
         super().__init__()
+        self._came_at = came_at
         self._service = service
         self._asked = asked
         self._reply = Reply(asked, service.intake.name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        async with self._service.calling(self._asked) as call:
+        async with self._service.calling(self._asked, self._came_at) as call:
 
             def give_up() -> None:
                 self._service.loop.abort(call)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import TypeVar
+
 from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvtide.server.answering import AnswerResponse
+from kvtide.server.answering import AnswerResponse, watched
 from kvtide.server.errors import ApiError, json_response
 from kvtide.server.limits import read_body_of
 from kvtide.server.metrics import CONTENT_TYPE
-from kvtide.server.noted import Noted
+from kvtide.server.noted import GONE, Noted
 from kvtide.server.service import Service
 from kvtide.server.tenants import Tenant
 from kvtide.server.watching import add_page
 
-GONE = 499
-"""The status of a call whose client is gone, who doesn't see it."""
+T = TypeVar("T")
 
 
 def make_app(service: Service) -> FastAPI:
@@ -74,12 +77,33 @@ def _model(service: Service) -> dict[str, object]:
 
 async def _answer(service: Service, request: Request, *, is_chat: bool) -> Response:
     tenant: Tenant = request.state.tenant
+    came_at = time.monotonic()
     with service.arriving(tenant):  # before any work is done for it
         raw = await read_body_of(request, service.limits)
         most = service.answers.most_each
-        asked = await service.intake.read(raw, is_chat=is_chat, tenant=tenant, most=most)
+        reading = service.intake.read(raw, is_chat=is_chat, tenant=tenant, most=most)
+        asked = await _unless_gone(request, asyncio.ensure_future(reading))
     service.check_room(tenant, len(asked.requests))
-    return AnswerResponse(service, asked)
+    return AnswerResponse(service, asked, came_at)
+
+
+async def _unless_gone(request: Request, reading: asyncio.Future[T]) -> T:
+    """What is read, unless the client goes away. Then what has to wait isn't begun.
+
+    Raises ClientDisconnect.
+    """
+
+    def give_up() -> None:
+        reading.cancel()
+
+    try:
+        async with watched(request.receive, give_up):
+            await asyncio.wait({reading})
+    finally:
+        reading.cancel()
+    if reading.cancelled():
+        raise ClientDisconnect
+    return reading.result()
 
 
 async def _tell_error(_: Request, error: Exception) -> Response:

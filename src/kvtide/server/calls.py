@@ -32,8 +32,12 @@ class Progressed:
     error: str | None = None
     cached_tokens: int = 0
     retractions: int = 0
+    new_count: int = 0
+    """How many of its tokens this engine made: the others were left by an earlier one."""
     first_at: float | None = None
-    """When it had its first token, by `time.monotonic`."""
+    """When it had the first of these, by `time.monotonic`."""
+    last_at: float | None = None
+    """When it had the last one."""
 
     @property
     def has_ended(self) -> bool:
@@ -48,20 +52,25 @@ class Call:
     Made and waited for in an asyncio loop; the engine's thread publishes.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], came_at: float) -> None:
+        """The call came at `came_at`, by `time.monotonic`."""
         self.requests = tuple(requests)
         self.progress = tuple(Progressed() for _ in requests)
         """How far each request was after the last step."""
         self.failure: Failure | None = None
         """Why there is no answer; None while there may be one."""
-        self.resumed_tokens = 0
-        """How many tokens of the answers an earlier engine had left in a tier."""
+        self.resumed = tuple(0 for _ in requests)
+        """How many tokens of each answer an earlier engine had left in a tier."""
         self.is_gone = False
         """Whether nobody wants the answers any more."""
-        self.started_at = time.monotonic()
-        self.ended_at: float | None = None
+        self.came_at = came_at
         self._asyncio_loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
+
+    @property
+    def resumed_tokens(self) -> int:
+        """How many tokens of all answers an earlier engine had left."""
+        return sum(self.resumed)
 
     @property
     def has_ended(self) -> bool:
@@ -90,18 +99,23 @@ class Call:
         """Ends the wait of `change`. For the asyncio loop's thread."""
         self._changed.set()
 
+    def begin(self) -> None:
+        """Tells that the engine has the requests, and what it found of them. For its thread."""
+        self.resumed = tuple(len(request.output_ids) for request in self.requests)
+        self.publish()
+
     def publish(self) -> None:
         """Takes over how far the requests are. For the engine's thread."""
         now = time.monotonic()
         self.progress = tuple(
-            _progressed(request, before.first_at or now)
-            for request, before in zip(self.requests, self.progress, strict=True)
+            _progressed(request, before, resumed, now)
+            for request, before, resumed in zip(
+                self.requests, self.progress, self.resumed, strict=True
+            )
         )
         error = next((request.error for request in self.requests if request.error), None)
         if self.failure is None and error is not None:
             self.failure = Failure("failed", error)
-        if self.has_ended:
-            self.ended_at = now
         self._tell()
 
     def fail(self, failure: Failure) -> None:
@@ -119,8 +133,9 @@ class Call:
             self.is_gone = True
 
 
-def _progressed(request: Request, first_at: float) -> Progressed:
+def _progressed(request: Request, before: Progressed, resumed: int, now: float) -> Progressed:
     token_count = len(request.output_ids)
+    new_count = token_count - resumed
     return Progressed(
         text=request.text,
         token_count=token_count,
@@ -128,5 +143,7 @@ def _progressed(request: Request, first_at: float) -> Progressed:
         error=request.error,
         cached_tokens=request.cached_tokens,
         retractions=request.retractions,
-        first_at=first_at if token_count else None,
+        new_count=new_count,
+        first_at=before.first_at or now if new_count else None,
+        last_at=now if new_count > before.new_count else before.last_at,
     )

@@ -222,8 +222,7 @@ class EngineLoop:
         if refused is not None:
             self._refuse(call, refused)
             return
-        call.resumed_tokens = sum(len(request.output_ids) for request in call.requests)
-        call.publish()
+        call.begin()
 
     def _refuse(self, call: Call, reason: str) -> None:
         """Ends a call of which a request was refused; the format has no place for the others."""

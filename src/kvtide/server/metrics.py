@@ -55,7 +55,7 @@ class ServerMetrics:
         )
         self._to_first = Histogram(
             "kvtide:time_to_first_token_seconds",
-            "From a call to the first token of its answer.",
+            "From a call's arrival to the first new token of its answer.",
             buckets=_TO_FIRST_S,
             registry=self._registry,
         )
@@ -73,12 +73,12 @@ class ServerMetrics:
     def note_end(self, call: Call) -> None:
         """Counts the answers of a call that has ended."""
         for progress in call.progress:
-            if progress.first_at is None or call.ended_at is None:
+            if progress.first_at is None or progress.last_at is None or not progress.has_ended:
                 continue
-            self._to_first.observe(progress.first_at - call.started_at)
-            if progress.token_count > 1:
-                seconds = call.ended_at - progress.first_at
-                self._per_token.observe(seconds / (progress.token_count - 1))
+            self._to_first.observe(progress.first_at - call.came_at)
+            if progress.new_count > 1:
+                seconds = progress.last_at - progress.first_at
+                self._per_token.observe(seconds / (progress.new_count - 1))
 
     def text(self) -> bytes:
         """All metrics at this moment, as Prometheus reads them."""

@@ -14,7 +14,11 @@ from kvtide.server.errors import ApiError, place_of
 from kvtide.server.service import Service
 
 logger = logging.getLogger("kvtide.server.calls")
+GONE = 499
+"""The status of a call whose client is gone, who doesn't see it."""
 _UNKNOWN = "other"
+_METHODS = ("GET", "HEAD", "OPTIONS", "POST")
+"""The methods that a log names: a client may send any word, of any length."""
 _FOREIGN = (
     "without API keys this server is for this machine alone: call it as localhost or 127.0.0.1, or "
     "start it with --api-key-file"
@@ -38,12 +42,13 @@ class Noted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.monotonic(), 0
+        started, status = time.monotonic(), GONE
+        has_begun = False
 
         async def note(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_begun = message["status"], True
             await send(message)
 
         try:
@@ -52,7 +57,7 @@ class Noted:
             logger.debug("%s", place_of(error))
         except Exception as error:
             logger.error("a call failed by a mistake of kvtide's: %s", place_of(error))
-            if status:
+            if has_begun:
                 raise  # the answer can't be whole, so the connection ends
             failed = ApiError(500, "the server failed; its log says more")
             await failed.response()(scope, receive, note)
@@ -60,7 +65,8 @@ class Noted:
             route = getattr(scope.get("route"), "path", _UNKNOWN)
             self._service.metrics.note_response(route, status)
             seconds = time.monotonic() - started
-            logger.info("%s %s %d, %.3f s", scope["method"], route, status, seconds)
+            method = scope["method"] if scope["method"] in _METHODS else _UNKNOWN
+            logger.info("%s %s %d, %.3f s", method, route, status, seconds)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.tenants.need_keys or _is_of_here(scope):

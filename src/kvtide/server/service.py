@@ -76,11 +76,14 @@ class Service:
             raise ApiError(503, ENDED, code="server_ending", retry_after_s=5)
 
     @asynccontextmanager
-    async def calling(self, asked: Asked) -> AsyncIterator[Call]:
-        """Has the requests answered within this context; what hasn't ended with it is aborted."""
+    async def calling(self, asked: Asked, came_at: float) -> AsyncIterator[Call]:
+        """Has the requests answered within this context; what hasn't ended with it is aborted.
+
+        The call came at `came_at`, by `time.monotonic`.
+        """
         count = len(asked.requests)
         with self.answers.taken(asked.tenant, count), self.intake.identified(asked.requests):
-            call = Call(asked.requests)
+            call = Call(asked.requests, came_at)
             self.live_calls.add(call)
             self.loop.submit(call)
             try:

@@ -197,9 +197,8 @@ class DiskTier(Tier):
         except OSError as error:
             self._require_full(error)
         raise TierFull(
-            f"disk tier: the disk of {self._folder.path} has no {size_bytes} bytes left, with "
-            f"{self._books.used_bytes} of {self._limit_bytes} used here; make room on the disk, or "
-            "recompute this request"
+            f"disk tier: the disk has no {size_bytes} bytes left, with {self._books.used_bytes} of "
+            f"{self._limit_bytes} used here; make room on the disk, or recompute this request"
         )
 
     def _require_full(self, error: OSError) -> None:

@@ -205,7 +205,14 @@ def _call(name: str, call: Callable[[], T]) -> T:
     except KvtideError:
         raise
     except Exception as error:
-        raise TierRetry(f"the tier {name!r} failed: {first_line(error)}") from error
+        raise TierRetry(f"the tier {name!r} failed: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """What an error says, without the name of a file: a server's log shall have none."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}"
+    return first_line(error)
 
 
 def counts_by_name(tiers: Sequence[RetriedTier]) -> dict[str, TierCounts]:
