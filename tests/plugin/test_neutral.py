@@ -40,6 +40,7 @@ WANTED = {
     "source": ("Source", "SourceClass", "gone"),
     "versions": ("installed_version", "package_of", "refuse_if_gone", "tables_in"),
     "weights": ("WeightsUnknown", "digest_of", "folder_of"),
+    "engine_reads": ("EngineReads",),
     "census": ("PoolClass", "PoolKinds", "census"),
 }
 """The names that a plugin for another engine, such as plugin/vllm/, imports."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvtide.plugin.sglang
-from kvtide.plugin.sglang.reads import tables
+from kvtide.plugin.sglang.reads import SGLANG_READS
 from kvtide.plugin.source import Source, gone
 
 WRITTEN = """
@@ -62,4 +62,4 @@ def test_the_tables_of_all_folders_of_a_plugin_are_found() -> None:
     folder = Path(kvtide.plugin.sglang.__file__).parent
     texts = [path.read_text("utf-8") for path in folder.rglob("*.py")]
     written = sum("\nREADS: Table" in text for text in texts)
-    assert written == len({id(table) for table in tables()})
+    assert written == len({id(table) for table in SGLANG_READS.tables()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtide.plugin.sglang.package import SGLANG
-from kvtide.plugin.sglang.reads import tables
+from kvtide.plugin.sglang.reads import SGLANG_READS
 from kvtide.plugin.source import Source, gone
 
 
@@ -17,8 +17,8 @@ def installed() -> Source:
 
 def test_all_attributes_of_the_tables_exist(installed: Source) -> None:
     """An attribute belongs to the named class, or to one of its bases."""
-    assert len(tables()) >= 6, "the modules that describe pools have tables"
-    lost = gone(installed, tables())
+    assert len(SGLANG_READS.tables()) >= 6, "the modules that describe pools have tables"
+    lost = gone(installed, SGLANG_READS.tables())
     assert not lost, f"this SGLang has no longer: {', '.join(lost)}"
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvtide.plugin import package
+from kvtide.plugin.engine_reads import EngineReads
 from kvtide.plugin.reader import Table
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.sglang import reads
 from kvtide.plugin.sglang.package import SGLANG
 from kvtide.plugin.sglang.pools import keys_values
-from kvtide.plugin.sglang.reads import refuse_if_moved
+from kvtide.plugin.sglang.reads import SGLANG_READS
 from kvtide.plugin.source import Source
 
 
@@ -39,27 +39,27 @@ def test_the_installed_sglang_is_a_tested_version() -> None:
     """The package's version is listed, and all attributes that kvtide reads exist."""
     assert version("sglang") == SGLANG.version
     assert SGLANG.version in SGLANG.tested
-    assert [] == reads.what_is_gone()
+    assert [] == SGLANG_READS.what_is_gone()
 
 
 def test_the_source_of_a_tested_sglang_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each rank would wait for it at each start."""
     install(monkeypatch, SGLANG.tested[0], {"OncePool": ("k_buffer",)})
-    monkeypatch.setattr(reads, "what_is_gone", lambda: pytest.fail("it looked"))
-    refuse_if_moved()
+    monkeypatch.setattr(EngineReads, "what_is_gone", lambda _: pytest.fail("it looked"))
+    SGLANG_READS.refuse_if_moved()
 
 
 def test_another_sglang_with_all_attributes_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attribute that an object may lack must be in the source, too."""
     install(monkeypatch, "0.6.0", {"ModelRunner": ("token_to_kv_pool?",)})
-    refuse_if_moved()
+    SGLANG_READS.refuse_if_moved()
 
 
 def test_another_sglang_without_an_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optional attribute counts: a describer would leave it out without an error."""
     install(monkeypatch, "0.6.0", {"ModelRunner": ("token_to_kv_pool", "renamed?")})
     with pytest.raises(Refused) as caught:
-        refuse_if_moved()
+        SGLANG_READS.refuse_if_moved()
     said = (
         "SGLang 0.6.0 lacks what kvtide reads: ModelRunner.renamed; kvtide was tested with SGLang "
         f"{', '.join(SGLANG.tested)}; `kvtide doctor --sglang` names all that is gone"
@@ -74,7 +74,7 @@ def test_five_attributes_are_named_and_the_others_counted(
     """The message is a line in a server's log."""
     install(monkeypatch, "0.6.0", {"ModelRunner": tuple(f"n{number}" for number in range(count))})
     with pytest.raises(Refused, match="lacks what kvtide reads: ModelRunner") as caught:
-        refuse_if_moved()
+        SGLANG_READS.refuse_if_moved()
     assert said in str(caught.value)
     assert "n5" not in str(caught.value)
 
@@ -87,5 +87,5 @@ def test_another_sglang_whose_source_cannot_be_read_is_refused(
     install(monkeypatch, "of unknown version", {})
     monkeypatch.setattr(Source, "of_installed", lambda *_: Source(tmp_path))
     with pytest.raises(Refused, match="SGLang of unknown version: whether") as caught:
-        refuse_if_moved()
+        SGLANG_READS.refuse_if_moved()
     assert "its source can't be read (SyntaxError: " in str(caught.value)

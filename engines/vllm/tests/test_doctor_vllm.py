@@ -10,7 +10,8 @@ import pytest
 
 from kvtide.cli.main import main
 from kvtide.errors import LayoutError
-from kvtide.plugin.vllm import reads, spec
+from kvtide.plugin.engine_reads import EngineReads
+from kvtide.plugin.vllm import spec
 from kvtide.plugin.vllm.cases import CASES
 from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.settings import transfer_config
@@ -45,7 +46,7 @@ class TestDoctor:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         moved = {**spec.READS, "OffloadingWorker": ("wait", "yawn")}
-        monkeypatch.setattr(reads, "tables", lambda: [moved])
+        monkeypatch.setattr(EngineReads, "tables", lambda _: [moved])
         monkeypatch.setenv("VLLM_PLUGINS", "another")
         given = json.dumps(transfer_config({"mooncake": "127.0.0.1:1"}))
         code, found = report(capsys, "--kv-transfer-config", given)
@@ -64,13 +65,13 @@ class TestDoctor:
     def test_makes_a_finding_of_whatever_a_check_raises(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def unreadable() -> list[str]:
+        def unreadable(_: EngineReads) -> list[str]:
             raise SyntaxError("no Python")
 
         def adopt(*given: object) -> None:
             raise LayoutError("a form that isn't known")
 
-        monkeypatch.setattr(reads, "what_is_gone", unreadable)
+        monkeypatch.setattr(EngineReads, "what_is_gone", unreadable)
         monkeypatch.setattr(BlockGroup, "adopt", adopt)
         code, found = report(capsys)
 

@@ -9,20 +9,21 @@ import pytest
 from vllm_engine import opened_with_kvtide
 
 from kvtide.errors import UsageError
+from kvtide.plugin.engine_reads import EngineReads
 from kvtide.plugin.refusals import Refused
-from kvtide.plugin.vllm import reads
 from kvtide.plugin.vllm.package import VLLM
+from kvtide.plugin.vllm.reads import VLLM_READS
 
 
 class TestReads:
     def test_all_that_is_read_is_there(self) -> None:
-        assert [] == reads.what_is_gone()
+        assert [] == VLLM_READS.what_is_gone()
 
     def test_what_is_missing_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = {"OffloadingWorker": ("wait", "yawn"), "NoClass": ("x",)}
-        monkeypatch.setattr(reads, "tables", lambda: [wanted])
+        monkeypatch.setattr(EngineReads, "tables", lambda _: [wanted])
 
-        assert ["class NoClass", "OffloadingWorker.yawn"] == reads.what_is_gone()
+        assert ["class NoClass", "OffloadingWorker.yawn"] == VLLM_READS.what_is_gone()
 
     def test_this_version_is_tested(self) -> None:
         assert VLLM.version in VLLM.tested

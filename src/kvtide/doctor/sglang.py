@@ -99,10 +99,10 @@ class SGLangReport:
         page.verdict(f"SGLang {self.versions['sglang']}", self.findings, good=self._for_whom())
 
     def _look_for_reads(self, page: Page) -> None:
-        from kvtide.plugin.sglang.reads import what_is_gone
+        from kvtide.plugin.sglang.reads import SGLANG_READS
 
         page.heading("Whether kvtide can read this SGLang")
-        self.gone = what_is_gone()
+        self.gone = SGLANG_READS.what_is_gone()
         page.finding(self._reads_finding(), good="all there")
 
     def _check_active(self, page: Page) -> None:

@@ -105,11 +105,11 @@ class VllmReport:
 
     def _look_for_reads(self, page: Page) -> None:
         from kvtide.doctor.vllm_checks import is_tested
-        from kvtide.plugin.vllm.reads import what_is_gone
+        from kvtide.plugin.vllm.reads import VLLM_READS
 
         page.heading("Whether kvtide can read this vLLM")
         try:
-            gone = what_is_gone()
+            gone = VLLM_READS.what_is_gone()
             reason = f"gone: {', '.join(gone)}" if gone else None
         except Exception as error:  # whatever source that can't be read raises
             reason = f"can't be looked up: {first_line(error)}"

@@ -66,14 +66,14 @@ def why_not_loaded() -> str | None:
 
 def why_not_registered() -> str | None:
     """Loads vLLM's plugins into this process, as its own do. None if it knows kvtide's classes."""
-    from kvtide.plugin.vllm.reads import refuse_if_moved
+    from kvtide.plugin.vllm.reads import VLLM_READS
     from kvtide.plugin.vllm.settings import CONNECTOR, SPEC
 
     try:
         importlib.import_module("vllm.plugins").load_general_plugins()
         connectors = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory")
         specs = importlib.import_module("vllm.v1.kv_offload.factory")
-        refuse_if_moved()
+        VLLM_READS.refuse_if_moved()
         connectors.KVConnectorFactory._registry[CONNECTOR]()
         specs.OffloadingSpecFactory._registry[SPEC]()
     except Exception as error:  # whatever a moved module raises

@@ -10,7 +10,7 @@ metrics        the counters as Prometheus metrics; status: describes a keeper in
 reader         reads attributes of an engine's objects, which are listed in tables
 package        an engine's package: where it defines the classes that kvtide knows
 source         what the text of that package says of its classes
-versions       whether an untested version still has what kvtide reads
+versions       the installed version; engine_reads: whether an untested one has what kvtide reads
 weights        which weights a model has: a digest of its files
 census         all classes of pools in it, and what becomes of each
 """

@@ -26,7 +26,7 @@ from kvtide.plugin.sglang.open_keeper import open_keeper
 from kvtide.plugin.sglang.ordinary.allocation import window_tokens
 from kvtide.plugin.sglang.ordinary.shelf import open_shelf
 from kvtide.plugin.sglang.pools.subject import Subject
-from kvtide.plugin.sglang.reads import refuse_if_moved
+from kvtide.plugin.sglang.reads import SGLANG_READS
 from kvtide.plugin.sglang.requests import STATE
 from kvtide.plugin.sglang.scheduler_metrics import metrics_of
 from kvtide.plugin.sglang.settings import Settings
@@ -204,7 +204,7 @@ def would_cover(request_pool: Any, allocator: Any) -> bool:
     """Whether a keeper can be made for a pool; asked before there is a scheduler."""
     try:
         _refuse_pipelines()
-        refuse_if_moved()
+        SGLANG_READS.refuse_if_moved()
         subject = Subject.in_scheduler(allocator, request_pool)
         open_keeper(subject, [], Settings(host_memory_bytes=0)).close()
     except KvtideError:
@@ -229,7 +229,7 @@ def _keeper_of(scheduler: Any, settings: Settings, results: UnseenResults) -> Ke
     from sglang.srt.runtime_context import get_parallel
 
     _refuse_pipelines()
-    refuse_if_moved()
+    SGLANG_READS.refuse_if_moved()
     reads = Reader(scheduler, READS)
     ranks = Ranks([reads["attn_tp_cpu_group"], reads["attn_cp_cpu_group"]], reads["tp_cpu_group"])
     subject = Subject.in_scheduler(

@@ -33,7 +33,7 @@ from kvtide.plugin.vllm.lookups import Lookups
 from kvtide.plugin.vllm.messages import BlockReport, Orders, Start
 from kvtide.plugin.vllm.open_store import OpenStore, open_store
 from kvtide.plugin.vllm.orphan import end_with_parent
-from kvtide.plugin.vllm.reads import refuse_if_moved
+from kvtide.plugin.vllm.reads import VLLM_READS
 from kvtide.plugin.vllm.resumes import ResumeCounts
 from kvtide.plugin.vllm.settings import SPEC, read_settings
 from kvtide.plugin.vllm.spec import KvtideManager, KvtideSpec, KvtideWorker
@@ -118,7 +118,7 @@ class KvtideConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises UsageError for wrong settings, Refused for what can't be moved exactly."""
-        refuse_if_moved()
+        VLLM_READS.refuse_if_moved()
         transfer = vllm_config.kv_transfer_config
         transfer.kv_connector_extra_config.setdefault("spec_name", SPEC)
         self._settings = read_settings(transfer.kv_connector_extra_config)

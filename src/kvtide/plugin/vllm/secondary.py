@@ -32,7 +32,7 @@ from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.lookups import Lookups
 from kvtide.plugin.vllm.messages import COUNTS, names_of
 from kvtide.plugin.vllm.orphan import end_with_parent
-from kvtide.plugin.vllm.reads import refuse_if_moved
+from kvtide.plugin.vllm.reads import VLLM_READS
 from kvtide.plugin.vllm.settings import (
     CONNECTOR,
     TIER,
@@ -74,7 +74,7 @@ class KvtideTierConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises Refused for what can't be told apart, and what the tier raises."""
-        refuse_if_moved()
+        VLLM_READS.refuse_if_moved()
         refuse_what_is_inexact(vllm_config)
         if vllm_config.lora_config is not None:
             raise Refused(
