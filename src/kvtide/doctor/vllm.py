@@ -152,6 +152,8 @@ class VllmReport:
         disk = "not set: no disk below host memory"
         if disk_bytes is not None:
             disk = f"{settings.disk_dir}, {self._room(disk_bytes)} for all ranks"
+            if settings.disk_memory_bytes is None:
+                disk += ": a quarter of what is free there, or used by kvtide"
         facts = [
             ("versions", ", ".join(f"{name} {text}" for name, text in self.versions.items())),
             ("host_memory", memory),

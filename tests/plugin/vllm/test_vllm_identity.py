@@ -15,6 +15,7 @@ import torch
 
 from kvtide.device import CPUDevice
 from kvtide.errors import UsageError
+from kvtide.plugin.vllm import identity
 from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.identity import namespace_of
 from kvtide.plugin.vllm.settings import OffloadSettings
@@ -73,6 +74,23 @@ def test_whatever_decides_a_byte_makes_another_namespace(
     assert named(config_for(model)) == named(config_for(model))
     assert named(config_for(model)) != named(config_for(model, **changed))
     assert named(config_for(model)) != named(config_for(model), width=31)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "warned"), [("xxhash", "", 1), ("xxhash_cbor", "7", 0), ("sha256", "", 0)]
+)
+def test_keys_that_change_with_each_process_are_told(
+    algorithm: str, seed: str, warned: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk would fill, and nothing on it would ever be found."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    said: list[str] = []
+    monkeypatch.setattr(identity.logger, "warning", lambda text, *_: said.append(text))
+    named(config_for(model, prefix_caching_hash_algo=algorithm))
+
+    assert warned == len(said)
 
 
 def test_new_weights_at_an_old_path_are_others(model: Path) -> None:

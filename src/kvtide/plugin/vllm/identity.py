@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,8 @@ from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.plugin.weights import WeightsUnknown, digest_of, folder_of
 from kvtide.tier import Namespace
 from kvtide.tier.namespace import salt_of
+
+logger = logging.getLogger(__name__)
 
 READS: Table = {
     "VllmConfig": (
@@ -48,6 +51,7 @@ READS: Table = {
 """What is read of vLLM's configuration."""
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+_SEED = "PYTHONHASHSEED"
 # Where the model lies, and who wrote its configuration, decide nothing.
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version")
 
@@ -70,6 +74,8 @@ def namespace_of(
     """
     reads = Reader(vllm_config, READS)
     model, parallel = Reader(reads["model_config"], READS), Reader(reads["parallel_config"], READS)
+    if is_durable:
+        _warn_of_passing_keys(Reader(reads["cache_config"], READS)["prefix_caching_hash_algo"])
     sizes = [parallel[name] for name in READS["ParallelConfig"][1:-1]]
     return Namespace(
         model=_hash_of([_config_of(model["hf_config"])]),
@@ -79,6 +85,17 @@ def namespace_of(
         salt=salt_of(os.environ),
         rank=f"{parallel['rank']}/{'/'.join(map(str, sizes))}",
     )
+
+
+def _warn_of_passing_keys(algorithm: str) -> None:
+    """Says that no other process will find the blocks, if vLLM makes other keys in each."""
+    if "xxhash" in algorithm and _SEED not in os.environ:
+        logger.warning(
+            "kvtide: with --prefix-caching-hash-algo %s vLLM makes other keys in each process, and "
+            "so nothing is found after a restart; use sha256, or set %s to a secret number",
+            algorithm,
+            _SEED,
+        )
 
 
 def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -> str:
