@@ -237,7 +237,7 @@ def hung(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
     yield go
     go.set()
     engine.end_all()
-    engine.store._reader._workers.start(lambda: None).wait()
+    engine.store._reader._threads._workers.start(lambda: None).wait()
 
 
 class TestSickDisk:
@@ -273,11 +273,11 @@ class TestSickDisk:
         self, engine: Engine, without: Answer, hung: threading.Event, monkeypatch: Any
     ) -> None:
         engine.go_to_disk()
-        monkeypatch.setattr(engine.store._reader, "_deadline_s", 0.1)
+        monkeypatch.setattr(engine.store._reader._threads, "deadline_s", 0.1)
         assert (without.tokens, 0) == _told(engine.answer(PROMPT))
 
         engine.go_to_disk()
-        monkeypatch.setattr(engine.store._reader, "_deadline_s", 600.0)
+        monkeypatch.setattr(engine.store._reader._threads, "deadline_s", 600.0)
         assert (without.tokens, 0) == _told(engine.answer(PROMPT))
 
         hung.set()
