@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+_PACKET = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_PRODUCT: Any = None if _PACKET is None else _PACKET.default
+"""torch's operator; None where torch was built without oneDNN."""
+
 
 def pack(weight: Tensor) -> Tensor:
     """A copy of the matrix [out, in] in oneDNN's order."""
@@ -26,13 +30,14 @@ def pack(weight: Tensor) -> Tensor:
 
 def packed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of rows [..., in] with a packed matrix [out, in]."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    assert _PRODUCT is not None, "nothing is packed without it"
+    found: Tensor = _PRODUCT(rows, weight, bias, "none", [], "")
     return found
 
 
 def is_packed_linear(function: Any) -> bool:
     """Whether an operator, as torch's dispatcher passes it, is the one of `packed_linear`."""
-    return _is_there() and function is torch.ops.mkldnn._linear_pointwise.default
+    return _PRODUCT is not None and function is _PRODUCT
 
 
 @final
@@ -106,16 +111,11 @@ def _put_layers_back(model: Module) -> None:
                 setattr(parent, name, layer.replaced[0])
 
 
-def _is_there() -> bool:
-    """Whether this torch was built with oneDNN."""
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 def _can_pack(weight: Tensor) -> bool:
     """Whether oneDNN multiplies such a matrix. It does for bfloat16, on processors that can."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
-        and _is_there()
+        and _PRODUCT is not None
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
