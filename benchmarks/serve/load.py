@@ -2,13 +2,18 @@
 
 One in five streams is cancelled by its client at a random moment. The same load goes in turns to
 `kvtide serve`, exact and with --fast, to both with `--on-pressure recompute`, and to `transformers
-serve` with continuous batching, which all get pools of the same size. Beside seconds the report has
-the processor's, of the server alone, since other programs and the clients compute, too. Then each
-request goes alone to a server with room for all: in exact mode its answer must be the same. Exits
-with 1 if one differs, if a server holds something afterwards, or if an answer fails.
+serve` with continuous batching, which all get pools of the same size. Each round begins with
+another one. Beside seconds the report has the processor's, of the server alone, since other
+programs and the clients compute, too. Then each request goes alone to a server with room for all:
+in exact mode its answer must be the same. Exits with 1 if one differs, if a server holds something
+afterwards, or if an answer fails.
 
-  python benchmarks/serve/load.py [--model smollm2] [--streams 64] [--answers 6] [--rounds 3]
-      [--longest 64] [--words 32] [--only kvtide] [--json FILE]
+By default no prompt has anything to do with another one, so all that KV in host memory can spare is
+what retracted requests would compute again. With `--turns` each stream is a conversation, whose
+prompts begin with all that was said before. Meanwhile others had the pool.
+
+  python benchmarks/serve/load.py [--rounds 3] [--only exact] [--json FILE]
+  python benchmarks/serve/load.py --turns 3 --words 300 --longest 32 [...]
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from servers import (
     Ask,
     Server,
     client_of,
-    complete,
+    converse,
     kvtide_server,
     prompt_of,
     tell,
@@ -42,7 +47,17 @@ from kvtide.serve.supported import geometry_of
 from kvtide.server.events import FREE, KEPT
 
 PAGE = 16
-_COUNTS = ("retractions", "resumes", "recomputed_tokens", "offloaded_bytes")
+_COUNTS = (
+    *("retractions", "resumes", "recomputed_tokens", "offloaded_bytes", "restored_bytes"),
+    *("prompt_tokens", "cached_tokens"),
+)
+_FLAGS = {
+    "exact": (),
+    "exact, recompute": ("--on-pressure", "recompute"),
+    "fast": ("--fast",),
+    "fast, recompute": ("--fast", "--on-pressure", "recompute"),
+}
+_ONLY = {"kvtide": ("exact",), "exact": ("exact", "transformers", "exact, recompute")}
 _PAIRS = (
     ("exact", "exact, recompute"),
     ("exact", "transformers"),
@@ -51,11 +66,13 @@ _PAIRS = (
 )
 
 
-def make_load(count: int, seed: int, longest: int, most_words: int = 0) -> list[Ask]:
+def make_load(
+    count: int, seed: int, longest: int, most_words: int = 0, turns: int = 1
+) -> list[Ask]:
     """Makes streams of mixed lengths; one in five ends early.
 
-    Answers have up to `longest` tokens, and prompts up to `most_words` words, by default half as
-    many.
+    Answers have up to `longest` tokens, and first prompts up to `most_words` words, by default half
+    as many. In each further turn a stream says a few words more.
     """
     dice = random.Random(seed)
     asks = []
@@ -63,15 +80,23 @@ def make_load(count: int, seed: int, longest: int, most_words: int = 0) -> list[
         tokens = dice.randint(longest // 4, longest)
         cancel = dice.randint(1, tokens // 2) if number % 5 == 4 else None
         words = dice.randint(5, most_words or longest // 2)
-        asks.append(Ask(prompt_of(dice, words), tokens, cancel))
+        prompt = prompt_of(dice, words)
+        more = tuple(prompt_of(dice, dice.randint(5, 16)) for _ in range(turns - 1))
+        asks.append(Ask(prompt, tokens, cancel, more=more))
     return asks
+
+
+def most_tokens(tokenizer: Any, ask: Ask) -> int:
+    """How many tokens a stream has at its end, if no answer ends early."""
+    said = " ".join((ask.prompt, *ask.more))
+    return len(tokenizer(said)["input_ids"]) + (1 + len(ask.more)) * ask.max_tokens
 
 
 async def drive(server: Server, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
     """Sends all streams at once; their answers, and how long it took."""
     began = time.perf_counter()
     async with client_of(server) as client:
-        tasks = (complete(client, server.model, ask) for ask in asks)
+        tasks = (converse(client, server.model, ask) for ask in asks)
         answers = await asyncio.gather(*tasks)
     return answers, time.perf_counter() - began
 
@@ -79,7 +104,7 @@ async def drive(server: Server, asks: Sequence[Ask]) -> tuple[list[Answer], floa
 async def drive_alone(server: Server, asks: Sequence[Ask]) -> list[Answer]:
     """Sends one after another."""
     async with client_of(server) as client:
-        return [await complete(client, server.model, ask) for ask in asks]
+        return [await converse(client, server.model, ask) for ask in asks]
 
 
 def figures_of(
@@ -142,8 +167,14 @@ class Round:
         self._asks = asks
         self._page_count = page_count
 
-    def at_kvtide(self, name: str, *flags: str) -> None:
-        """Measures `kvtide serve`."""
+    def at(self, name: str, memory: Sequence[str]) -> None:
+        """Measures a server by its name in the report."""
+        if name == "transformers":
+            self._at_transformers()
+        else:
+            self._at_kvtide(name, *memory, *_FLAGS[name])
+
+    def _at_kvtide(self, name: str, *flags: str) -> None:
         with kvtide_server(self._options.model, *flags) as server:
             figures, answers = measure(server, self._asks)
             self.problems += problems_of(server, self._asks, answers)
@@ -155,47 +186,46 @@ class Round:
             self.problems += differences(self._asks, self.answers, answers, "in a later run")
         self.answers = answers
 
-    def at_transformers(self) -> None:
-        """Measures `transformers serve`."""
+    def _at_transformers(self) -> None:
         folder = str(find_model(self._options.model, progress=lambda *_: None).path)
         options = ("--cb-block-size", str(PAGE), "--cb-num-blocks", str(self._page_count))
         with transformers_server(folder, *options) as server:
             self.figures["transformers"], _ = measure(server, self._asks)
 
 
-def main() -> int:
-    """Reads the options, measures, and prints."""
+def options_of() -> argparse.Namespace:
+    """Reads the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--answers", type=int, default=6, help="for how many the pool has room")
     parser.add_argument("--longest", type=int, default=64, help="the most tokens of an answer")
     parser.add_argument("--words", type=int, default=0, help="the most words of a prompt")
+    parser.add_argument("--turns", type=int, default=1, help="how often each stream asks")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--only", choices=["kvtide", "exact"], help="leave the others out, or only --fast"
-    )
+    parser.add_argument("--only", choices=[*_ONLY], help="kvtide alone, or all but --fast")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measures, and prints."""
+    options = options_of()
     source = open_model(options.model, dtype="bfloat16")
-    asks = make_load(options.streams, options.seed, options.longest, options.words)
-    counts = [len(source.tokenizer(ask.prompt)["input_ids"]) + ask.max_tokens for ask in asks]
+    asks = make_load(options.streams, options.seed, options.longest, options.words, options.turns)
+    counts = [most_tokens(source.tokenizer, ask) for ask in asks]
     page_count = options.answers * -(-max(counts) // PAGE)
     token_bytes = geometry_of(source.model.config, source.model.dtype, PAGE).token_bytes
     memory = ("--kv-memory", str(page_count * PAGE * token_bytes), "--page-size", str(PAGE))
+    names = _ONLY.get(options.only, (*_FLAGS, "transformers"))
     rounds = [Round(options, asks, page_count) for _ in range(options.rounds)]
-    for one in rounds:
-        one.at_kvtide("exact", *memory)
-        if options.only == "kvtide":
-            continue
-        one.at_transformers()
-        one.at_kvtide("exact, recompute", *memory, "--on-pressure", "recompute")
-        if options.only is None:
-            one.at_kvtide("fast", *memory, "--fast")
-            one.at_kvtide("fast, recompute", *memory, "--fast", "--on-pressure", "recompute")
+    for number, one in enumerate(rounds):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            one.at(name, memory)
     problems = [problem for one in rounds for problem in one.problems]
-    whole = [Ask(ask.prompt, ask.max_tokens) for ask in asks if ask.cancel_after is None]
+    whole = [ask for ask in asks if ask.cancel_after is None]
     with kvtide_server(options.model, "--kv-memory", str(4 * max(counts) * token_bytes)) as server:
         alone = iter(asyncio.run(drive_alone(server, whole)))
     expected = [Answer() if ask.cancel_after is not None else next(alone) for ask in asks]
@@ -204,6 +234,7 @@ def main() -> int:
     result = {
         "machine": machine_facts(),
         "streams": options.streams,
+        "turns": options.turns,
         "pool_tokens": page_count * PAGE,
         "longest_tokens": max(counts),
         "answers_compared_with_alone": len(whole),

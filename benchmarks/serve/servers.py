@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,13 @@ class Server:
                 if line.startswith(b"data: "):
                     state = merged(state, json.loads(line.removeprefix(b"data: ")))
         return state
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric of a kvtide server over its labels; `name` is without `kvtide:`."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if re.match(rf"kvtide:{name}[ {{]", line)]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
 
     @property
     def rss_bytes(self) -> int:
@@ -186,6 +193,8 @@ class Ask:
     max_tokens: int
     cancel_after: int | None = None
     wait_s: float = 0.0
+    more: tuple[str, ...] = ()
+    """What the client says after each answer; `converse` sends all that was said before with it."""
 
 
 def client_of(server: Server) -> httpx.AsyncClient:
@@ -206,6 +215,24 @@ async def complete(client: httpx.AsyncClient, model: str, ask: Ask) -> Answer:
     }
     await asyncio.sleep(ask.wait_s)
     return await stream(client, "/v1/completions", body, cancel_after=ask.cancel_after)
+
+
+async def converse(client: httpx.AsyncClient, model: str, ask: Ask) -> Answer:
+    """Streams completions that go on from each other; `cancel_after` ends the last one.
+
+    The answer has the texts and the tokens of all, and the times of the last one.
+    """
+    text, tokens, prompt = "", 0, ask.prompt
+    for number, words in enumerate((*ask.more, "")):
+        is_last = number == len(ask.more)
+        cancel_after = ask.cancel_after if is_last else None
+        answer = await complete(
+            client, model, replace(ask, prompt=prompt, cancel_after=cancel_after)
+        )
+        text += answer.text
+        tokens += answer.usage.get("completion_tokens", 0)
+        prompt += f"{answer.text} {words}"
+    return replace(answer, text=text, usage={"completion_tokens": tokens})
 
 
 async def stream(

@@ -4,7 +4,7 @@
 at a random moment. Each answer that ends must be the one that its request got alone, at the start.
 Every few seconds the server's memory, files and threads are noted: their medians in the second
 quarter of the time and in the last one must be the same, but for a few MiB. Exits with 1 if not,
-or if an answer fails or differs, or something is held at the end.
+or if an answer fails or differs, something is held at the end, or the disk was never used.
 
   python benchmarks/serve/soak.py [--minutes 20] [--seed 1] [--json FILE]
 """
@@ -31,6 +31,8 @@ STREAMS, ASKS, ANSWERS = 64, 120, 6
 GROWTH_BYTES = 24 << 20
 """How much more memory the last quarter may take: the allocator's, not the server's."""
 SAMPLE_S = 5.0
+DISK = ("tier_down_bytes_total", "tier_up_bytes_total", "tier_hits_total", "disk_bytes")
+"""What the disk took and gave back, and what is on it at the end."""
 TOKEN_BYTES = 1 << 9
 """What a token of the small random model takes in bfloat16."""
 
@@ -106,16 +108,19 @@ def main() -> int:
             asyncio.run(soak.run(60 * options.minutes))
             problems = soak.problems + problems_of(server, whole, expected)
             state = server.state()
+            used = {name: int(server.metric(name)) for name in DISK}
     rss, files = soak.quarters(1), soak.quarters(2)
     if rss[1] > rss[0] + GROWTH_BYTES:
         problems.append(f"memory grew from {rss[0] / 2**20:.0f} to {rss[1] / 2**20:.0f} MiB")
-    names = ("retractions", "resumes", "recomputed_tokens", "offloaded_bytes", "disk_bytes")
+    problems += [f"{name} is 0" for name in DISK[:3] if not used[name]]
+    names = ("retractions", "resumes", "recomputed_tokens", "offloaded_bytes")
     result = {
         "machine": machine_facts(),
         "minutes": options.minutes,
         "finished_answers": soak.finished,
         "cancelled": soak.cancelled,
         **{name: state[name] for name in names},
+        **used,
         "rss_mib_second_and_last_quarter": [round(part / 2**20, 1) for part in rss],
         "open_files_second_and_last_quarter": files,
         "problems": problems,
