@@ -13,7 +13,7 @@ what retracted requests would compute again. With `--turns` each stream is a con
 prompts begin with all that was said before. Meanwhile others had the pool.
 
   python benchmarks/serve/load.py [--rounds 3] [--only exact] [--json FILE]
-  python benchmarks/serve/load.py --turns 3 --words 300 --longest 32 [...]
+  python benchmarks/serve/load.py --turns 4 --words 300 --longest 16 [...]
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ _FLAGS = {
     "fast": ("--fast",),
     "fast, recompute": ("--fast", "--on-pressure", "recompute"),
 }
-_ONLY = {"kvtide": ("exact",), "exact": ("exact", "transformers", "exact, recompute")}
+_ONLY = {
+    "kvtide": ("exact",),
+    "recompute": ("exact", "exact, recompute"),
+    "exact": ("exact", "transformers", "exact, recompute"),
+}
 _PAIRS = (
     ("exact", "exact, recompute"),
     ("exact", "transformers"),
@@ -204,7 +208,9 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=1, help="how often each stream asks")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=[*_ONLY], help="kvtide alone, or all but --fast")
+    parser.add_argument(
+        "--only", choices=[*_ONLY], help="exact mode alone, beside recompute, or all but --fast"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
