@@ -79,10 +79,13 @@ class Admission:
     def may_fill_gaps(self, request: Request) -> bool:
         """Whether a request may run though an older one has no room yet.
 
-        The older one then takes its pages. That is cheap while host memory has room at once.
+        The older one then takes its pages. That is cheap while host memory has room at once, for
+        which blocks make way, unless they would have to be written to a tier.
         """
         arena, page_bytes = self._tide.arena, self._tide.pool.geometry.page_bytes
         room_bytes = arena.free_count * arena.block_bytes
+        if not self._prefixes.has_tiers:
+            room_bytes += self._prefixes.blocks.bytes_below
         return self._offloads and self._pages_for(request.longest) * page_bytes <= room_bytes
 
     @property

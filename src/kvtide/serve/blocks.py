@@ -94,6 +94,11 @@ class Blocks:
         return self._below.blocks
 
     @property
+    def bytes_below(self) -> int:
+        """What `below` takes."""
+        return self._below.total
+
+    @property
     def idle_page_count(self) -> int:
         """Pages that hold blocks that nobody reads, so that they can be had."""
         return self._idle.total

@@ -253,7 +253,10 @@ class Scheduler:
     # ---- giving pages back -----------------------------------------------------------
 
     def _resume(self) -> None:
+        older_wait = False
         for request in self.retracted[:_GAPS_TRIED]:
+            if older_wait and not self._admission.may_fill_gaps(request):
+                return
             while self._may_resume(request):
                 if request.snapshot is None or self._restore(request):
                     self._retracted.remove(request)
@@ -261,8 +264,7 @@ class Scheduler:
                     self.prefixes.read(request)
                     break  # otherwise its KV is lost, so it now needs room for other tokens
             else:
-                if not self._admission.may_fill_gaps(request):
-                    return
+                older_wait = True
 
     def _may_resume(self, request: Request) -> bool:
         """Whether there is room for a retracted request, for which newer ones are retracted."""

@@ -1,0 +1,37 @@
+"""Whether requests may run in pages that an older one can't use yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve.prefix_bench import PAGE_SIZE, Bench, close_benches, make, numbers
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_benches()
+
+
+def test_blocks_that_nobody_reads_make_way_for_what_fills_gaps() -> None:
+    """A server that runs for long has its host memory full of them."""
+    bench = Bench(4, host_blocks=2)
+    for number in range(4):
+        bench.answer(make(str(number), numbers(8, 20 * number)))
+    assert (0, True) == (bench.arena.free_count, bool(bench.prefixes.blocks.below))
+    assert bench.scheduler._admission.may_fill_gaps(make("small", numbers(3)))
+    assert not bench.scheduler._admission.may_fill_gaps(make("large", numbers(6 * PAGE_SIZE)))
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_nothing_fills_gaps_where_host_memory_is_full(has_disk: bool, tmp_path: Path) -> None:
+    """What is retracted would be computed again, or a tier would have to be waited for."""
+    bench = Bench(4, host_blocks=2, disk_dir=tmp_path if has_disk else None)
+    lease = bench.arena.lease(1)
+    assert bench.scheduler._admission.may_fill_gaps(make("small", numbers(3)))
+    lease.extend(1)
+    assert not bench.scheduler._admission.may_fill_gaps(make("small", numbers(3)))
+    lease.release()
