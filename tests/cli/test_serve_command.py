@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from kvtide.cli.live import LiveDisplay
 from kvtide.cli.main import main
 from support.fake_serving import FakeServing
+from support.terminal import Terminal
 
 KEY = "a-key-of-this-test"
 
@@ -66,3 +70,31 @@ def test_its_table_of_a_file_has_options(tmp_path: Path, capfd: pytest.CaptureFi
     assert "10.1.2.3" in _complaint(capfd, "--config", str(path))
     path.write_text("[run]\nn = 2\n")
     assert "[serve]" in _complaint(capfd, "--config", str(path))
+
+
+def test_what_is_loaded_is_gone_from_the_terminal_when_the_server_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody thinks that it still loads."""
+    terminal = Terminal(100)
+    shown: list[str] = []
+    console = Console(file=terminal, force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    monkeypatch.setattr("kvtide.cli.serve.make_console", lambda: console)
+
+    def serve(*_: object) -> None:
+        shown.extend(terminal.lines)
+
+    monkeypatch.setattr("kvtide.cli.serve._serve", serve)
+    engine = SimpleNamespace(exact_check=None)
+    monkeypatch.setattr("kvtide.cli.serve._build_engine", lambda *_: engine)
+    load = LiveDisplay.load
+    loaded: list[str] = []
+
+    def note(display: LiveDisplay, what: str, done: int, total: int | None) -> None:
+        load(display, what, done, total)
+        loaded.append("\n".join(terminal.lines))
+
+    monkeypatch.setattr(LiveDisplay, "load", note)
+    assert 0 == main(["serve", "tiny-random", "--port", "0"], serving=FakeServing())
+    assert "making the pool" in loaded[-1]
+    assert "making the pool" not in "\n".join(shown)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from fastapi.routing import APIRoute
 
 from serve.harness import check_rows_once
 from support.serving import Served, serve_and
@@ -43,7 +45,13 @@ def test_health_and_unknown_paths() -> None:
 
     async def test(server: Served) -> None:
         assert {"status": "ok"} == (await server.client.get("/health")).json()
-        _error(await server.client.get("/nothing"), 404)
+        unknown = _error(await server.client.get("/nothing"), 404)
+        for route in server.app.routes:
+            assert isinstance(route, APIRoute)
+            path = re.sub("{.*}", "NAME", route.path)
+            assert route.methods is not None
+            (method,) = route.methods
+            assert f"{method} {path}" in unknown["message"]
         _error(await server.client.get("/v1/models/"), 404)
         _error(await server.client.post("/v1/completions/"), 404)
         _error(await server.client.get("/v1/completions"), 405)

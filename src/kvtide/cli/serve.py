@@ -121,6 +121,7 @@ def _execute(settings: ServeSettings, serving: Serving) -> None:
         source = serving.open_model(found, dtype=settings.dtype, progress=display.load)
         display.load("making the pool and the engine", 0, None)
         engine = _build_engine(settings, serving, source)
+        display.stop()  # else the last thing that was loaded stands below the server's log
         if engine.exact_check is not None:
             display.say(describe_check(engine.exact_check), event="exact_mode")
         with _logging_to(display):

@@ -20,6 +20,10 @@ from kvtide.server.tenants import Tenant
 from kvtide.server.watching import add_page
 
 T = TypeVar("T")
+_PATHS = (
+    "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/NAME, "
+    "GET /metrics, GET /health, GET /events and GET /"
+)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -112,9 +116,9 @@ async def _tell_error(_: Request, error: Exception) -> Response:
 
 
 async def _tell_status(_: Request, error: Exception) -> Response:
-    """Tells what the router found, such as a path that isn't there."""
+    """Tells what the router found, such as a path that isn't there, and which paths are."""
     assert isinstance(error, HTTPException), "for this it was set"
-    return ApiError(error.status_code, f"{error.detail}; docs/serve.md has the paths").response()
+    return ApiError(error.status_code, f"{error.detail}; there are {_PATHS}").response()
 
 
 async def _tell_nobody(_: Request, error: Exception) -> Response:

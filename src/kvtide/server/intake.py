@@ -200,10 +200,11 @@ def _check_count(prompts: Sequence[Prompt], most: int) -> None:
     each = prompts[0].sample_count or 1
     count = len(prompts) * each
     if count > most:
-        said = f"n is {each}" if len(prompts) == 1 else f"{len(prompts)} prompts, n is {each}"
+        said = "" if len(prompts) == 1 else f"{len(prompts)} prompts with "
         refuse(
             WHERE,
-            f"{said}: this server takes {most} answers at once from a key; ask for fewer",
+            f"{said}n {each}: these are {count} answers, and a client can have {most} at once; "
+            "ask for fewer",
             "n" if len(prompts) == 1 else "prompt",
         )
 
