@@ -150,3 +150,26 @@ def test_a_server_without_its_engine_ends(patch: pytest.MonkeyPatch) -> None:
         pytest.raises(KvtideError, match="the engine failed"),
     ):
         run_server(service, opened, drain_s=20, can_suspend=True, say=say)
+
+
+def test_an_error_that_nobody_waits_for_is_logged_without_its_message() -> None:
+    """It ends nothing, and what clients sent is in no line."""
+    _, service = make_service()
+    errors = BufferingHandler(100)
+
+    def say(_: str) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(_fail)
+        loop.call_soon(service.loop.close)
+
+    logging.getLogger().addHandler(errors)
+    try:
+        with contextlib.closing(open_socket("127.0.0.1", 0)) as opened:
+            run_server(service, opened, drain_s=20, can_suspend=True, say=say)
+    finally:
+        logging.getLogger().removeHandler(errors)
+    (record,) = errors.buffer
+    assert record.name.startswith("kvtide.")
+    assert "OSError in _fail" in record.getMessage()
+    assert record.exc_info is None
+    assert SECRET not in record.getMessage()

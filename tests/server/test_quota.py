@@ -39,7 +39,7 @@ def test_places_are_taken_and_given_back() -> None:
             assert (429, code) == (caught.value.status, caught.value.code)
             assert caught.value.retry_after_s
         taken.enter_context(quota.taken(second, 3))
-        with pytest.raises(ApiError, match="5 things of 5; wait"):
+        with pytest.raises(ApiError, match="5 things, of 5 at most; wait"):
             quota.check(third)
     assert 0 == quota.count
     assert {} == quota._taken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 import socket
@@ -15,11 +16,13 @@ from fastapi import FastAPI
 
 from kvtide.errors import KvtideError, UsageError
 from kvtide.server.app import make_app
+from kvtide.server.errors import place_of
 from kvtide.server.loop import CUT
 from kvtide.server.protocol import BoundedProtocol
 from kvtide.server.service import Service
 from kvtide.sizes import counted
 
+logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ENDING = "the server is ending and takes no new requests; send this again in a moment"
 LEFT = "the server ended; send the same request again, and it goes on from what could be kept"
@@ -80,6 +83,7 @@ def run_server(
 async def _serve(
     service: Service, opened: socket.socket, *, drain_s: float, can_suspend: bool, say: Say
 ) -> None:
+    asyncio.get_running_loop().set_exception_handler(_note_mistake)
     name, url = service.intake.name, url_of(opened)
     server = WebServer(
         web_config(make_app(service)),
@@ -103,6 +107,13 @@ async def _serve(
         ended.cancel()
         server.should_exit = True
         await serving
+
+
+def _note_mistake(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an error that nobody waits for. asyncio would show all of it, with what clients sent."""
+    error = context.get("exception")
+    where = place_of(error) if isinstance(error, Exception) else "asyncio doesn't say where"
+    logger.error("a task of the server failed by a mistake of kvtide's: %s", where)
 
 
 async def _drain(service: Service, signals: _Signals, drain_s: float, say: Say) -> None:

@@ -36,7 +36,8 @@ class Quota:
         if self.count + count > self.most:
             raise ApiError(
                 429,
-                f"this server has {self.count} {self._kind} of {self.most}; {self._remedy}",
+                f"this server has {self.count} {self._kind}, of {self.most} at most; "
+                f"{self._remedy}",
                 code="queue_full",
                 retry_after_s=1,
             )
@@ -44,7 +45,7 @@ class Quota:
         if held + count > self.most_each:
             raise ApiError(
                 429,
-                f"this API key has {held} {self._kind} of {self.most_each} that a key may have; "
+                f"this API key has {held} {self._kind}, of {self.most_each} at most; "
                 f"{self._remedy}",
                 code="key_limit",
                 retry_after_s=1,
