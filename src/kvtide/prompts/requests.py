@@ -33,6 +33,11 @@ def make_requests(
 
     is_raw = prompt.is_raw or model.tokenizer.chat_template is None
     error = reason_too_long(model, prompt.messages, prompt.tools, is_raw=is_raw)
+    count, limit = len(prompt.token_ids), model.context_limit
+    if limit is not None and count > limit:  # before each sample has a copy of them
+        error = (
+            f"its prompt has {count} tokens, the model has {limit} positions; shorten the prompt"
+        )
     prompt_ids = [] if error else encode_prompt(model, prompt, special_tokens=special_tokens)
     requests = requests_of(prompt, prompt_ids, params, sample_count)
     for request in requests:
