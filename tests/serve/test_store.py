@@ -54,8 +54,12 @@ def make_requests() -> list[Request]:
 
 
 def build(folder: Path | None, **options: Any) -> Engine:
-    """Builds an engine whose pool has room for three requests, and the arena for two."""
+    """Builds an engine whose pool has room for three requests, and the arena for two.
+
+    It shares no prefixes, which would stay in the tiers: here all that a tier has is a request's.
+    """
     memory = EngineOptions(
+        share_prefixes=False,
         kv_memory_bytes=280 * token_bytes(tiny()),
         host_memory_bytes=2 * BLOCK_BYTES,
         disk_dir=folder,
