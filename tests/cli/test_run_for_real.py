@@ -53,7 +53,8 @@ def test_small_pool_gives_the_answers_of_a_large_pool(
     found = read_report(report)
     assert found["retractions"] > 0
     assert found["resumes"] > 0
-    assert found["offloaded_bytes"] == found["restored_bytes"] > 0
+    assert found["offloaded_bytes"] >= found["restored_bytes"] > 0
+    assert 0 == found["recomputed_tokens"]
     assert (True, True, 0) == (found["exact"], found["verified"], found["failed"])
     rows = read_rows(out)
     assert IDS == [row["id"] for row in rows]
@@ -300,9 +301,9 @@ def test_another_process_finds_what_the_prompts_begin_with(tmp_path: Path) -> No
         else:
             subprocess.run([sys.executable, "-m", "kvtide", *command], check=True)
         found.append([row["token_ids"] for row in read_rows(out)])
-        reports.append(read_report(report)["cached_tokens"])
+        reports.append(read_report(report))
     assert [found[2]] * 2 == found[:2]
-    first, second, alone = reports
+    first, second, alone = (report["cached_tokens"] for report in reports)
     assert first == alone
     assert second["disk"] >= 256
-    assert second["disk"] + second["device"] == len(IDS) * second["disk"]
+    assert sum(second.values()) == reports[1]["prompt_tokens"] - len(IDS)  # all but the last tokens

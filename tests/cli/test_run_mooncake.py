@@ -36,6 +36,11 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
+def assert_only_beginnings_are_left(store: FakeStore) -> None:
+    """What prompts begin with stays for others; nothing that a request alone had does."""
+    assert all(b'"key":"shared/' in content[:4096] for content in store.objects.values())
+
+
 def test_answers_are_those_of_a_run_with_room_for_all(
     store: FakeStore, prompts: str, tmp_path: Path
 ) -> None:
@@ -44,8 +49,8 @@ def test_answers_are_those_of_a_run_with_room_for_all(
     assert main(["run", prompts, *RUN, "--verify", "--report", str(report)]) == 0
     found = read_report(report)
     assert (True, 0) == (found["verified"], found["recomputed_tokens"])
-    assert found["restored_bytes"] == found["offloaded_bytes"] > 0
-    assert {} == store.objects
+    assert 0 < found["restored_bytes"] <= found["offloaded_bytes"]
+    assert_only_beginnings_are_left(store)
 
 
 def test_a_run_that_was_ended_goes_on_from_the_store(
@@ -77,4 +82,4 @@ def test_a_run_that_was_ended_goes_on_from_the_store(
     expected = {row["id"]: row["token_ids"] for row in read_rows(tmp_path / "expected")}
     assert expected == {row["id"]: row["token_ids"] for row in read_rows(out)}
     assert sum(map(len, expected.values())) == first["new_tokens"] + second["new_tokens"]
-    assert {} == store.objects
+    assert_only_beginnings_are_left(store)

@@ -16,6 +16,8 @@ from kvtide.serve.find import FoundModel
 from kvtide.serve.models import OpenModel
 from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
+from kvtide.tier.inspection import inspect_folder
+from kvtide.tier.namespace import is_shared
 from support.results import read_report
 
 HOST_BYTES = 128 << 10
@@ -81,7 +83,9 @@ def test_tenth_of_the_host_memory_and_a_disk_are_enough(
         report[name] for name in ("verified", "exact", "answered", "recomputed_tokens")
     )
     assert report["retractions"] == report["resumes"] > 40
-    assert report["offloaded_bytes"] == report["restored_bytes"]
+    assert report["offloaded_bytes"] >= report["restored_bytes"]
     assert 0 < report["peak_host_bytes"] <= HOST_BYTES
     assert HOST_BYTES < report["peak_disk_bytes"] <= DISK_BYTES
-    assert not list((tmp_path / "kv").glob("??/*.safetensors"))
+    # What prompts begin with stays for others.
+    keys = [file.key for file in inspect_folder(tmp_path / "kv") if file.key is not None]
+    assert all(map(is_shared, keys))

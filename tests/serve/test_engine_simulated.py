@@ -36,6 +36,7 @@ def answer(source: OpenModel, device: str, *, pool_tokens: int | None) -> tuple[
         page_size=8,
         chunk_tokens=16,
         keep_logits=True,
+        share_prefixes=False,
     )
     engine = Engine.build(source, options, requests)
     run_all(engine, requests)

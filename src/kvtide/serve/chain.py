@@ -60,9 +60,12 @@ class Chain:
         return tuple(request.tokens(first, max(0, last - first)))
 
     def tail_keys(self, request: Request, number: int) -> Iterator[str]:
-        """The keys of tails with which the request may go on at that block, the longest first."""
+        """The keys of blocks that end as the request's block or before, the longest first.
+
+        The longest may have the request's last token, too: then all but that one is of use.
+        """
         parent = self.parent(request, number)
-        tokens = self.tokens(request, number, self.most(request))[: self.block_tokens - 1]
+        tokens = self.tokens(request, number, self.end(request))
         counts = range(len(tokens), self.least_tokens - 1, -1)
         return (self.key_after(request, parent, tokens[:count]) for count in counts)
 
