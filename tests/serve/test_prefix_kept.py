@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvtide.arena import Lease
 from kvtide.serve.engine import Engine, EngineOptions
 from kvtide.serve.models import OpenModel, open_model
 from kvtide.serve.request import Request, SamplingParams
@@ -179,7 +180,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "salt": {"salt": b"another's"},
     "mode": {"exact": False},
-    "chunks": {"chunk_tokens": 2 * CHUNK},
 }
 
 
@@ -201,6 +201,49 @@ def test_a_prefix_of_another_namespace_is_not_found(
     answer(second, [request])
     second.close()
     assert (4 * CHUNK if change == "nothing" else 0) == request.cached_tokens
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 3 * CHUNK, 24])
+def test_engines_with_other_chunks_share_a_prefix(
+    tmp_path: Path, alone: list[tuple[object, ...]], chunk_tokens: int
+) -> None:
+    """A prompt's token has the same bits however it is cut, so the answers are the same, too."""
+    leave(build(tmp_path / "kv", chunk_tokens=chunk_tokens), make_requests())
+    second = build(tmp_path / "kv")
+    assert alone == answer(second, make_requests())
+    assert 4 * CHUNK <= second.stats.cached_tokens["disk"]
+    second.close()
+
+
+def test_a_next_turn_goes_on_where_the_last_one_ended_before_a_restart(tmp_path: Path) -> None:
+    """In the middle of a block and of a page; its answer has the bits that it has alone."""
+    (first,) = make_requests(1)
+    leave(build(tmp_path / "kv"), [first])
+    prompt = [*first.prompt_ids, *first.output_ids, 7, 8, 9]
+    second, turns = build(tmp_path / "kv"), [Request(name, prompt) for name in "ab"]
+    single = build(None, share_prefixes=False)
+    assert answer(single, turns[:1])[0][1:] == answer(second, turns[1:])[0][1:]
+    assert {"disk": len(first.prompt_ids)} == second.stats.cached_tokens
+    for engine in (second, single):
+        engine.close()
+
+
+def test_a_block_without_room_to_come_is_computed_at_once(
+    tmp_path: Path, alone: list[tuple[object, ...]]
+) -> None:
+    """The host memory is all in use. So nobody waits for the block, nor for any other later."""
+    leave(build(tmp_path / "kv"), make_requests())
+    second = build(tmp_path / "kv")
+    lease = Lease(second.tide.arena)
+    lease.extend(second.tide.arena.free_count)
+    assert alone == answer(second, make_requests())
+    lease.release()
+    assert "disk" not in second.stats.cached_tokens
+    assert {"disk"} == set(second.stats.tiers)
+    seeker = second.scheduler.prefixes._finder._seeker
+    assert seeker is not None
+    assert float("-inf") == seeker._rests_until
+    second.close()
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -160,7 +160,9 @@ class Engine:
         if limit_bytes is None:
             limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
         arena = arena_for(pool, limit_bytes)
-        numerics = "" if rules is None else numerics_of(device.torch_device, rules)
+        numerics = (
+            "" if rules is None else numerics_of(device.torch_device, rules, options.chunk_tokens)
+        )
         kept = RequestStore(arena, options, source, geometry, numerics)
         undo.callback(kept.store.close)
         tide = Tide(pool, arena, pages, kept.store.spill)

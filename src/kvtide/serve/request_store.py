@@ -38,7 +38,7 @@ def namespace_of(
         model=source.identity,
         weights="",  # the model's hash has them
         layout=geometry.fingerprint.hex(),
-        engine=f"kvtide {mode} {kind} {options.chunk_tokens}; {numerics}",
+        engine=f"kvtide {mode} {kind}; {numerics}",
         stage="0/1",
         rank="0/1",
         adapter="",
