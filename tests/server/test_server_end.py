@@ -24,12 +24,13 @@ def _client(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none needed", max_retries=0)
 
 
-def test_the_next_server_goes_on_with_what_was_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["--exact", "--fast"])
+def test_the_next_server_goes_on_with_what_was_running(tmp_path: Path, mode: str) -> None:
     """With a disk SIGTERM leaves the KV there, and the same request goes on from it.
 
     The second server ends by answering what it has begun: a process of its own would take long.
     """
-    disk = ("--disk-dir", str(tmp_path / "kv"), "--fast")
+    disk = ("--disk-dir", str(tmp_path / "kv"), mode)
     with server_process(tmp_path, *disk) as server:
         client = _client(server)
         expected = client.completions.create(**LONG)
