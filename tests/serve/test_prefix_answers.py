@@ -19,6 +19,7 @@ from kvtide.tier.inspection import inspect_folder
 from kvtide.tier.namespace import is_shared
 from serve.harness import (
     answers,
+    assert_nothing_held,
     check_rows_once,
     end_answers_at,
     poison_released,
@@ -227,6 +228,58 @@ def test_next_turn_starts_from_what_the_last_one_left(monkeypatch: pytest.Monkey
     run_all_but_keep(engine, second)
     engine.close()
     assert (0, 149) == (first.cached_tokens, second.cached_tokens)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "GPTNeoX"])
+@pytest.mark.parametrize("pool_tokens", [None, 80])
+def test_conversations_compute_each_token_once(
+    family: str, pool_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns that go on, fork and are sent again, in chunks of any length, two at a time.
+
+    Each answer has the bits that it has alone. What is computed is the least that can be, where the
+    pool has room for all: tokens that no prompt before began with, and one last token.
+    """
+    monkeypatch.setattr("kvtide.serve.finder._WORTH_TOKENS", 1)
+    source, dice = source_of(family, torch.float32), random.Random(1)
+    shared = build(source, pool_tokens=pool_tokens)
+    single = build(source, share_prefixes=False)
+    cut_anywhere(monkeypatch, seed=2)
+    poison_released(shared, monkeypatch)
+    known: set[tuple[int, ...]] = set()
+    histories = [[dice.randrange(4, 199) for _ in range(9)]]
+    computed = least = 0
+    for number in range(12):
+        begin = dice.choice(histories[-3:])
+        turns = [[*begin, *(dice.randrange(4, 199) for _ in range(dice.randint(0, 9)))]]
+        turns.append([*begin, *turns[0][len(begin) : dice.choice([-1, 1000])]])
+        pair = [Request(f"{number} {i}", ids, SamplingParams(4)) for i, ids in enumerate(turns)]
+        for request in pair:
+            least += least_of(request.prompt_ids, known)
+        copies = [Request(request.id, request.prompt_ids, SamplingParams(4)) for request in pair]
+        for request in pair:
+            shared.add(request)
+        while shared.has_work:
+            shared.step()
+        for copy in copies:
+            run_all_but_keep(single, copy)
+        assert answers(copies) == answers(pair)
+        computed += sum(len(request.prompt_ids) - request.cached_tokens for request in pair)
+        histories += [[*request.prompt_ids, *request.output_ids][:60] for request in pair]
+    if pool_tokens is None:
+        assert least == computed
+    else:
+        assert shared.stats.cached_tokens["host"] > 0
+    assert_nothing_held(shared)
+    for engine in (shared, single):
+        engine.close()
+
+
+def least_of(prompt: list[int], known: set[tuple[int, ...]]) -> int:
+    """How many tokens of the prompt no prompt before it had there; the last one counts always."""
+    counts = [count for count in range(len(prompt)) if tuple(prompt[:count]) in known]
+    known.update(tuple(prompt[: count + 1]) for count in range(len(prompt)))
+    return len(prompt) - max(counts, default=0)
 
 
 def run_all_but_keep(engine: Engine, request: Request) -> None:
