@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Linear
 
+from kvtide.serve import packed
 from kvtide.serve.engine import Engine, EngineOptions
-from kvtide.serve.packed import PackedLinear, PackedWeights, _can_pack
-from serve.harness import make_requests, run_all, tiny
+from kvtide.serve.packed import PackedLinear, PackedWeights, _can_pack, packed_bytes_of
+from serve.harness import answers, make_requests, run_all, tiny, token_bytes
 from serve.small_models import model_of
 
 
@@ -64,6 +67,49 @@ def test_matrices_of_float32_stay_as_they_are() -> None:
     model: Any = model_of("Llama", torch.float32)
     with PackedWeights(model):
         assert PackedLinear not in linear_layers(model)
+
+
+def test_the_copies_take_what_was_counted() -> None:
+    """Only linear layers of bfloat16 are copied."""
+    model: Any = model_of("Llama", torch.bfloat16)
+    counted = packed_bytes_of(model)
+    with PackedWeights(model):
+        copies = [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
+    assert sum(layer.weight.nbytes for layer in copies) == counted
+
+
+def test_a_model_is_packed_only_where_half_of_what_is_spare_suffices() -> None:
+    """The first who wants a model decides for all, since they share a self-check."""
+    for missing_bytes in (0, 1):
+        model: Any = copy.deepcopy(model_of("Llama", torch.bfloat16))
+        before = linear_layers(model)
+        counted = packed_bytes_of(model)
+        fits = not (counted and missing_bytes)
+        with PackedWeights(model, 2 * counted - missing_bytes) as first, PackedWeights(model):
+            assert fits == first.is_packed
+            expected = [of_packed(layer) for layer in before] if fits else before
+            assert expected == linear_layers(model)
+        with PackedWeights(model) as later:
+            assert fits == later.is_packed
+
+
+def test_an_engine_without_memory_for_copies_answers_exactly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It multiplies the matrices as they were loaded, and its self-check measures that."""
+    monkeypatch.setattr(packed, "packed_bytes_of", lambda _: 1 << 60)
+    source = replace(tiny("bfloat16"), model=copy.deepcopy(tiny("bfloat16").model))
+    plenty, scarce = make_requests(1, count=4), make_requests(1, count=4)
+    for requests, options in (
+        (plenty, EngineOptions(keep_logits=True, kv_memory_bytes=9000 * token_bytes(source))),
+        (scarce, EngineOptions(keep_logits=True, kv_memory_bytes=100 * token_bytes(source))),
+    ):
+        engine = Engine.build(source, options)
+        assert PackedLinear not in linear_layers(source.model)
+        run_all(engine, requests)
+        engine.close()
+    assert engine.stats.retractions >= 1
+    assert answers(plenty) == answers(scarce)
 
 
 @pytest.mark.parametrize("exact", [True, False])

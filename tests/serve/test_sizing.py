@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from kvtide.device import open_device
 from kvtide.errors import UsageError
@@ -13,9 +12,7 @@ from kvtide.layout import GQA
 from kvtide.pool import Pool
 from kvtide.serve import sizing
 from kvtide.serve.options import EngineOptions
-from kvtide.serve.packed import PackedLinear, PackedWeights, packed_bytes_of
 from kvtide.serve.request import Request, SamplingParams
-from serve.small_models import model_of
 
 GEOMETRY = GQA.bind(dtype="uint8", layer=1, token=4, head=1, head_dim=5, v_head_dim=5)
 
@@ -86,28 +83,14 @@ def test_memory_that_is_not_free_is_refused(
     monkeypatch.setattr(sizing, "free_memory_bytes", lambda: 1000)
     pool_bytes = options.get("kv_memory_bytes", 600 if options else 1001)
     with pytest.raises(UsageError, match=f"only 1000 are free; {remedy}"):
-        sizing.check_memory(pool_bytes, EngineOptions(**options))
+        sizing.spare_after(pool_bytes, EngineOptions(**options))
 
 
 def test_sizes_that_fit_to_the_byte_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pool and host memory may be all that is free."""
     monkeypatch.setattr(sizing, "free_memory_bytes", lambda: 1000)
-    sizing.check_memory(600, EngineOptions(kv_memory_bytes=600, host_memory_bytes=400))
-
-
-def test_what_a_packed_model_takes_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is sized before the matrices are packed; those of another dtype never are."""
-    monkeypatch.setattr(sizing, "free_memory_bytes", lambda: 1 << 30)
-    free = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        model: Any = model_of("Llama", dtype)
-        free[dtype] = sizing.free_bytes_for(open_device("cpu"), model)
-        packed = packed_bytes_of(model)
-        assert (1 << 30) - packed == free[dtype]
-        with PackedWeights(model):
-            copies = [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
-        assert sum(layer.weight.nbytes for layer in copies) == packed
-    assert 1 << 30 == free[torch.float32]
+    assert 0 == sizing.spare_after(600, EngineOptions(kv_memory_bytes=600, host_memory_bytes=400))
+    assert 300 == sizing.spare_after(600, EngineOptions(host_memory_bytes=100))
 
 
 def test_a_refusal_adds_up_and_names_the_memory_that_would_do() -> None:

@@ -37,12 +37,12 @@ from kvtide.serve.request_store import RequestStore
 from kvtide.serve.scheduler import Scheduler
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.sizing import (
-    check_memory,
     count_pages,
     create_pool,
     free_bytes_for,
     move_model,
     reason_to_refuse,
+    spare_after,
 )
 from kvtide.serve.stats import EngineStats
 from kvtide.serve.supported import geometry_of
@@ -142,11 +142,11 @@ class Engine:
         free_bytes = free_bytes_for(device, source.model)
         page_count = count_pages(geometry, options, requests, free_bytes)
         pool_bytes = page_count * geometry.page_bytes
-        check_memory(pool_bytes if device.torch_device.type == "cpu" else 0, options)
+        spare_bytes = spare_after(pool_bytes if device.torch_device.type == "cpu" else 0, options)
         _refuse_other_answers(source, device, exact=options.exact)
         pool = create_pool(geometry, device, page_count, options)
         move_model(source.model, device)
-        packing = PackedWeights(source.model)
+        packing = PackedWeights(source.model, spare_bytes)
         undo.callback(packing.release)
         if not options.exact:
             check = None
@@ -161,7 +161,11 @@ class Engine:
             limit_bytes = default_host_bytes(untouched_bytes_of(pool.buffers))
         arena = arena_for(pool, limit_bytes)
         numerics = (
-            "" if rules is None else numerics_of(device.torch_device, rules, options.chunk_tokens)
+            ""
+            if rules is None
+            else numerics_of(
+                device.torch_device, rules, options.chunk_tokens, is_packed=packing.is_packed
+            )
         )
         kept = RequestStore(arena, options, source, geometry, numerics)
         undo.callback(kept.store.close)

@@ -16,12 +16,14 @@ _OF_LIBRARIES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_")
 """How the names of variables begin by which libraries choose their kernels."""
 
 
-def numerics_of(device: torch.device, rules: ExactRules, chunk_tokens: int) -> str:
+def numerics_of(
+    device: torch.device, rules: ExactRules, chunk_tokens: int, *, is_packed: bool
+) -> str:
     """A text that differs where exact mode may compute other bits: on other machines, say.
 
-    It has versions, the processor or the device, settings that choose kernels, threads,
-    and the rules that the self-check found. The length of a prompt's chunks is part of it only
-    where bits depend on how a prompt is cut.
+    It has versions, the processor or the device, settings that choose kernels, threads, whether the
+    model's matrices are packed, and the rules that the self-check found. The length of a prompt's
+    chunks is part of it only where bits depend on how a prompt is cut.
     """
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     parts = (
@@ -36,6 +38,7 @@ def numerics_of(device: torch.device, rules: ExactRules, chunk_tokens: int) -> s
         f"{torch.get_num_threads()} threads",
         device.type if name_of is None else str(name_of(device)),
         repr(rules),
+        "packed" if is_packed else "as loaded",
         f"{QUERY_ROWS} queries" if rules.query_rows else f"chunks of {chunk_tokens}",
     )
     return "; ".join(parts)

@@ -2,8 +2,8 @@
 
 For a product with a bfloat16 matrix oneDNN brings the matrix into an order of its own, in each call
 again. In a step of few rows that takes longer than the product itself. Here it is done once. It
-costs memory: the matrices are there in both orders. Where they are pages of a model's file, the
-system may drop those.
+costs memory: the matrices are there in both orders. So it is done only where that leaves enough
+memory. Where they are pages of a model's file, the system may drop those.
 
 The self-check measures these products as it measures all others (`kvtide.serve.operations`).
 """
@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module
+
+from kvtide.arena.budget import free_memory_bytes
 
 _PACKET = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _PRODUCT: Any = None if _PACKET is None else _PACKET.default
@@ -58,6 +60,9 @@ class PackedLinear(Linear):
 
 _USERS: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
 """For each model that is packed, how many want it so."""
+_CHOICES: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
+"""For each model that was ever wanted, whether it is packed: what the self-check measured must hold
+for all engines of a model."""
 
 
 @final
@@ -67,10 +72,18 @@ class PackedWeights:
     Meanwhile the model's weights mustn't change, or move to another device.
     """
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, spare_bytes: int | None = None) -> None:
+        """Packs the model if that takes at most half of `spare_bytes`, the memory left for it.
+
+        None stands for all that is free. The first who wants a model decides for all.
+        """
         self._model: Module | None = model
+        if model not in _CHOICES:
+            spare_bytes = free_memory_bytes() if spare_bytes is None else spare_bytes
+            _CHOICES[model] = packed_bytes_of(model) <= spare_bytes // 2
+        self.is_packed = _CHOICES[model]
         users = _USERS.get(model, 0)
-        if not users:
+        if not users and self.is_packed:
             _replace_layers(model)
         _USERS[model] = users + 1
 

@@ -13,7 +13,6 @@ from kvtide.layout import Geometry
 from kvtide.pool import Pool
 from kvtide.serve.adapter import PreTrainedModel
 from kvtide.serve.options import EngineOptions
-from kvtide.serve.packed import packed_bytes_of
 from kvtide.serve.request import Request
 
 
@@ -71,12 +70,9 @@ def reason_to_refuse(request: Request, geometry: Geometry, page_count: int) -> s
 
 
 def free_bytes_for(device: Device, model: PreTrainedModel) -> int | None:
-    """The memory that is free for a pool beside the model; None if the device can't tell.
-
-    The model isn't packed yet (`kvtide.serve.packed`).
-    """
+    """The memory that is free for a pool beside the model; None if the device can't tell."""
     if device.torch_device.type == "cpu":
-        return max(0, free_memory_bytes() - packed_bytes_of(model))
+        return free_memory_bytes()
     try:
         free_bytes, _ = torch.accelerator.get_memory_info(device.torch_device)
     except (AttributeError, RuntimeError):  # not every backend or release of torch can tell
@@ -109,11 +105,14 @@ def move_model(model: PreTrainedModel, device: Device) -> None:
         ) from error
 
 
-def check_memory(pool_bytes: int, options: EngineOptions) -> None:
-    """Raises UsageError if memory is too small. Later the system would kill the process."""
+def spare_after(pool_bytes: int, options: EngineOptions) -> int:
+    """The bytes of memory that a pool and its host memory leave.
+
+    Raises UsageError if memory is too small. Later the system would kill the process.
+    """
     free_bytes, host_bytes = free_memory_bytes(), options.host_memory_bytes or 0
     if pool_bytes + host_bytes <= free_bytes:
-        return
+        return free_bytes - pool_bytes - host_bytes
     raise UsageError(
         f"the KV pool takes {pool_bytes} bytes and its host memory up to {host_bytes}, but only "
         f"{free_bytes} are free; {_remedy(options)}"
