@@ -6,8 +6,9 @@
 `make test-vllm` makes the environment and the model. It takes four minutes on an idle machine.
 
 blocks   saved and loaded, beside a plain copy of the same bytes, in turns
-prefix   seconds to the first token of a prompt with a prefix of 1,024 tokens: computed, from host
-         memory, from the disk after a restart (it is still in the system's cache)
+prefix   seconds to the first token of a prompt with a prefix of 1,024 tokens: computed, with the
+         prefix still on the device (vLLM's own share), from host memory, and from the disk after a
+         restart (kvtide reads past the system's cache, and vLLM from it)
 decode   what saving adds to the decoding of the same tokens, in turns in one engine
 
 vLLM's own offloading doesn't run on CPUs. Its books, its shared memory and its file tier do, with a
@@ -22,8 +23,9 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,17 +36,18 @@ from vllm_engine import BLOCK_BYTES, BLOCK_TOKENS, Engine, opened, opened_with_k
 
 import conftest  # noqa: F401 - vLLM reads what this sets when it is imported
 from kvtide.arena import HostArena
-from kvtide.device import open_device
 from kvtide.machine import machine_facts
 from kvtide.measure.timing import Timing, median_of, time_in_turns, timed
 from kvtide.plugin.vllm.block_store import BlockStore
-from kvtide.plugin.vllm.open_store import adopt_groups
+from kvtide.plugin.vllm.open_store import adopt_groups, open_device_of
 from kvtide.plugin.vllm.package import VLLM
 from kvtide.plugin.vllm.spec import KeySpec, KvtideWorker
 from kvtide.tier import Namespace
 
 LAYERS = 30
 BLOCKS = 8
+SETS = 5
+"""How many sets of blocks take turns: their bytes are a multiple of what the caches hold."""
 PREFIX = BLOCKS * BLOCK_TOKENS
 HOST_BYTES = 256 << 20
 Result = dict[str, Any]
@@ -73,7 +76,10 @@ class PlainRegion:
 
 
 def measure_blocks(rounds: int) -> Result:
-    """Moves of 1,024 tokens of SmolLM2, beside a copy of the same bytes from a block to a block."""
+    """Moves of 1,024 tokens of SmolLM2, beside a copy of the same bytes from a block to a block.
+
+    Each move takes other blocks than the ones before it, so that no cache has their bytes.
+    """
     from vllm.v1.kv_offload.base import (
         CanonicalKVCacheRef,
         CanonicalKVCaches,
@@ -81,37 +87,50 @@ def measure_blocks(rounds: int) -> Result:
         GPULoadStoreSpec,
     )
 
-    width = BLOCK_BYTES // LAYERS
-    whole = torch.randint(-128, 128, (LAYERS, 2 * BLOCKS + 1, width), dtype=torch.int8)
+    width, count = BLOCK_BYTES // LAYERS, BLOCKS * SETS
+    whole = torch.randint(-128, 128, (LAYERS, 1 + count, width), dtype=torch.int8)
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(layer, width) for layer in whole],
         [[CanonicalKVCacheRef(layer, width) for layer in range(LAYERS)]],
     )
-    device = open_device("cpu")
-    arena = HostArena(device, limit_bytes=2 * BLOCKS * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    device = open_device_of(caches)
+    arena = HostArena(device, limit_bytes=count * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
     groups = adopt_groups(caches, device)
     store = BlockStore(groups, lambda _: 0, arena, Namespace(model="", weights="", layout=""))
-    ours, theirs = KvtideWorker(store, store.close), PlainCopyWorker(caches, PlainRegion(BLOCKS))
-    keys = KeySpec([bytes([number]) for number in range(BLOCKS)])
-    rows = GPULoadStoreSpec(list(range(BLOCKS)), group_sizes=[BLOCKS], block_indices=[0])
-    order = torch.randperm(2 * BLOCKS).tolist()
-    inside = GPULoadStoreSpec(
-        [1 + block for block in order[:BLOCKS]], group_sizes=[BLOCKS], block_indices=[0]
-    )
-    source, target = (torch.ones(BLOCKS * BLOCK_BYTES, dtype=torch.int8) for _ in range(2))
+    ours, theirs = KvtideWorker(store, store.close), PlainCopyWorker(caches, PlainRegion(count))
+    order = torch.randperm(count).tolist()
+    sets = [range(first, first + BLOCKS) for first in range(0, count, BLOCKS)]
 
-    def go(worker: Any, begin: Callable[..., Any], first: Any, second: Any) -> None:
-        begin(1, first, second)
-        worker.wait({1})
-        worker.get_finished()
+    def spec(blocks: Iterable[int]) -> Any:
+        return GPULoadStoreSpec([*blocks], group_sizes=[BLOCKS], block_indices=[0])
 
-    moves: dict[str, Callable[[], object]] = {
-        "memcpy": lambda: target.copy_(source),
-        "kvtide save": lambda: go(ours, ours.submit_store, inside, keys),
-        "kvtide load": lambda: go(ours, ours.submit_load, keys, inside),
-        "vLLM save": lambda: go(theirs, theirs.submit_store, inside, rows),
-        "vLLM load": lambda: go(theirs, theirs.submit_load, rows, inside),
+    inside = [spec(1 + order[number] for number in numbers) for numbers in sets]
+    rows = [spec(numbers) for numbers in sets]
+    keys = [KeySpec([bytes([number]) for number in numbers]) for numbers in sets]
+    plain = torch.ones(2, SETS, BLOCKS * BLOCK_BYTES, dtype=torch.int8)
+
+    def in_turns(call: Callable[..., Any], *arguments: Sequence[Any]) -> Callable[[], object]:
+        given = cycle(zip(*arguments, strict=True))
+        return lambda: call(*next(given))
+
+    def move(worker: Any, begin: Callable[..., Any], *ends: Sequence[Any]) -> Callable[[], object]:
+        def go(first: Any, second: Any) -> None:
+            begin(1, first, second)
+            worker.wait({1})
+            worker.get_finished()
+
+        return in_turns(go, *ends)
+
+    moves = {
+        "memcpy": in_turns(torch.Tensor.copy_, *plain.unbind()),
+        "kvtide save": move(ours, ours.submit_store, inside, keys),
+        "kvtide load": move(ours, ours.submit_load, keys, inside),
+        "vLLM save": move(theirs, theirs.submit_store, inside, rows),
+        "vLLM load": move(theirs, theirs.submit_load, rows, inside),
     }
+    for _ in sets:  # every block is saved before it is loaded, and its memory is touched
+        for name in ("memcpy", "kvtide save", "vLLM save"):
+            moves[name]()
     times = time_in_turns(moves, rounds)
     ours.shutdown()
     device.close()
@@ -161,7 +180,10 @@ def first_token(engine: Engine, seed: int, expected_tokens: int) -> Timing:
 
 
 def measure_prefix(name: str, folder: Path, count: int) -> Result:
-    """The first token of `count` prompts, each computed, then from host memory, then from disk."""
+    """The first token of `count` prompts: computed, from host memory, and from disk.
+
+    With the prefix still on the device nothing is loaded: the rest of the time is vLLM's own.
+    """
     seeds = range(count)
     with ENGINES[name](folder) as engine:
         engine.answer(prompt(99), 2)
@@ -169,10 +191,11 @@ def measure_prefix(name: str, folder: Path, count: int) -> Result:
         first_token(engine, 99, PREFIX)
         computed = [first_token(engine, seed, 0) for seed in seeds]
         engine.answer(prompt(98, 200), 8)  # the last blocks are saved in later steps
-        host = []
-        for seed in seeds:
+        host, device = [], []
+        for seed in (*seeds, *seeds, *seeds):
             engine.forget_local()
             host.append(first_token(engine, seed, PREFIX))
+            device.append(first_token(engine, seed, PREFIX))
         decode = measure_decoding(engine)
         wait_for_files(folder, count * BLOCKS)
     with ENGINES[name](folder) as engine:
@@ -181,8 +204,10 @@ def measure_prefix(name: str, folder: Path, count: int) -> Result:
     by_computing = median_of(computed)
     return {
         "computed_s": round(by_computing.seconds, 3),
+        "device_s": round(median_of(device).seconds, 4),
         "host_s": round(median_of(host).seconds, 4),
         "disk_s": round(median_of(disk).seconds, 4),
+        **median_of(device).speed(by_computing.seconds).to_json("device_times_shorter"),
         **median_of(host).speed(by_computing.seconds).to_json("host_times_shorter"),
         **median_of(disk).speed(by_computing.seconds).to_json("disk_times_shorter"),
         "decode": decode,

@@ -508,23 +508,41 @@ def test_blocking_jobs_that_have_ended_are_forgotten() -> None:
     device.close()
 
 
-def test_host_memory_asks_for_large_pages() -> None:
-    """A disk reads into them almost three times as fast, since they are so few."""
-    device = CPUDevice(lanes=1)
-    memory = device.allocate_host(8 << 20)
-    flags = flags_of(memory.data_ptr())
+def test_large_pages_of_host_memory_become_ready_by_themselves() -> None:
+    """A disk reads into them almost three times as fast. Meanwhile the memory is used already."""
+    device = CPUDevice(lanes=1, large_pages=True)
+    memory = device.allocate_host(64 << 20)
+    memory[: 1 << 20] = memory[-1 << 20 :] = 7
+    ends_at = time.monotonic() + PATIENCE_S
+    while int(fields_of(memory.data_ptr())["Rss"][0]) < 64 << 10:
+        assert time.monotonic() < ends_at, "they don't become ready"
+        time.sleep(0.01)
+    flags = fields_of(memory.data_ptr())["VmFlags"]
     device.close()
     has_large_pages = Path("/sys/kernel/mm/transparent_hugepage").exists()
-    assert has_large_pages == ("hg" in flags)
+    assert (14 << 20, has_large_pages) == (int(memory.sum()), "hg" in flags)
 
 
-def flags_of(address: int) -> list[str]:
-    """The system's flags of the memory at an address of this process."""
-    is_there = False
+def test_host_memory_has_the_pages_of_the_system_unless_large_ones_are_asked_for() -> None:
+    """Where they are dear, a small process would pay for all of a slab."""
+    device = CPUDevice(lanes=1)
+    memory = device.allocate_host(8 << 20)
+    fields = fields_of(memory.data_ptr())
+    device.close()
+    assert (0, False) == (int(fields["Rss"][0]), "hg" in fields["VmFlags"])
+
+
+def fields_of(address: int) -> dict[str, list[str]]:
+    """What the system says of the memory at an address of this process. Sizes are in KiB."""
+    fields: dict[str, list[str]] | None = None
     for line in Path("/proc/self/smaps").read_text("ascii").splitlines():
-        first, _, rest = line.partition("-")
-        if rest and ":" not in first:
-            is_there = int(first, 16) <= address < int(rest.split()[0], 16)
-        elif is_there and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    raise AssertionError(f"no memory at {address:#x}")
+        name, *values = line.split()
+        if not name.endswith(":"):
+            if fields:
+                return fields
+            first, stop = (int(end, 16) for end in name.split("-"))
+            fields = {} if first <= address < stop else None
+        elif fields is not None:
+            fields[name[:-1]] = values
+    assert fields, f"no memory at {address:#x}"
+    return fields

@@ -65,6 +65,14 @@ def opened_for(layer_names: list[str], folder: Path) -> OpenStore:
     return open_store(config_for(folder), config, settings, caches, object())
 
 
+def test_the_first_memory_is_taken_at_the_start(tmp_path: Path) -> None:
+    """Otherwise the first request that is saved or loaded would wait for the system."""
+    store = opened_for(["layers.0", "layers.1"], tmp_path)
+    arena = store.blocks._arena
+    assert (0, True) == (arena.used_bytes, arena.reserved_bytes > 0)
+    store.close()
+
+
 def test_layers_of_one_width_are_told_apart_by_their_names(tmp_path: Path) -> None:
     """Their order within a block follows from their names alone."""
     names = (["layers.0", "layers.1"], ["layers.1", "layers.0"], ["layers.0", "layers.1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,8 +12,8 @@ import torch
 
 from kvtide.arena import HostArena, arena_of_blocks
 from kvtide.arena.budget import default_host_bytes, untouched_bytes_of
-from kvtide.device import Device, open_device
-from kvtide.errors import UsageError
+from kvtide.device import CPUDevice, Device, open_device
+from kvtide.errors import ArenaFull, UsageError
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.vllm.block_store import BlockStore, writes_at_once
 from kvtide.plugin.vllm.groups import BlockGroup
@@ -58,6 +59,8 @@ def open_store(
     try:
         groups = adopt_groups(kv_caches, device)
         arena = _arena_for(groups, device, settings.host_memory_bytes, rank_count)
+        with suppress(ArenaFull):  # here, and not in a move, it takes its first memory
+            arena.lease(1).release()
         below = open_below(settings, rank, rank_count)
         layouts = [group.pool.geometry.canonical for group in groups]
         # Layers of one width differ by their names alone.
@@ -119,7 +122,7 @@ def open_device_of(kv_caches: Any) -> Device:
     if len(devices) != 1:
         raise Refused(f"kvtide moves the caches of one device, and here are {len(devices)}")
     device = devices.pop()
-    return open_device(device.type if device.type == "cpu" else str(device))
+    return CPUDevice(large_pages=True) if device.type == "cpu" else open_device(str(device))
 
 
 def _arena_for(
