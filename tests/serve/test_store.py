@@ -16,6 +16,7 @@ import torch
 from kvtide.errors import SnapshotMiss, UsageError
 from kvtide.serve import progress
 from kvtide.serve.engine import Engine, EngineOptions
+from kvtide.serve.models import open_model
 from kvtide.serve.request import Request, SamplingParams
 from kvtide.serve.sampling import Sampler
 from kvtide.tier import MooncakeSettings, Spill
@@ -167,11 +168,12 @@ def test_file_that_vanishes_costs_one_request_its_kv(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
     """The error names the folder, and the model can be used by itself afterwards."""
-    tokens = torch.tensor([[5, 6, 7]])
-    expected = tiny().model(tokens).logits
+    source, tokens = open_model("tiny-random"), torch.tensor([[5, 6, 7]])
+    expected = source.model(tokens).logits
+    options = EngineOptions(kv_memory_bytes=280 * token_bytes(source))
     with pytest.raises(UsageError, match="cannot use the folder"):
-        build(tmp_path / "no" / "parent")
-    assert torch.equal(expected, tiny().model(tokens).logits)
+        Engine.build(source, replace(options, disk_dir=tmp_path / "no" / "parent"))
+    assert torch.equal(expected, source.model(tokens).logits)
 
 
 # ---- another process goes on ------------------------------------------------------------

@@ -49,7 +49,8 @@ def usage_of(requests: Sequence[Request], sample_count: int | None = None) -> di
 
     Each prompt has `sample_count` answers, which stand side by side; None for one prompt.
     """
-    prompt_count = sum(len(request.prompt_ids) for request in requests[::sample_count])
+    firsts = requests[:: sample_count or len(requests)]
+    prompt_count = sum(len(request.prompt_ids) for request in firsts)
     new_count = sum(len(request.output_ids) for request in requests)
     return {
         "prompt_tokens": prompt_count,
