@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from requests_of import ALONE, SETTINGS, Config, Place, Scheduler, keeper_of, raising
 
+from kvtide.plugin.engine_reads import EngineReads
 from kvtide.plugin.keeper import Keeper
 from kvtide.plugin.refusals import Refused
 from kvtide.plugin.sglang import attachment as attaching
@@ -362,7 +363,8 @@ def test_an_sglang_with_renamed_attributes_is_left_alone(
     place: Place, configure: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attribute with another name would be left out of snapshots, and nobody would notice."""
-    monkeypatch.setattr(attaching, "refuse_if_moved", raising(Refused("SGLang 9 lacks X.y")))
+    refused = raising(Refused("SGLang 9 lacks X.y"))
+    monkeypatch.setattr(EngineReads, "refuse_if_moved", refused)
     found = attach(Scheduler(place.allocator, place.request_pool), SETTINGS)
     assert (None, "SGLang 9 lacks X.y") == (found.keeper, found.refusal)
     assert not would_cover(place.request_pool, place.allocator)
