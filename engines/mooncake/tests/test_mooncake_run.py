@@ -33,7 +33,7 @@ def answers_in(path: Path) -> dict[str, list[int]]:
 
 
 def test_kv_comes_back_from_the_store(cluster: Cluster, tmp_path: Path) -> None:
-    """Nothing is computed again, the answers are exact, and only what prompts begin with is left."""
+    """Nothing is computed again, answers are exact, and only what prompts begin with is left."""
     write_prompts(tmp_path, PROMPTS)
     done = run(tmp_path, *ANSWER, *FILES, "--mooncake", cluster.address, "--verify")
     assert 0 == done.returncode, done.stderr
