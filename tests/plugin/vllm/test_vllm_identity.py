@@ -64,6 +64,9 @@ def named(
         {"model_loader_extra_config": {"qlora_adapter": "elsewhere"}},
         {"max_model_len": 8192},
         {"kv_cache_dtype_skip_layers": ["0"]},
+        {"mamba_cache_dtype": "float16"},
+        {"mamba_ssm_cache_dtype": "float16"},
+        {"cp_kv_cache_interleave_size": 4},
         {"static_forward_context": {"layer": object()}},
     ],
 )

@@ -38,12 +38,12 @@ READS: Table = {
     ),
     "CacheConfig": (
         *("cache_dtype", "kv_cache_dtype_skip_layers", "prefix_caching_hash_algo"),
-        "kv_cache_layout?",
+        *("kv_cache_layout?", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     ),
     "ParallelConfig": (
         *("rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size"),
         *("prefill_context_parallel_size", "decode_context_parallel_size"),
-        "data_parallel_index",
+        *("cp_kv_cache_interleave_size", "data_parallel_index"),
     ),
     "LoadConfig": ("load_format", "model_loader_extra_config", "download_dir?"),
     "CompilationConfig": ("static_forward_context",),
@@ -76,7 +76,7 @@ def namespace_of(
     model, parallel = Reader(reads["model_config"], READS), Reader(reads["parallel_config"], READS)
     if is_durable:
         _warn_of_passing_keys(Reader(reads["cache_config"], READS)["prefix_caching_hash_algo"])
-    sizes = [parallel[name] for name in READS["ParallelConfig"][1:-1]]
+    sizes = [parallel[name] for name in READS["ParallelConfig"][1:-2]]
     return Namespace(
         model=_hash_of([_config_of(model["hf_config"])]),
         weights=_weights_of(vllm_config, settings, started_s) if is_durable else "",
@@ -102,7 +102,7 @@ def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -
     """The versions and whatever else decides in which order bytes lie within a block."""
     reads = Reader(vllm_config, READS)
     model, cache = Reader(reads["model_config"], READS), Reader(reads["cache_config"], READS)
-    load = Reader(reads["load_config"], READS)
+    load, parallel = Reader(reads["load_config"], READS), Reader(reads["parallel_config"], READS)
     layers = Reader(reads["compilation_config"], READS)["static_forward_context"]
     kinds = sorted({f"{type(layer).__name__} {_backend_of(layer)}" for layer in layers.values()})
     decides = [
@@ -116,6 +116,10 @@ def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -
         *(str(load["load_format"]), str(load["model_loader_extra_config"])),
         *(str(cache["cache_dtype"]), str(cache["kv_cache_layout"])),
         str(cache["kv_cache_dtype_skip_layers"]),
+        # Recurrent state has dtypes of its own; a layout only knows how wide it is.
+        *(str(cache["mamba_cache_dtype"]), str(cache["mamba_ssm_cache_dtype"])),
+        # Which tokens of a context that several ranks share are this rank's.
+        str(parallel["cp_kv_cache_interleave_size"]),
         # A block's key is a hash of its tokens, which this algorithm makes.
         str(cache["prefix_caching_hash_algo"]),
         # The CPU's attention kernels order a block's bytes by what the CPU can do.
