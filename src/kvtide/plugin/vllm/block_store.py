@@ -1,7 +1,7 @@
 """BlockStore: a rank's blocks in host memory and in the tier below it.
 
 save    a move off the device → here, sealed → the writer writes it to the tier
-load    every byte is checked → a move to the device
+load    a move to the device, in which every byte is checked; a bad one makes the load a failed one
 fetch   a thread reads and checks the file → here
 
 The scheduler decides what is here (BlockBooks); this class does as it says, and reports what went
@@ -115,7 +115,7 @@ class BlockStore:
                 self._begin_part(move, group, *map(list, zip(*leased, strict=True)))
 
     def load(self, job_id: int, groups: Sequence[Pairs]) -> None:
-        """Begins to copy blocks to the device, after every byte of a group has been checked."""
+        """Begins to copy blocks to the device; a byte that is wrong makes the load a failed one."""
         move = self._moves[job_id] = BlockMove(self._clock(), is_load=True)
         for pairs in groups:
             absent = [key for key, _ in pairs if key not in self._held]
