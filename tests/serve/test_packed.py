@@ -62,6 +62,30 @@ def test_a_model_is_given_back_as_it_was(family: str) -> None:
     assert all(weights[name] is weight for name, weight in model.state_dict(keep_vars=True).items())
 
 
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_layer_with_a_hook_stays_as_it_is(hook: str) -> None:
+    """The hook belongs to the answer. Weight normalisation is one, too."""
+    layers = [Linear(64, 64).bfloat16().requires_grad_(False) for _ in range(2)]
+    getattr(layers[0], hook)(lambda *_: None)
+    model = torch.nn.Sequential(*layers)
+    counted = packed_bytes_of(model)
+    with PackedWeights(model):
+        assert [Linear, of_packed(Linear)] == linear_layers(model)
+    assert counted == (0 if of_packed(Linear) is Linear else layers[1].weight.nbytes)
+
+
+def test_a_copy_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no memory for one in the middle."""
+    layers = [Linear(64, 64).bfloat16().requires_grad_(False) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    results = iter([layers[0].weight])
+    monkeypatch.setattr(packed, "_can_pack", lambda _: True)
+    monkeypatch.setattr(packed, "pack", lambda _: next(results))
+    with pytest.raises(StopIteration):
+        PackedWeights(model)
+    assert layers == list(model)
+
+
 def test_matrices_of_float32_stay_as_they_are() -> None:
     """Another library multiplies them, which needs no order of its own."""
     model: Any = model_of("Llama", torch.float32)

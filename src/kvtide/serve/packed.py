@@ -10,7 +10,7 @@ The self-check measures these products as it measures all others (`kvtide.serve.
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, TypeGuard, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,7 +84,11 @@ class PackedWeights:
         self.is_packed = _CHOICES[model]
         users = _USERS.get(model, 0)
         if not users and self.is_packed:
-            _replace_layers(model)
+            try:
+                _replace_layers(model)
+            except BaseException:  # without memory for all copies there are none
+                _put_layers_back(model)
+                raise
         _USERS[model] = users + 1
 
     def release(self) -> None:
@@ -105,15 +109,14 @@ class PackedWeights:
 
 def packed_bytes_of(model: Module) -> int:
     """The memory that packing the model takes."""
-    weights = [layer.weight for layer in model.modules() if type(layer) is Linear]
-    return sum(weight.nbytes for weight in weights if _can_pack(weight))
+    return sum(layer.weight.nbytes for layer in model.modules() if _is_packable(layer))
 
 
 @torch.no_grad()
 def _replace_layers(model: Module) -> None:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if type(layer) is Linear and _can_pack(layer.weight):
+            if _is_packable(layer):
                 setattr(parent, name, PackedLinear(layer))
 
 
@@ -122,6 +125,12 @@ def _put_layers_back(model: Module) -> None:
         for name, layer in list(parent.named_children()):
             if isinstance(layer, PackedLinear):
                 setattr(parent, name, layer.replaced[0])
+
+
+def _is_packable(layer: Module) -> TypeGuard[Linear]:
+    """Whether a layer does nothing but multiply: a hook would be lost."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    return type(layer) is Linear and not any(hooks) and _can_pack(layer.weight)
 
 
 def _can_pack(weight: Tensor) -> bool:
