@@ -9,7 +9,7 @@ import pytest
 from kvtide.errors import KvtideError, SnapshotMiss, TierFull, TierRetry
 from kvtide.seal import Seal, Span
 from kvtide.tier import retries
-from kvtide.tier.retries import REST_S, WAITS_S, RetriedTier
+from kvtide.tier.retries import REST_S, SLOW_S, WAITS_S, RetriedTier
 from tier.faulty_tiers import Clock, FaultyTier, SimulatedJob
 
 SEAL = Seal('{"groups":[]}', "", 1, (), (), 8, (Span(0, 0, 8, 0),))
@@ -65,6 +65,21 @@ def test_call_is_tried_again_until_it_works(rig: Rig, monkeypatch: pytest.Monkey
     monkeypatch.setattr(rig.tier, "_sleep", sleep)
     rig.put("a")
     assert (list(WAITS_S[:2]), []) == (pauses, rig.warnings)
+
+
+def test_slow_failure_is_not_tried_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two keys, which is what it takes to let a tier rest, cost the tier's own two waits."""
+    calls: list[str] = []
+
+    def seal_of(key: str) -> Seal:
+        calls.append(key)
+        rig.clock.sleep(2 * SLOW_S)
+        raise TierRetry("no master is there")
+
+    monkeypatch.setattr(rig.below, "seal_of", seal_of)
+    assert 4 * SLOW_S == rig.fails(rig.seal, "a", "b")
+    assert (["a", "b"], 1) == (calls, len(rig.warnings))
+    assert 0 == rig.fails(rig.seal, "c")
 
 
 def test_bad_place_on_a_disk_costs_one_snapshot(rig: Rig) -> None:
