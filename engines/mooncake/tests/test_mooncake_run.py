@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
+import signal
 from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, free_port
-from commands import begin, run, write_prompts
+from commands import begin_until_stored, run, write_prompts
 
 # The pool has room for two requests that are nearly answered, and host memory for one of them.
 ANSWER = ["run", "prompts.jsonl", "--model", "tiny-random", "--max-new-tokens", "200"]
 ANSWER += ["--kv-memory", "256KiB", "--host-memory", "128KiB"]
 FILES = ["--out", "answers.jsonl", "--report", "report.json"]
-LONGEST_S = 240
 PROMPTS = 12
 """Each begins with one block, which stays in the store for others."""
 
@@ -43,31 +41,12 @@ def test_kv_comes_back_from_the_store(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.object_count() <= PROMPTS
 
 
-def wait_for_objects(cluster: Cluster, process: subprocess.Popen[str]) -> None:
-    """Waits until a run has more of its requests in the store than it may be writing."""
-    until = time.monotonic() + LONGEST_S
-    while cluster.object_count() < PROMPTS + 3 and process.poll() is None:
-        assert time.monotonic() < until, "nothing reached the store"
-
-
-def kill_with_kv_in_the_store(cluster: Cluster, folder: Path, *command: str) -> None:
-    """Runs a command until a SIGKILL that leaves something in the store."""
-    for _ in range(LONGEST_S // 10):
-        with begin(folder, *command) as process:
-            wait_for_objects(cluster, process)
-            process.kill()
-            _, said = process.communicate()
-        assert -9 == process.returncode, said
-        if cluster.object_count() > PROMPTS + 2:
-            return
-    raise TimeoutError("what was in the store was always wanted at once")
-
-
 def test_a_run_goes_on_from_the_store_after_sigkill(cluster: Cluster, tmp_path: Path) -> None:
     """The killed run has left what was in the store; the next one begins there."""
     write_prompts(tmp_path, PROMPTS)
     command = [*ANSWER, *FILES, "--mooncake", cluster.address, "--resume"]
-    kill_with_kv_in_the_store(cluster, tmp_path, *command)
+    with begin_until_stored(tmp_path, *command) as process:
+        process.kill()
     part = tmp_path / "answers.jsonl.part"
     before = answers_in(part) if part.exists() else {}
     done = run(tmp_path, *command)
@@ -86,10 +65,11 @@ def test_a_run_goes_on_from_the_store_after_sigkill(cluster: Cluster, tmp_path: 
 def test_a_store_that_dies_costs_no_answer(cluster: Cluster, tmp_path: Path) -> None:
     """What it had is computed again, and the answers are exact."""
     write_prompts(tmp_path, PROMPTS)
-    with begin(tmp_path, *ANSWER, *FILES, "--mooncake", cluster.address, "--verify") as process:
-        wait_for_objects(cluster, process)
+    command = [*ANSWER, *FILES, "--mooncake", cluster.address, "--verify"]
+    with begin_until_stored(tmp_path, *command) as process:
         for name in ("node0", "node1", "master"):
             cluster.kill(name)
+        process.send_signal(signal.SIGCONT)
         _, said = process.communicate()
     try:
         assert 0 == process.returncode, said
