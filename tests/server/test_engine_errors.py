@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import math
 from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from typing import Any
@@ -57,6 +59,28 @@ def test_an_error_at_a_request_costs_its_call(patch: pytest.MonkeyPatch, count: 
             assert SECRET not in answer.text
             assert 200 == (await server.complete(prompt="Hi", n=count)).status_code
         assert 1 == server.service.loop.failures
+
+    serve_and(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_ends_without_another_token_ends_its_call(
+    patch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Logits that aren't numbers give no token: its client hears of the end all the same."""
+
+    async def test(server: Served) -> None:
+        model = server.engine._model
+        forward, steps = model.forward, itertools.count()
+
+        def spoiled(batch: Any) -> Any:
+            return forward(batch) * (1.0 if next(steps) < 3 else math.nan)
+
+        patch.setattr(model, "forward", spoiled)
+        async with asyncio.timeout(20):
+            answer = await server.complete(prompt="Hi", max_tokens=9, stream=stream)
+        assert (200 if stream else 500) == answer.status_code
+        assert '"code":"request_failed"' in answer.text.splitlines()[-2 if stream else -1]
 
     serve_and(test)
 
