@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import cast
 
@@ -13,22 +14,15 @@ from kvtide.serve.seeker import Seeker, Sought
 from kvtide.tier import Spill
 
 
-class FakeJob:
-    """A search's job, which ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.has_ended = False
-
-    def done(self) -> bool:
-        return self.has_ended
-
-
 class FakeSearch:
-    """A search for `names`, which finds them all."""
+    """A search for `names`, which finds them all, and ends when the test says so."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        self.job = FakeJob()
+        self.is_over = False
+
+    def has_ended(self) -> bool:
+        return self.is_over
 
 
 class FakeSpill:
@@ -68,7 +62,7 @@ class Bench:
 
     def end(self, number: int) -> None:
         """Lets a search end."""
-        self.spill.searches[number].job.has_ended = True
+        self.spill.searches[number].is_over = True
 
 
 @pytest.fixture
@@ -106,6 +100,19 @@ def test_a_request_that_has_ended_is_not_searched_for(bench: Bench) -> None:
     assert bench.seeks(third, [])
     assert [["a"], ["c"]] == [search.names for search in bench.spill.searches]
     assert bench.seeks(first, ["again"])
+
+
+def test_a_request_that_has_ended_is_kept_by_nobody(bench: Bench) -> None:
+    """However long the search before it takes: its prompt and its answer are large."""
+    bench.seeks(Request("hung", [1]), ["x"])
+    ended = []
+    for number in range(3):
+        request = Request(str(number), [1])
+        bench.seeks(request, ["y"])
+        bench.seeker.forget(request)
+        ended.append(weakref.ref(request))
+    del request
+    assert [None, None, None] == [reference() for reference in ended]
 
 
 def test_a_request_waits_for_each_block_a_while(bench: Bench) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -317,3 +318,17 @@ class FaultyTier(Tier):
         if self.is_away:
             raise TierRetry("simulated: away")
         return self._chance.choice(names) if self._chance.random() < self.fault_share else None
+
+
+class SilentTier(FaultyTier):
+    """A tier that says only after `gate` is set what it has."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(0), 1 << 20)
+        self.asked: list[str] = []
+        self.gate = threading.Event()
+
+    def contains(self, key: str) -> bool:
+        self.asked.append(key)
+        self.gate.wait()
+        return super().contains(key)

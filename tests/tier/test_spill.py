@@ -22,7 +22,7 @@ from kvtide.snapshot import Snapshot
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Spill, retries
 from kvtide.tier import spill as spill_module
-from tier.faulty_tiers import FaultyTier, SimulatedJob
+from tier.faulty_tiers import FaultyTier, SilentTier, SimulatedJob
 from tier.simulation import BLOCK_BYTES, KINDS, SLOT_COUNT, TOKEN_BYTES, World, walk
 
 STEPS = {"memory": 10_000, "disk": 2_000, "mooncake": 2_000, "disk over mooncake": 2_000}
@@ -609,18 +609,6 @@ def test_arena_of_smaller_blocks_is_never_written_beyond_one(
     assert all(bytes([7]) * block_bytes == bytes(b.bytes_view(block_bytes)) for b in others.blocks)
     others.release()
     assert not list((tmp_path / "tier").glob("??/*"))
-
-
-class SilentTier(FaultyTier):
-    """A tier that says only after `gate` is set what it has."""
-
-    def __init__(self) -> None:
-        super().__init__(random.Random(0), 1 << 20)
-        self.gate = threading.Event()
-
-    def contains(self, key: str) -> bool:
-        self.gate.wait()
-        return super().contains(key)
 
 
 def test_who_is_in_a_hurry_waits_for_no_silent_tier(device: CPUDevice) -> None:

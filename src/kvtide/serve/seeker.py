@@ -7,7 +7,7 @@ that is slower than that isn't waited for again for some time: its blocks are co
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, final
 
@@ -49,7 +49,8 @@ class Seeker:
         self._spill = spill
         self._clock = clock
         self._sleep = sleep
-        self._line: deque[Sought] = deque()
+        self._line: OrderedDict[Request, Sought] = OrderedDict()
+        """What is searched for next, the oldest first."""
         self._search: tuple[Sought, Search] | None = None
         self._asked: dict[Request, bool] = {}
         """The requests that were searched for, and whether that hasn't ended."""
@@ -65,7 +66,7 @@ class Seeker:
     def seek(self, sought: Sought) -> None:
         """Begins a search, when those before it have ended."""
         self._asked[sought.request] = True
-        self._line.append(sought)
+        self._line[sought.request] = sought
         self._go_on()
         if len(self._line) == 0:
             self._sleep(_GLANCE_S)
@@ -98,6 +99,7 @@ class Seeker:
     def forget(self, request: Request) -> None:
         """Forgets a request in any state; it may be searched for anew."""
         self._asked.pop(request, None)
+        self._line.pop(request, None)
         self._since.pop(request, None)
 
     def pause(self) -> None:
@@ -108,13 +110,12 @@ class Seeker:
         """Takes the result of a search that has ended, and begins the next."""
         if self._search is not None:
             sought, search = self._search
-            if not search.job.done():
+            if not search.has_ended():
                 return
             self._search = None
             self._found.append((sought, self._spill.take(search)))
             if sought.request in self._asked:
                 self._asked[sought.request] = False
-        while self._line and self._search is None:
-            sought = self._line.popleft()
-            if sought.request in self._asked:  # it hasn't ended meanwhile
-                self._search = sought, self._spill.seek(sought.names, sought.tails_at)
+        if self._line and self._search is None:
+            _, sought = self._line.popitem(last=False)
+            self._search = sought, self._spill.seek(sought.names, sought.tails_at)

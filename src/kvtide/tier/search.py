@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
 from typing import Any, NamedTuple, final
 
 from kvtide.arena import HostArena
@@ -33,7 +35,7 @@ class Search:
 
     Then it looks for the first of `ends_at(n)` that a tier has, where n names were found.
 
-    A worker does `look`; Spill's thread asks for the rest when the job has ended.
+    A worker does `look`; Spill's thread asks for the rest when the search has ended.
     """
 
     def __init__(
@@ -42,15 +44,38 @@ class Search:
         tiers: Sequence[RetriedTier],
         workers: Workers,
         ends_at: EndsAt = lambda _: (),
+        clock: Callable[[], float] = time.monotonic,
+        until: float = inf,
     ) -> None:
-        """Gives the work to a worker."""
+        """Gives the work to a worker. What takes longer than `until`, by the clock, is given up."""
         self.found: list[Found] = []
         self.errors: list[tuple[RetriedTier, Exception]] = []
         """Who could not answer, and why."""
         self._names = names
         self._tiers = tiers
         self._ends_at = ends_at
+        self._workers = workers
+        self._clock = clock
+        self._until = until
+        self._asked: RetriedTier | None = None
+        """Whom it asks, or asked last."""
+        self._is_given_up = False
         self.job: Job[Any] = workers.start(self.look)
+
+    def has_ended(self) -> bool:
+        """Whether it is over: all was asked, or it was given up since a tier gave no answer."""
+        if not self._is_given_up and not self.job.done() and self._clock() > self._until:
+            self._give_up()
+        return self._is_given_up or self.job.done()
+
+    def _give_up(self) -> None:
+        """Waits for no answer any more. The tier isn't asked again before it has answered."""
+        self._is_given_up = True
+        self._ends_at = lambda _: ()  # it may hold what its caller has forgotten
+        self._workers.settle(self.job, 0.0)  # so a thread that hangs is replaced
+        if self._asked is not None:
+            self._asked.note_late(self.job)
+            self._asked.counts.missed(TimeoutError("a tier was too late to say what it has"))
 
     def look(self) -> None:
         """In a worker: asks the tiers."""
@@ -68,7 +93,7 @@ class Search:
         return found is not None
 
     def entries(self, arena: HostArena) -> Iterator[SpillEntry]:
-        """What it found, for the books; counts what went wrong. The search has ended.
+        """What it found, for the books; counts what went wrong. The search `has_ended`.
 
         Ends where the arena has no room for a seal.
         """
@@ -90,6 +115,9 @@ class Search:
 
     def _places_of(self, name: str) -> Iterator[Found]:
         for tier in self._tiers:
+            if self._is_given_up:
+                return
+            self._asked = tier
             try:
                 if tier.contains(name):
                     yield Found(name, tier, tier.seal_of(name))

@@ -92,8 +92,8 @@ class Spill:
         return None
 
     def seek(self, names: Sequence[str], ends_at: EndsAt = lambda _: ()) -> Search:
-        """Begins to look for what other processes left; see Search. In its end `take` gives it."""
-        return Search(names, self._tiers, self._workers, ends_at)
+        """Begins to look for what other processes left. Once it `has_ended`, `take` gives it."""
+        return Search(names, self._tiers, self._workers, ends_at, self._clock, self._until())
 
     def take(self, search: Search) -> list[Snapshot]:
         """Takes what a search that has ended found into the books, as far as seals have room."""
