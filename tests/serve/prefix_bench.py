@@ -94,6 +94,7 @@ class Bench:
     def step(self) -> list[tuple[str, int]]:
         """Runs a step, and checks all that requests read before and after; gives its counts."""
         steps = self.scheduler.plan()
+        assert steps or not self._has_requests, "somebody can always go on"
         self.check()
         for request, count in steps:
             part = slice(request.stored, request.stored + count)
@@ -107,6 +108,11 @@ class Bench:
                 request.output_ids.append(len(request.output_ids))
         self.check()
         return [(request.id, count) for request, count in steps]
+
+    @property
+    def _has_requests(self) -> bool:
+        books = self.scheduler
+        return bool(books.running or books.retracted_count or books.waiting_count)
 
     def check(self) -> None:
         """Each request's slots hold the KV of its own tokens, and each page has its holders."""

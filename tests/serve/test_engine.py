@@ -276,6 +276,25 @@ def test_a_request_that_failed_before_is_given_back() -> None:
     assert fine.error is None
 
 
+def test_a_request_whose_tier_fails_unexpectedly_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise each later step would wait for a request that no scheduler has."""
+
+    def fail(*_: object, **__: object) -> bool:
+        raise RuntimeError("the tier failed")
+
+    engine = build(300)
+    monkeypatch.setattr(engine._requests, "take_over", fail)
+    request = make_requests(0, count=1)[0]
+    with pytest.raises(RuntimeError, match="the tier failed"):
+        engine.add(request)
+    assert not engine.has_work
+    monkeypatch.undo()
+    assert [request] == run_all(engine, [request])
+    engine.close()
+
+
 def test_many_requests_share_a_pool_for_those_that_run_at_once() -> None:
     """The pool has room for the longest of them; a prompt that is too long doesn't count."""
     requests = [Request(str(i), [5] * 20, SamplingParams(13)) for i in range(100)]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtide.serve import blocks
 from kvtide.serve.prefix import block_tokens_for
 from kvtide.serve.request import Request
+from kvtide.tide import Tide
 from serve.prefix_bench import PAGE_SIZE, Bench, close_benches, make, numbers
 
 
@@ -144,7 +148,7 @@ def test_requests_that_share_need_room_for_their_own_tokens_only() -> None:
 def test_retracted_request_reads_its_blocks_again(page_count: int) -> None:
     """Only its own tokens go to host memory, and nothing is computed again."""
     bench = Bench(page_count, host_blocks=8)
-    first, second = make("a", numbers(16), 12), make("b", [*numbers(16), 90, 91, 92], 4)
+    first, second = make("a", numbers(16), 9), make("b", [*numbers(16), 90, 91, 92], 4)
     bench.scheduler.add(first)
     bench.step()
     bench.step()
@@ -288,3 +292,60 @@ def test_thousands_of_steps_read_nothing_wrong(
             bench.scheduler.remove(request)
             alive.remove(request)
     assert bench.prefixes.stats.cached_tokens["device"] > 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_copy_that_fails_unexpectedly_costs_its_step_alone(
+    exact: bool, has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without memory, or Ctrl-C: no page and no reader is left, and all can go on.
+
+    `Bench.step` compares every byte afterwards.
+    """
+    monkeypatch.setattr("kvtide.serve.finder._WORTH_TOKENS", 1)
+    dice = random.Random(7)
+    failures = fail_at_random(monkeypatch, dice)
+    bench = Bench(
+        24,
+        exact=exact,
+        host_blocks=12,
+        block_tokens=2 * PAGE_SIZE,
+        disk_dir=tmp_path if has_disk else None,
+    )
+    beginnings = [numbers(40, first) for first in (0, 60)]
+    for number in range(600):
+        if number % 3 == 0 and len(bench.scheduler.running) + bench.scheduler.retracted_count < 6:
+            prompt = [*dice.choice(beginnings)[: dice.randint(1, 30)], number % 7]
+            bench.scheduler.add(make(str(number), prompt, dice.randint(1, 20)))
+        running = bench.scheduler.running
+        with suppress(_Failed):
+            if running and dice.random() < 0.2:
+                bench.scheduler.retract(dice.choice(running))
+            bench.step()
+        bench.check()
+        bench.end_those_that_are_done()
+    expected = {"resume", "offload" if has_disk else "retract", "_copy"}
+    assert expected <= failures
+
+
+class _Failed(BaseException):
+    """An error of which no code knows."""
+
+
+def fail_at_random(monkeypatch: pytest.MonkeyPatch, dice: random.Random) -> set[str]:
+    """Has copies of KV fail now and then; gives the names of those that have."""
+    failures: set[str] = set()
+
+    def failing(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def copy_or_fail(*args: Any, **options: Any) -> Any:
+            if dice.random() < 0.2:
+                failures.add(copy.__name__)
+                raise _Failed
+            return copy(*args, **options)
+
+        return copy_or_fail
+
+    for owner, name in ((Tide, "resume"), (Tide, "retract"), (Tide, "offload"), (blocks, "_copy")):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    return failures

@@ -170,14 +170,18 @@ class Blocks:
     def copied(self, block: PrefixBlock, token_count: int) -> list[int] | None:
         """New pages with a copy of the first tokens of a block that is held and on the device.
 
-        None if there is no room.
+        None if there is no room. After an error the pages are free again.
         """
         page_count = self.page_count_for(token_count)
         if not self.make_room(page_count):
             return None
         pages = self._pages.acquire(page_count)
         assert pages is not None, "there is room"
-        _copy(self._tide.pool, block.pages, pages, token_count)
+        try:
+            _copy(self._tide.pool, block.pages, pages, token_count)
+        except BaseException:
+            self._pages.release(pages)
+            raise
         return pages
 
     def hand_over(self, block: PrefixBlock) -> list[int]:

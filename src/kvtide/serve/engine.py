@@ -181,7 +181,7 @@ class Engine:
         """Takes a request. If it can never fit, the next step gives it back with `error` set.
 
         A request whose `error` is set already is given back as it is. Raises UsageError for an id
-        that is in use, a prompt without tokens, or an unknown token.
+        that is in use, a prompt without tokens, or an unknown token. After an error it isn't taken.
         """
         if request.id in self._live:
             raise UsageError(f"request id {request.id!r} is in use already; choose another")
@@ -194,16 +194,16 @@ class Engine:
             request.finish_reason, request.error = "error", error
             self._refused.append(request)
             return
-        self._cut += request.most_new_tokens < request.params.max_new_tokens
         live = Live(request, self._answering)
-        self._live[request.id] = live
-        self._prompt_tokens += len(request.prompt_ids)
         is_left = self._requests.take_over(
             live,
             vocab_size=self._vocab_size,
             needs_digests=self._options.keep_logits,
             is_busy=bool(self.scheduler.running),
         )
+        self._cut += request.most_new_tokens < request.params.max_new_tokens
+        self._live[request.id] = live
+        self._prompt_tokens += len(request.prompt_ids)
         if is_left:
             self.scheduler.go_on(request)
         else:

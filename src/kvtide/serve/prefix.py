@@ -131,10 +131,15 @@ class PrefixCache:
 
     def _give(self, request: Request, block: PrefixBlock, token_count: int) -> bool:
         """Gives a request the first tokens of a block; False if they can't be had."""
+        is_given = False
         self.blocks.hold(block)
-        source = self.blocks.bring(block)
-        if source is None or not self._enter(request, block, token_count):
-            self.blocks.let_go(block)
+        try:
+            source = self.blocks.bring(block)
+            is_given = source is not None and self._enter(request, block, token_count)
+        finally:  # also if a copy fails in a way of which no code knows
+            if not is_given:
+                self.blocks.let_go(block)
+        if source is None or not is_given:
             return False
         self._finder.note_progress(request)
         request.stored += token_count
@@ -172,15 +177,23 @@ class PrefixCache:
         self.release(request)
 
     def read_again(self, request: Request) -> bool:
-        """Gives a request that was retracted its blocks again; False, and none, if one is lost."""
+        """Gives a request that was retracted its blocks again; False, and none, if one is lost.
+
+        After an error it still awaits them all.
+        """
         keys = [block.key for block in request.awaited]
-        self._stop_waiting(request)
         blocks = [self.blocks.known[key] for key in keys if key in self.blocks.known]
+        are_here = False
         for block in blocks:  # all of them first: room for one must not cost another
             self.blocks.hold(block)
-        if len(blocks) < len(keys) or not all(self.blocks.bring(block) for block in blocks):
-            for block in reversed(blocks):
-                self.blocks.let_go(block)
+        try:
+            are_here = len(blocks) == len(keys) and all(map(self.blocks.bring, blocks))
+        finally:
+            if not are_here:
+                for block in reversed(blocks):
+                    self.blocks.let_go(block)
+        self._stop_waiting(request)
+        if not are_here:
             return False
         request.blocks = blocks
         request.pages = [page for block in blocks for page in block.pages]

@@ -182,16 +182,19 @@ class Scheduler:
     # ---- taking pages away -----------------------------------------------------------
 
     def retract(self, request: Request) -> None:
-        """Takes a running request's pages away. `plan` resumes it when there is room."""
-        self._running.remove(request)
-        insort(self._retracted, request, key=lambda other: other.arrival)
-        if request.stored:  # a request without KV only waits again
-            request.retractions += 1
-            self.stats.retractions += 1
-            if self._options.on_pressure == "offload":
-                self._offload(request)
+        """Takes a running request's pages away. `plan` resumes it when there is room.
+
+        After an unexpected error it still runs, with its pages.
+        """
+        had_kv = request.stored > 0  # a request without KV only waits again
+        if had_kv and self._options.on_pressure == "offload":
+            self._offload(request)
         if request.snapshot is None:
             self._forget(request)
+        request.retractions += had_kv
+        self.stats.retractions += had_kv
+        self._running.remove(request)
+        insort(self._retracted, request, key=lambda other: other.arrival)
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Acquires the pages for `count` more tokens. False if the request had to be retracted."""
@@ -291,15 +294,22 @@ class Scheduler:
         return True
 
     def _bring_back(self, request: Request, snapshot: Snapshot) -> None:
-        """Gives a request the blocks that it read, and its own pages from the snapshot."""
+        """Gives a request the blocks that it read, and its own pages from the snapshot.
+
+        After an error it has none of them, and waits for its blocks as before.
+        """
         if not self.prefixes.read_again(request):
             raise SnapshotMiss("a block of the request's first tokens is nowhere any more")
         page_count = self._pages_for(request.stored) - len(request.pages)
-        self.prefixes.blocks.make_room(page_count)
         started = time.perf_counter()
-        pages = self._tide.resume(snapshot, page_count, key=request.snapshot_key)
+        try:
+            self.prefixes.blocks.make_room(page_count)
+            pages = self._tide.resume(snapshot, page_count, key=request.snapshot_key)
+            assert pages is not None, "_may_start counted the free pages"
+        except BaseException:
+            self.prefixes.let_wait(request)
+            raise
         self.stats.restore_seconds += time.perf_counter() - started
-        assert pages is not None, "_may_start counted the free pages"
         request.pages += pages
 
     def _count(self, error: KvtideError) -> None:
