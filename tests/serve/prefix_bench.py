@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,9 +20,22 @@ from kvtide.serve.request import PrefixBlock, Request, SamplingParams
 from kvtide.serve.scheduler import Scheduler
 from kvtide.tide import Tide
 from kvtide.tier import DiskTier, Spill
+from kvtide.tier.namespace import is_shared
 
+BLOCK_PREFIX = "shared/"
 PAGE_SIZE = 4
 CHUNK_TOKENS = 8
+
+
+class CountedTokens(list[int]):
+    """Token ids that count how many of them were copied by slices."""
+
+    copied_count = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.copied_count += len(found) if isinstance(place, slice) else 0
+        return found
 
 
 _benches: list[Bench] = []
@@ -30,10 +44,10 @@ _benches: list[Bench] = []
 def close_benches() -> None:
     """Closes those of a test: without requests and blocks all pages and host memory are free."""
     while _benches:
-        _benches.pop().close()
+        _benches[-1].close()
 
 
-@dataclass
+@dataclass(eq=False)
 class Bench:
     """A scheduler with a prefix cache over a small pool, and a model that writes `kv_of`."""
 
@@ -44,7 +58,9 @@ class Bench:
     chunk_tokens: int = CHUNK_TOKENS
     block_tokens: int | None = None
     disk_dir: Path | None = None
-    """Where a disk tier has its files, to which only requests' own snapshots go."""
+    """Where a disk tier has its files, to which requests' own snapshots go."""
+    leaves_blocks: bool = False
+    """Whether blocks go to the disk, too, where they stay for others."""
     computed: dict[str, list[int]] = field(default_factory=dict)
     """For each request the numbers of the tokens that were computed, in order."""
 
@@ -61,17 +77,18 @@ class Bench:
         )
         self.pages = PageAllocator(self.page_count)
         pool = Pool.create(geometry, device, page_count=self.page_count)
-        disk = None if self.disk_dir is None else DiskTier(self.disk_dir, limit_bytes=1 << 20)
-        self.spill = None if disk is None else Spill(self.arena, [disk])
+        directory = self.disk_dir
+        self.disk = disk = None if directory is None else DiskTier(directory, limit_bytes=1 << 20)
+        self.spill = None if disk is None else Spill(self.arena, [disk], name_of=_shared_name)
         self.tide = Tide(pool, self.arena, self.pages, self.spill)
         self.prefixes = PrefixCache(
             self.tide,
             self.pages,
             self.block_tokens
             or block_tokens_for(self.chunk_tokens, PAGE_SIZE, whole_chunks=self.exact),
-            key_of=lambda request, chain: f"{request.salt.hex()} {chain}",
+            key_of=lambda request, chain: f"{BLOCK_PREFIX}{request.salt.hex()} {chain}",
             shares_answers=not self.exact,
-            below_bytes=0 if disk is not None else self.arena.limit_bytes,
+            below_bytes=self.arena.limit_bytes if disk is None or self.leaves_blocks else 0,
             spill=self.spill,
         )
         options = SchedulerOptions(self.chunk_tokens, 64, self.on_pressure, self.exact)
@@ -131,15 +148,28 @@ class Bench:
         assert all(count == block.readers for block, count in readers.items())
 
     def close(self) -> None:
-        """Ends all requests and drops all blocks: then everything is free."""
+        """Ends all requests and drops all blocks: then everything is free.
+
+        Blocks that went to the disk stay there.
+        """
+        _benches.remove(self)
         for request in (*self.scheduler.running, *self._rows):
             self.scheduler.remove(request)
         assert self.pages.held_count == self.prefixes.idle_page_count
         self.prefixes.blocks.clear()
         if self.spill is not None:
             self.spill.close()
+        if self.disk is not None:
+            self.disk.close()
         free = (self.pages.free_count, len(self.prefixes.blocks.known), self.arena.used_bytes)
         assert (self.page_count, 0, 0) == free
+
+    def leave(self) -> None:
+        """Has the disk keep all blocks that nobody reads, and ends."""
+        assert self.spill is not None, "a bench with a disk"
+        self.prefixes.blocks.leave()
+        self.spill.leave()
+        self.close()
 
     def answer(self, *requests: Request) -> None:
         """Answers requests, and lets each end after `max_new_tokens`."""
@@ -153,6 +183,11 @@ class Bench:
         for request in self.scheduler.running:
             if len(request.output_ids) >= request.params.max_new_tokens:
                 self.scheduler.remove(request)
+
+
+def _shared_name(key: str) -> str | None:
+    """The name in a tier of the snapshot with that key, if it is a block's."""
+    return key if is_shared(key) else None
 
 
 def make(name: str, prompt: list[int], new_tokens: int = 1, *, salt: bytes = b"") -> Request:

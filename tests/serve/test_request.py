@@ -6,6 +6,7 @@ import pytest
 
 from kvtide.errors import UsageError
 from kvtide.serve.request import Request, SamplingParams
+from serve.prefix_bench import CountedTokens
 
 
 def test_tokens_cross_from_prompt_to_answer() -> None:
@@ -14,6 +15,20 @@ def test_tokens_cross_from_prompt_to_answer() -> None:
     assert [2, 3] == request.tokens(1, 2)
     assert [3, 4] == request.tokens(2, 2)
     assert [5] == request.tokens(4, 1)
+    assert [2, 3, 4, 5] == request.tokens(1, 9)
+    assert [] == request.tokens(1, 0)
+
+
+def test_tokens_copies_no_more_than_it_gives() -> None:
+    """A long prompt is cut into many blocks: to copy its rest for each would take too long."""
+    request = Request("r", CountedTokens(range(100)), output_ids=CountedTokens(range(50)))
+    assert 8 == len(request.tokens(96, 8))
+    assert 8 == len(request.tokens(10, 8))
+    assert [12, 4] == [
+        tokens.copied_count
+        for tokens in (request.prompt_ids, request.output_ids)
+        if isinstance(tokens, CountedTokens)
+    ]
 
 
 def test_replay_takes_tokens_of_the_answer_one_by_one() -> None:

@@ -45,7 +45,10 @@ class Finder:
         """The blocks that a request reads when it starts, as far as they are known."""
         number, count = 0, self._chain.block_tokens
         while self._spill is not None and count == self._chain.block_tokens < NO_BLOCKS:
-            block, count = self.best(request, number)
+            # Each step asks this, so tokens are compared only behind the last block that is known.
+            block = self._whole(request, number)
+            if block is None:
+                block, count = self.best(request, number)
             if block is not None:
                 yield block
             number += 1
@@ -89,14 +92,19 @@ class Finder:
         self, request: Request, number: int, tokens: tuple[int, ...]
     ) -> tuple[PrefixBlock | None, int]:
         """The known block that has most of `tokens`, which the request's block begins with."""
-        if len(tokens) == self._chain.block_tokens:
-            whole = self._blocks.known.get(self._chain.key(request, number))
-            if whole is not None:
-                return whole, len(tokens)
+        whole = self._whole(request, number)
+        if whole is not None:
+            return whole, len(tokens)
         key, count = self._blocks.branches.closest(self._chain.parent(request, number), tokens)
         if key is not None and count >= self._least(self._blocks.known[key].tokens):
             return self._blocks.known[key], count
         return None, 0
+
+    def _whole(self, request: Request, number: int) -> PrefixBlock | None:
+        """The known block that has all tokens of the request's block, if it may read them all."""
+        if (number + 1) * self._chain.block_tokens > self._chain.most(request):
+            return None
+        return self._blocks.known.get(self._chain.key(request, number))
 
     def _is_computed(self, request: Request, count: int, step: Branches) -> bool:
         """Whether a step computes more of what the request computes next than `count` tokens."""

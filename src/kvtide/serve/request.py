@@ -157,10 +157,11 @@ class Request:
 
     def tokens(self, first: int, count: int) -> list[int]:
         """The ids of `count` tokens, from number `first` on."""
-        split = len(self.prompt_ids)
-        if first >= split:
-            return self.output_ids[first - split : first - split + count]
-        return (self.prompt_ids[first:] + self.output_ids)[:count]
+        found = self.prompt_ids[first : first + count]
+        if len(found) < count:  # the prompt ends before
+            first = max(0, first - len(self.prompt_ids))
+            found = [*found, *self.output_ids[first : first + count - len(found)]]
+        return found
 
     def is_ready_after(self, count: int) -> bool:
         """Whether all its tokens have KV after `count` more, so that its next token is chosen."""
