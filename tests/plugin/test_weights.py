@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from kvtide.plugin.weights import WeightsUnknown, digest_of, folder_of
 
 HOUR_AGO = time.time() - 3600
 WEIGHTS = (".safetensors", ".bin")
+WHOLE = b"weights"
+SAMPLED = 3 << 20
+"""The size of a file that is too large to be read whole where samples are enough."""
 
 
 def age(path: Path) -> None:
@@ -137,18 +141,102 @@ def test_what_isnt_there_tells_nothing(tmp_path: Path) -> None:
         digest_of([tmp_path], inf, suffixes=WEIGHTS)
 
 
-def test_a_file_of_the_hubs_cache_is_known_by_its_hash(tmp_path: Path) -> None:
-    """Its name there is a hash of all its contents, and its time is of no account."""
+def large_name(contents: bytes) -> str:
+    """The name of a large file in the hub's cache."""
+    return hashlib.sha256(contents).hexdigest()
+
+
+def small_name(contents: bytes) -> str:
+    """The name of a small file in the hub's cache, as `git hash-object` gives it."""
+    return hashlib.sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
+
+
+def cached(cache: Path, name_of: Callable[[bytes], str], contents: bytes = WHOLE) -> Path:
+    """The link to a file that the hub's client has put into its cache."""
+    blob, link = cache / "blobs" / name_of(contents), cache / "snapshots" / "main" / "model.bin"
+    for path in (blob, link):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(contents)
+    link.symlink_to(blob)
+    return link
+
+
+def test_gits_name_of_a_small_file() -> None:
+    """The example is from git's own documentation of its objects."""
+    assert "bd9dbf5aae1a3862dd1526723246b20206e5fc37" == small_name(b"what is up, doc?")
+
+
+@pytest.mark.parametrize("name_of", [large_name, small_name])
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_a_file_of_the_hubs_cache_is_known_by_its_hash(
+    by_samples: bool, name_of: Callable[[bytes], str], tmp_path: Path
+) -> None:
+    """A copy is the same. It may have come while the server started, which loaded no other then."""
     digests = set()
     for number in range(2):
-        blobs, folder = tmp_path / f"{number}/blobs", tmp_path / f"{number}/snapshots/main"
-        blobs.mkdir(parents=True)
-        folder.mkdir(parents=True)
-        (blobs / ("ab" * 32)).write_bytes(b"weights")
-        (folder / "model.safetensors").symlink_to(blobs / ("ab" * 32))
-        os.utime(blobs / ("ab" * 32), (number, number))
-        digests.add(digest_of([folder], HOUR_AGO))
+        link = cached(tmp_path / str(number), name_of)
+        os.utime(link.resolve(), (number, number))
+        digests.add(digest_of([link.parent], HOUR_AGO, by_samples=by_samples))
     assert len(digests) == 1
+    assert digests != {digest_of([cached(tmp_path / "2", name_of, b"others")], inf)}
+
+
+@pytest.mark.parametrize("name_of", [large_name, small_name])
+@pytest.mark.parametrize("by_samples", [False, True])
+@pytest.mark.parametrize("place", [0, SAMPLED // 2 + 1, SAMPLED - 1])
+def test_a_file_of_the_hubs_cache_that_was_overwritten_is_known_by_its_contents(
+    place: int, by_samples: bool, name_of: Callable[[bytes], str], tmp_path: Path
+) -> None:
+    """Who writes to its link changes the file, and not its name. Times may be set back."""
+    contents = bytes(SAMPLED)
+    link = cached(tmp_path, name_of, contents)
+    before = digest_of([link.parent], inf, by_samples=by_samples)
+    about = link.stat()
+    link.write_bytes(contents[:place] + b"x" + contents[place + 1 :])
+    while link.stat().st_ctime_ns <= link.lstat().st_ctime_ns:  # the system's clock has ticks
+        os.utime(link, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+    assert before != digest_of([link.parent], inf, by_samples=by_samples)
+    with pytest.raises(WeightsUnknown, match="was changed after this server was started"):
+        digest_of([link.parent], HOUR_AGO, by_samples=by_samples)
+
+
+def test_samples_tell_a_file_of_the_hubs_cache_that_was_linked_again(tmp_path: Path) -> None:
+    """The file looks older than its link then, and isn't read whole."""
+    link = cached(tmp_path, large_name)
+    before = digest_of([link], inf, by_samples=True)
+    link.write_bytes(b"others")
+    blob = link.resolve()
+    link.unlink()
+    link.symlink_to(blob)
+
+    assert before != digest_of([link], inf, by_samples=True)
+
+
+def test_a_file_that_is_older_than_its_link_is_believed_where_samples_are_enough(
+    tmp_path: Path,
+) -> None:
+    """It isn't read whole: this one's name would be found out to be another file's."""
+    link = cached(tmp_path, lambda _: "ab" * 32)
+
+    assert digest_of([link], HOUR_AGO, by_samples=True)
+    for path, by_samples in ((link, False), (link.resolve(), True)):
+        with pytest.raises(WeightsUnknown, match="was changed after this server was started"):
+            digest_of([path], HOUR_AGO, by_samples=by_samples)
+
+
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_a_link_to_elsewhere_says_nothing_whatever_the_file_is_called(
+    by_samples: bool, tmp_path: Path
+) -> None:
+    """Only the hub's client names files so, and only in `blobs`."""
+    link = cached(tmp_path, large_name)
+    blob = link.resolve()
+    link.unlink()
+    link.symlink_to(blob.rename(tmp_path / blob.name))
+
+    with pytest.raises(WeightsUnknown, match="was changed after this server was started"):
+        digest_of([link], HOUR_AGO, by_samples=by_samples)
 
 
 def test_a_model_of_the_hub_is_where_the_engine_has_put_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         snapshot = model / "snapshots" / revision
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text(json.dumps(PLAIN))
-        blob = model / "blobs" / (revision[0] * 64)
+        blob = model / "blobs" / hashlib.sha256(revision.encode()).hexdigest()
         blob.write_bytes(revision.encode())
         (snapshot / "model.safetensors").symlink_to(blob)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))

@@ -1,7 +1,8 @@
 """Which weights a model or an adapter has: a digest of its files.
 
 The same name may stand for other weights tomorrow, so KV is bound to what is in the files. A file
-of the Hugging Face cache is known by the hash of all its contents, which is its name there.
+of the Hugging Face cache has a hash of all its contents as its name there, and is known by it where
+it still has these contents: a copy onto its link overwrites the file and leaves its name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _PIECE_BYTES = 64 << 20
 """What a thread reads of a file before another thread may have the next piece."""
 _READ_BYTES = 1 << 20
 _MOST_THREADS = 8
-_CONTENT_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHA1 = re.compile(r"[0-9a-f]{40}")
+"""The name of a small file in the hub's cache: git's hash of it."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+"""The name of a large file in the hub's cache."""
 
 
 class WeightsUnknown(Exception):
@@ -60,7 +64,8 @@ def digest_of(
     """A digest of the files at these paths, and of the files in these folders, in hex digits.
 
     With `suffixes` only files count whose names end so, those in folders of the folders, too. Names
-    and all contents decide; with `by_samples` names, sizes, times of change, and samples.
+    and all contents decide; with `by_samples` names, sizes, times of change, and samples. A file of
+    the hub's cache has the hash that is its name instead of a time: so copies are the same.
 
     Raises WeightsUnknown for a path that isn't there, for one without files, and for a file that
     was changed after `loaded_after`, in seconds since 1970: other contents may have been loaded.
@@ -71,8 +76,9 @@ def digest_of(
         for path in paths:
             try:
                 files = _files_at(path, suffixes)
-                for file in files:
-                    digest.update(_description(file, loaded_after, by_samples, threads))
+                names = list(threads.map(partial(_hub_name, trusts_link=by_samples), files))
+                for file, name in zip(files, names, strict=True):
+                    digest.update(_description(file, name, loaded_after, by_samples, threads))
             except OSError as error:
                 raise WeightsUnknown(f"{path}: {error.strerror or error}") from error
             if not files:
@@ -91,25 +97,52 @@ def _files_at(path: Path, suffixes: Collection[str]) -> list[Path]:
     return [file for file in kept if file.is_file() or file == path]
 
 
+def _hub_name(link: Path, *, trusts_link: bool) -> str:
+    """The hash that names a file in the hub's cache, if it has these contents; else nothing.
+
+    With `trusts_link` a file that is older than the link to it needn't be read: the hub's client
+    makes the link when the file is whole, and whoever overwrites the file makes it newer.
+    """
+    file = link.resolve()
+    if file.parent.name != "blobs":
+        return ""
+    about = file.stat()
+    if _SHA256.fullmatch(file.name):
+        digest = hashlib.sha256()
+    elif _SHA1.fullmatch(file.name):
+        digest = hashlib.sha1(f"blob {about.st_size}\0".encode(), usedforsecurity=False)
+    else:
+        return ""
+    if trusts_link and link.is_symlink() and _changed_ns(about) <= link.lstat().st_ctime_ns:
+        return file.name
+    with file.open("rb") as content:
+        while part := content.read(_READ_BYTES):
+            digest.update(part)
+    return file.name if digest.hexdigest() == file.name else ""
+
+
 def _description(
-    file: Path, loaded_after: float, by_samples: bool, threads: ThreadPoolExecutor
+    file: Path, hub_name: str, loaded_after: float, by_samples: bool, threads: ThreadPoolExecutor
 ) -> bytes:
-    """A file's name and contents in a few bytes."""
-    target = file.resolve()
-    if target.parent.name == "blobs" and _CONTENT_HASH.fullmatch(target.name):
-        return canonical_json([file.name, target.name]).encode()
-    with target.open("rb") as content:
+    """A file's name and contents in a few bytes. `hub_name` is what `_hub_name` gave."""
+    if hub_name and not by_samples:
+        return canonical_json([file.name, hub_name]).encode()
+    with file.open("rb") as content:
         size_bytes = os.fstat(content.fileno()).st_size
         step = _SAMPLE_BYTES if by_samples else _PIECE_BYTES
         places = _samples(size_bytes) if by_samples else range(0, size_bytes, step)
         pieces = threads.map(partial(_digest_at, content.fileno(), size_bytes=step), places)
         digests = [piece.hex() for piece in pieces]
         about = os.fstat(content.fileno())
-    # A copy that keeps times of change, as rsync's, has a new time of its entry.
-    if max(about.st_mtime, about.st_ctime) > loaded_after:
+    if not hub_name and _changed_ns(about) > loaded_after * 1e9:
         raise WeightsUnknown(f"{file} was changed after this server was started")
-    times = [about.st_mtime_ns] if by_samples else []
+    times = [hub_name or about.st_mtime_ns] if by_samples else []
     return canonical_json([file.name, about.st_size, *times, *digests]).encode()
+
+
+def _changed_ns(about: os.stat_result) -> int:
+    """When a file was changed. A copy that keeps times, as rsync's, has a new time of its entry."""
+    return max(about.st_mtime_ns, about.st_ctime_ns)
 
 
 def _digest_at(file: int, place: int, *, size_bytes: int) -> bytes:

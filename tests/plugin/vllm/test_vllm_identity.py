@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -127,21 +128,21 @@ def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) ->
 
 
 def test_a_model_of_the_hub_is_known_by_the_files_of_its_revision(tmp_path: Path) -> None:
-    """vLLM has its name alone, and has put its files into a cache; or it has the folder there."""
+    """vLLM has its name alone, and has put its files into a cache while it started."""
     cache = tmp_path / "models--org--name"
     (cache / "blobs").mkdir(parents=True)
     for revision in ("a" * 40, "b" * 40):
-        (cache / "blobs" / (revision[0] * 64)).write_bytes(b"weights")
+        blob = cache / "blobs" / hashlib.sha256(revision.encode()).hexdigest()
+        blob.write_bytes(revision.encode())
         (cache / "snapshots" / revision).mkdir(parents=True)
-        weights = cache / "snapshots" / revision / "model.safetensors"
-        weights.symlink_to(cache / "blobs" / (revision[0] * 64))
+        (cache / "snapshots" / revision / "model.safetensors").symlink_to(blob)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("a" * 40)
     hub = config_for(Path("org/name"), download_dir=str(tmp_path))
     pinned = config_for(Path("org/name"), download_dir=str(tmp_path), revision="b" * 40)
     offline = config_for(cache / "snapshots" / ("b" * 40))
 
-    found, other, again = (named(config).weights for config in (hub, pinned, offline))
+    found, other, again = (named(config, started_s=0).weights for config in (hub, pinned, offline))
     assert found != other == again
 
 
