@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.serve.seeker import Seeker
+from kvtide.tier import Spill
 from serve.prefix_bench import CHUNK_TOKENS, Bench, CountedTokens, close_benches, make, numbers
 
 
@@ -50,3 +52,21 @@ def test_all_that_a_disk_has_of_a_waiting_prompt_is_found(
     assert [CHUNK_TOKENS] * 3 + [3, 1] == sorted(lengths, reverse=True)  # 1 is the end of "b"
     bench.answer(waiting)
     assert [3 * CHUNK_TOKENS + 3] == bench.computed["c"]
+
+
+def test_a_wait_for_a_search_is_another_one_than_that_for_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own patience; what is known and here is not waited for."""
+    bench = Bench(16, disk_dir=tmp_path, leaves_blocks=True, host_blocks=8)
+    prompt = numbers(CHUNK_TOKENS + 3)
+    bench.answer(make("a", prompt))
+    bench.prefixes.blocks.leave()
+    (block,) = (b for b in bench.prefixes.blocks.known.values() if len(b.tokens) == CHUNK_TOKENS)
+    finder, awaited = bench.prefixes._finder, list[str | None]()
+    monkeypatch.setattr(Seeker, "may_wait", lambda _, request, key: awaited.append(key))
+    for is_coming, is_seeking in ((True, True), (False, True), (False, False)):
+        monkeypatch.setattr(Spill, "is_coming", lambda *_, so=is_coming: so)
+        monkeypatch.setattr(Seeker, "is_seeking", lambda *_, so=is_seeking: so)
+        finder.had_better_wait(make("b", [*prompt, 1]), block, CHUNK_TOKENS - 1, None)
+    assert [block.key, None] == awaited

@@ -119,24 +119,33 @@ def test_a_request_waits_for_each_block_a_while(bench: Bench) -> None:
     """Each block that comes in time gives it as long for the next."""
     request = Request("a", [1])
     for _ in range(3):
-        assert bench.seeker.may_wait(request)
+        assert bench.seeker.may_wait(request, "x")
         bench.now += seeker_module._PATIENCE_S
-        assert bench.seeker.may_wait(request)
+        assert bench.seeker.may_wait(request, "x")
         bench.seeker.note_progress(request)
-    assert bench.seeker.may_wait(request)
+    assert bench.seeker.may_wait(request, "x")
     bench.now += seeker_module._PATIENCE_S + 0.1
-    assert not bench.seeker.may_wait(request)
+    assert not bench.seeker.may_wait(request, "x")
+
+
+def test_a_wait_that_has_ended_is_not_counted_to_the_next(bench: Bench) -> None:
+    """A search found nothing, or a block was computed after all: the next block gets its time."""
+    request = Request("a", [1])
+    for awaited in (None, "x", "y"):
+        assert bench.seeker.may_wait(request, awaited)
+        bench.now += 5 * seeker_module._PATIENCE_S
+    assert bench.seeker.may_wait(Request("b", [1]), "z")
 
 
 def test_after_a_slow_block_nobody_waits_for_some_time(bench: Bench) -> None:
     """So a slow tier costs one request its patience, not each of them."""
     first, second = Request("a", [1]), Request("b", [1])
-    bench.seeker.may_wait(first)
+    bench.seeker.may_wait(first, "x")
     bench.now += seeker_module._PATIENCE_S + 0.1
-    assert not bench.seeker.may_wait(first)
-    assert not bench.seeker.may_wait(second)
+    assert not bench.seeker.may_wait(first, "x")
+    assert not bench.seeker.may_wait(second, "y")
     bench.now += seeker_module._REST_S
-    assert bench.seeker.may_wait(second)
+    assert bench.seeker.may_wait(second, "y")
 
 
 def test_a_new_search_is_glanced_at_once(bench: Bench) -> None:

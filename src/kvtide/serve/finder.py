@@ -65,11 +65,13 @@ class Finder:
 
         They may come from a tier, as those of the block may, or others compute them in a step.
         """
-        return (step is not None and self._is_computed(request, count, step)) or (
-            self._seeker is not None
-            and self._is_coming(request, block, count)
-            and self._seeker.may_wait(request)
-        )
+        if step is not None and self._is_computed(request, count, step):
+            return True
+        if self._seeker is None:
+            return False
+        if block is not None and self._is_coming(block):
+            return self._seeker.may_wait(request, block.key)
+        return self._is_sought(request, count) and self._seeker.may_wait(request, None)
 
     def note_progress(self, request: Request) -> None:
         """The request waits no longer for the block that it waited for, if it did."""
@@ -147,13 +149,14 @@ class Finder:
         key = self._chain.key_after(request, parent, tokens)
         return PrefixBlock(key, parent, tokens, [], snapshot)
 
-    def _is_coming(self, request: Request, block: PrefixBlock | None, count: int) -> bool:
-        """Whether more than `count` tokens are looked for, or those are on their way."""
-        assert self._seeker is not None, "there are tiers"
+    def _is_coming(self, block: PrefixBlock) -> bool:
+        """Whether a block is on its way from a tier."""
         assert self._spill is not None, "there are tiers"
-        snapshot = None if block is None else block.snapshot
-        if snapshot is not None and self._spill.is_coming(snapshot):
-            return True
+        return block.snapshot is not None and self._spill.is_coming(block.snapshot)
+
+    def _is_sought(self, request: Request, count: int) -> bool:
+        """Whether tiers are asked for more than the `count` tokens that are known."""
+        assert self._seeker is not None, "there are tiers"
         is_all = count == self._chain.block_tokens or (
             request.stored + count == self._chain.most(request)
         )

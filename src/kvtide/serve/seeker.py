@@ -17,7 +17,7 @@ from kvtide.tier import Spill
 from kvtide.tier.search import Search
 
 _PATIENCE_S = 1.0
-"""How long a request waits for one block."""
+"""How long a request waits for one block, or for a search."""
 _REST_S = 30.0
 """For how long nobody waits after a block that was too slow."""
 _GLANCE_S = 0.001
@@ -55,8 +55,8 @@ class Seeker:
         self._asked: dict[Request, bool] = {}
         """The requests that were searched for, and whether that hasn't ended."""
         self._found: list[tuple[Sought, list[Snapshot]]] = []
-        self._since: dict[Request, float] = {}
-        """Since when a request waits."""
+        self._since: dict[Request, tuple[str | None, float]] = {}
+        """What a request waits for, and since when."""
         self._rests_until = float("-inf")
 
     def has_sought(self, request: Request) -> bool:
@@ -82,12 +82,19 @@ class Seeker:
         found, self._found = self._found, []
         return found
 
-    def may_wait(self, request: Request) -> bool:
-        """Whether the request had better wait for its next block than compute it."""
+    def may_wait(self, request: Request, awaited: str | None) -> bool:
+        """Whether the request had better wait for its next block than compute it.
+
+        `awaited` is the key of the block that is on its way; None while one is searched for.
+        """
         now = self._clock()
         if now < self._rests_until:
             return False
-        if now - self._since.setdefault(request, now) <= _PATIENCE_S:
+        before, since = self._since.get(request, (awaited, now))
+        if before != awaited:  # that wait has ended
+            since = now
+        self._since[request] = awaited, since
+        if now - since <= _PATIENCE_S:
             return True
         self._rests_until = now + _REST_S
         return False
