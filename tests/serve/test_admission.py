@@ -35,3 +35,22 @@ def test_nothing_fills_gaps_where_host_memory_is_full(has_disk: bool, tmp_path: 
     lease.extend(1)
     assert not bench.scheduler._admission.may_fill_gaps(make("small", numbers(3)))
     lease.release()
+
+
+def test_one_that_an_earlier_server_left_is_not_older_than_who_waited_before() -> None:
+    """It comes back before those that wait; then the oldest of all keeps its pages."""
+    bench = Bench(8, host_blocks=16)
+    left = make("left", numbers(9, 100), 12)
+    bench.scheduler.add(left)
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.retract(left)
+    bench.scheduler._retracted.remove(left)
+    oldest = make("oldest", numbers(9), 20)
+    bench.scheduler.add(oldest)
+    bench.scheduler.go_on(left)
+    bench.step()
+    assert ["oldest", "left"] == [request.id for request in bench.scheduler.running]
+    while left in bench.scheduler.running:
+        bench.step()
+    assert ["oldest"] == [request.id for request in bench.scheduler.running]

@@ -263,7 +263,7 @@ class Scheduler:
             while self._may_resume(request):
                 if request.snapshot is None or self._restore(request):
                     self._retracted.remove(request)
-                    insort(self._running, request, key=lambda other: other.arrival)
+                    self._run(request)
                     self.prefixes.read(request)
                     break  # otherwise its KV is lost, so it now needs room for other tokens
             else:
@@ -333,8 +333,12 @@ class Scheduler:
             if self._retracted and not self._admission.may_fill_gaps(self._waiting[0]):
                 return
             request = self._waiting.popleft()
-            self._running.append(request)
+            self._run(request)
             self.prefixes.read(request)  # now: the room was counted with what others hold
+
+    def _run(self, request: Request) -> None:
+        """Puts a request among those that run. One that an earlier run left may be newer."""
+        insort(self._running, request, key=lambda other: other.arrival)
 
     def _next_count(self, request: Request) -> int:
         return request.next_count(self._options.chunk_tokens, replay=self._options.replay)
