@@ -70,10 +70,18 @@ class Server:
     @property
     def rss_bytes(self) -> int:
         """The process's memory that is resident."""
+        return self._status("VmRSS") << 10
+
+    @property
+    def thread_count(self) -> int:
+        """How many threads the process has."""
+        return self._status("Threads")
+
+    def _status(self, name: str) -> int:
         text = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        found = re.search(r"VmRSS:\s+(\d+) kB", text)
+        found = re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)
         assert found is not None, "each process has some"
-        return int(found[1]) << 10
+        return int(found[1])
 
     @property
     def processor_s(self) -> float:
