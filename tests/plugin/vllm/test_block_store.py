@@ -20,6 +20,7 @@ from kvtide.plugin.vllm.messages import BlockReport, Orders
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier import DiskTier, Namespace, Tier
+from kvtide.transfer.run import DeviceCopier, HostCopier
 
 A, B, C = b"a\0", b"b\0", b"c\1"
 BLOCKS, POISON = 6, 0x5A
@@ -103,6 +104,22 @@ def held(store: BlockStore) -> Iterator[None]:
         go.set()
 
 
+def flip(store: BlockStore, key: bytes, byte: int) -> None:
+    """Flips a bit of a block in host memory."""
+    store._held[key].lease.blocks[0].bytes_view(64)[byte] ^= 1
+
+
+def before_each_copy(monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]) -> None:
+    """Does `work` right before each copy to the device, whoever does the copy."""
+    for kind in (HostCopier, DeviceCopier):
+
+        def scatter(copier: Any, *place: Any, copy: Any = kind.scatter) -> None:
+            work()
+            copy(copier, *place)
+
+        monkeypatch.setattr(kind, "scatter", scatter)
+
+
 SAVED: Sequence[Pairs] = [[(A, 1), (B, 2)], [(C, 3)]]
 LOADED: Sequence[Pairs] = [[(A, 5), (B, 4)], [(C, 1)]]
 
@@ -132,7 +149,7 @@ class TestMoves:
         with opened(caches) as store:
             store.save(1, [*SAVED[:1], []])
             moved(store, 1)
-            store._held[B].lease.blocks[0].bytes_view(64)[byte] ^= 1
+            flip(store, B, byte)
             caches.poison()
             store.load(2, [*LOADED[:1], []])
             went_well, report = moved(store, 2)
@@ -147,7 +164,7 @@ class TestMoves:
         with opened(Caches()) as store:
             store.save(1, [[(A, 1), (B, 2)], []])
             store.take_ended()
-            store._held[A].lease.blocks[0].bytes_view(1)[0] ^= 1
+            flip(store, A, 0)
             for job_id in (2, 3):
                 store.load(job_id, [[(A, 5), (B, 4)], []])
             assert [False, False] == [ended.went_well for ended in store.take_ended()]
@@ -176,6 +193,78 @@ class TestMoves:
             went_well, report = moved(store, 1)
 
         assert (False, {A}) == (went_well, report.lost)
+
+
+class TestLoads:
+    """vLLM gives a block of a load to nobody unless the load ended well."""
+
+    @pytest.fixture(autouse=True)
+    def spans(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A block has a checksum for each layer, as blocks of a real model have several."""
+        monkeypatch.setattr("kvtide.form.SPAN_BYTES", 1)
+
+    @pytest.mark.parametrize("byte", [0, 31, 32, 63])
+    @pytest.mark.parametrize("key", [A, B])
+    def test_check_all_layers_of_all_blocks(self, key: bytes, byte: int) -> None:
+        with opened(Caches()) as store:
+            store.save(1, SAVED)
+            moved(store, 1)
+            assert 2 == len(store._held[key].seal.spans)
+            flip(store, key, byte)
+            store.load(2, LOADED)
+            went_well, report = moved(store, 2)
+
+            assert (False, {key}) == (went_well, report.lost)
+            assert {A, B, C} - {key} == store._held.keys()
+
+    @pytest.mark.parametrize("byte", [0, 31, 32, 63])
+    def test_check_a_block_after_its_copy(self, byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Otherwise a bit that flips in between would be on the device, and nobody would know."""
+        left = [byte]
+        with opened(Caches()) as store:
+            store.save(1, SAVED)
+            moved(store, 1)
+            before_each_copy(monkeypatch, lambda: flip(store, A, left.pop()) if left else None)
+            store.load(2, LOADED)
+            went_well, report = moved(store, 2)
+
+        assert (False, {A}) == (went_well, report.lost)
+
+    def test_drop_all_damaged_blocks_at_once(self) -> None:
+        """Otherwise each of them would cost a request of its own."""
+        caches = Caches()
+        expected = caches.bytes_of(1, 3)
+        with opened(caches) as store:
+            store.save(1, SAVED)
+            moved(store, 1)
+            flip(store, A, 40)
+            flip(store, B, 0)
+            caches.poison()
+            store.load(2, LOADED)
+            went_well, report = moved(store, 2)
+            store.load(3, [[], LOADED[1]])
+
+            assert (False, {A, B}, 2) == (went_well, report.lost, report.counts["damaged_blocks"])
+            assert moved(store, 3)[0]
+        assert expected == caches.bytes_of(1, 1)
+
+    def test_that_fail_without_damage_drop_their_blocks(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is whole here, and can't be loaded, would fail the next request, too."""
+
+        def fail() -> None:
+            raise OSError("the device is gone")
+
+        with opened(Caches()) as store:
+            store.save(1, SAVED)
+            moved(store, 1)
+            before_each_copy(monkeypatch, fail)
+            store.load(2, [*LOADED[:1], []])
+            went_well, report = moved(store, 2)
+
+            assert (False, {A, B}, 0) == (went_well, report.lost, report.counts["damaged_blocks"])
+            assert {C} == store._held.keys()
 
 
 class TestDisk:

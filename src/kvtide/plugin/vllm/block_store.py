@@ -268,7 +268,8 @@ class BlockStore:
         if move.is_forgotten or not move.is_load:
             self._drop(move, part)
             return
-        # A load that failed before this one may have dropped the damaged block.
+        # The error names one damaged block. Each that stayed would cost another request its load.
+        # And a load that failed before this one may have dropped the block that was damaged.
         here = [key for key in part.keys if key in self._held]
         damaged = [key for key in here if not self._is_whole(key)]
         self._report.counts["damaged_blocks"] += len(damaged)
