@@ -325,10 +325,16 @@ class SilentTier(FaultyTier):
 
     def __init__(self) -> None:
         super().__init__(random.Random(0), 1 << 20)
-        self.asked: list[str] = []
+        self.asked: list[list[str]] = []
+        """The keys of each call."""
         self.gate = threading.Event()
 
     def contains(self, key: str) -> bool:
-        self.asked.append(key)
+        return self.contains_each([key])[0]
+
+    def contains_each(self, keys: Sequence[str]) -> list[bool]:
+        self.asked.append([*keys])
         self.gate.wait()
-        return super().contains(key)
+        if self.is_away:
+            raise TierRetry("simulated: away")
+        return [key in self.kept for key in keys]

@@ -1,8 +1,7 @@
-"""Searches of tiers that hang: nobody waits for them longer than the deadline."""
+"""Searches ask for many names at once, and nobody waits for them longer than the deadline."""
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,9 @@ from kvtide.device import CPUDevice
 from kvtide.layout import GQA
 from kvtide.pool import Pool
 from kvtide.tide import Tide
-from kvtide.tier import Spill
-from tier.faulty_tiers import Clock, FaultyTier, SilentTier
+from kvtide.tier import Spill, retries
+from kvtide.tier import search as search_module
+from tier.faulty_tiers import Clock, SilentTier
 
 DEADLINE_S = 60.0
 
@@ -29,9 +29,17 @@ class Bench:
         pool = Pool.create(geometry, device, page_count=4)
         self.clock = Clock()
         self.arena = HostArena(device, limit_bytes=1 << 14, block_bytes=512)
-        self.silent, self.well = SilentTier(), FaultyTier(random.Random(1), 1 << 20)
+        self.silent, self.well = SilentTier(), SilentTier()
+        self.well.gate.set()
         tiers = [self.silent, self.well]
-        self.spill = Spill(self.arena, tiers, name_of=str, deadline_s=DEADLINE_S, clock=self.clock)
+        self.spill = Spill(
+            self.arena,
+            tiers,
+            name_of=str,
+            deadline_s=DEADLINE_S,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+        )
         self.tide = Tide(pool, self.arena)
 
     def keep(self, key: str) -> None:
@@ -87,7 +95,7 @@ def test_a_search_that_hangs_is_given_up(bench: Bench) -> None:
         wait_until(search.has_ended)
         (found,) = bench.spill.take(search)
         bench.spill.remove(found)
-    assert ["shared/a"] == bench.silent.asked
+    assert [["shared/a"]] == bench.silent.asked
     assert before + 1 == bench.thread_count
     assert not bench.silent.gate.is_set()
 
@@ -101,10 +109,10 @@ def test_a_search_that_was_given_up_asks_nobody_any_more(bench: Bench) -> None:
     assert hung.has_ended()
     bench.silent.gate.set()
     hung.job.wait()
-    assert (["a"], 1) == (bench.silent.asked, bench.late_count())
+    assert ([["a", "b"]], 1) == (bench.silent.asked, bench.late_count())
     search = bench.spill.seek(["b"])
     search.job.wait()
-    assert ["a", "b"] == bench.silent.asked
+    assert [["a", "b"], ["b"]] == bench.silent.asked
 
 
 def test_what_was_found_before_a_tier_hung_is_taken(bench: Bench) -> None:
@@ -117,7 +125,7 @@ def test_what_was_found_before_a_tier_hung_is_taken(bench: Bench) -> None:
 
     bench.silent.gate.set()
     search = bench.spill.seek(["shared/a", "shared/b"], ends_at)
-    wait_until(lambda: "c" in bench.silent.asked)
+    wait_until(lambda: ["c"] in bench.silent.asked)
     bench.clock.now = DEADLINE_S + 1
     assert search.has_ended()
     (found,) = bench.spill.take(search)
@@ -136,3 +144,60 @@ def test_a_search_that_no_thread_has_begun_blames_no_tier(bench: Bench) -> None:
     for job in (*busy, search.job):
         job.wait()
     assert ([], 0) == (bench.silent.asked, bench.late_count())
+
+
+def test_many_ends_are_asked_for_at_once(bench: Bench) -> None:
+    """A call over a network takes as long as a computed token; the first end that is there wins."""
+    bench.silent.gate.set()
+    bench.keep("3")
+    bench.keep("5")
+    search = bench.spill.seek([], lambda _: map(str, range(search_module._AT_ONCE + 3)))
+    search.job.wait()
+    assert [[str(number) for number in range(search_module._AT_ONCE)]] == bench.silent.asked
+    (found,) = bench.spill.take(search)
+    assert "3" == found.seal.key
+    bench.spill.remove(found)
+
+
+def test_ends_are_asked_for_up_to_the_last(bench: Bench) -> None:
+    """Even if they are too many for one call."""
+    bench.silent.gate.set()
+    count = 2 * search_module._AT_ONCE + 1
+    bench.keep(str(count - 1))
+    search = bench.spill.seek([], lambda _: map(str, range(count)))
+    search.job.wait()
+    (found,) = bench.spill.take(search)
+    assert (str(count - 1), 3) == (found.seal.key, len(bench.silent.asked))
+    bench.spill.remove(found)
+
+
+def test_a_tier_is_asked_for_what_those_before_it_lack(bench: Bench) -> None:
+    """Names up to the first that no tier has; and a tier is asked once for many of them."""
+    bench.silent.gate.set()
+    names = [f"shared/{number}" for number in range(5)]
+    for place in (0, 1, 3, 4):
+        bench.keep(names[place])
+    bench.silent.kept = {name: bench.well.kept.pop(name) for name in (names[0], names[4])}
+    search = bench.spill.seek(names)
+    search.job.wait()
+    assert ([names], [names[1:]]) == (bench.silent.asked, bench.well.asked)
+    found = bench.spill.take(search)
+    assert names[:2] == [snapshot.seal.key for snapshot in found]
+    for snapshot in found:
+        bench.spill.remove(snapshot)
+
+
+def test_a_tier_that_cannot_answer_is_not_asked_for_each_name(bench: Bench) -> None:
+    """It is tried again as often as any call. The others have what they have."""
+    bench.silent.gate.set()
+    bench.silent.is_away = True
+    names = [f"shared/{number}" for number in range(3)]
+    for name in names:
+        bench.keep(name)
+    search = bench.spill.seek(names)
+    search.job.wait()
+    assert [names] * (1 + len(retries.WAITS_S)) == bench.silent.asked
+    found = bench.spill.take(search)
+    assert names == [snapshot.seal.key for snapshot in found]
+    for snapshot in found:
+        bench.spill.remove(snapshot)

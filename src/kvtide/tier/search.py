@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress, islice
 from math import inf
 from typing import Any, NamedTuple, final
 
@@ -16,6 +17,9 @@ from kvtide.tier.entry import SpillEntry, State
 from kvtide.tier.namespace import is_shared
 from kvtide.tier.retries import RetriedTier
 from kvtide.tier.workers import Workers
+
+_AT_ONCE = 64
+"""How many names a tier is asked for in one call: over a network a call takes a while."""
 
 EndsAt = Callable[[int], Iterable[str]]
 """Gives further names, by how many were found before them."""
@@ -79,18 +83,17 @@ class Search:
 
     def look(self) -> None:
         """In a worker: asks the tiers."""
-        for name in self._names:
-            if not self._is_found(name):
+        for found in self._places_of(self._names):
+            if found is None:
                 break
-        # Who can't answer isn't asked for each of many ends.
-        ends = self._ends_at(len(self.found)) if not self.errors else ()
-        any(not self.errors and self._is_found(name) for name in ends)
-
-    def _is_found(self, name: str) -> bool:
-        found = next(self._places_of(name), None)
-        if found is not None:
             self.found.append(found)
-        return found is not None
+        # Who can't answer isn't asked for more of many ends.
+        ends = self._ends_at(len(self.found)) if not self.errors else ()
+        for found in self._places_of(ends):
+            if found is not None:
+                self.found.append(found)
+            if found is not None or self.errors:
+                break
 
     def entries(self, arena: HostArena) -> Iterator[SpillEntry]:
         """What it found, for the books; counts what went wrong. The search `has_ended`.
@@ -113,13 +116,31 @@ class Search:
             entry.tier = tier
             yield entry
 
-    def _places_of(self, name: str) -> Iterator[Found]:
+    def _places_of(self, names: Iterable[str]) -> Iterator[Found | None]:
+        """For each name the first tier that has it; None if there is none."""
+        left = iter(names)
+        while batch := [*islice(left, _AT_ONCE)]:
+            known: dict[RetriedTier, set[str]] = {}
+            for place, name in enumerate(batch):
+                yield self._place_of(name, batch[place:], known)
+
+    def _place_of(
+        self, name: str, batch: Sequence[str], known: dict[RetriedTier, set[str]]
+    ) -> Found | None:
+        """The first tier that has a name. It is asked for the `batch`, unless what it has is known.
+
+        Of a tier that couldn't answer nothing is known to be there.
+        """
         for tier in self._tiers:
             if self._is_given_up:
-                return
+                break
             self._asked = tier
             try:
-                if tier.contains(name):
-                    yield Found(name, tier, tier.seal_of(name))
+                if tier not in known:
+                    known[tier] = set()
+                    known[tier] = {*compress(batch, tier.contains_each(batch))}
+                if name in known[tier]:
+                    return Found(name, tier, tier.seal_of(name))
             except Exception as error:
                 self.errors.append((tier, error))
+        return None
