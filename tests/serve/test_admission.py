@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +55,37 @@ def test_one_that_an_earlier_server_left_is_not_older_than_who_waited_before() -
     while left in bench.scheduler.running:
         bench.step()
     assert ["oldest"] == [request.id for request in bench.scheduler.running]
+
+
+def test_an_older_request_keeps_its_pages_when_a_newer_one_comes_back() -> None:
+    """The blocks of one that leaves meanwhile are no room beside those of the one that reads them.
+
+    "back" has its first tokens in pages of "gap": if that leaves, these pages are still needed.
+    """
+    bench = Bench(16, host_blocks=64, block_tokens=2 * PAGE_SIZE)
+    old, back = make("old", numbers(21, 100), 40), make("back", [*numbers(24), *numbers(9, 60)], 30)
+    bench.scheduler.add(old)
+    bench.scheduler.add(back)
+    while not bench.scheduler.retracted:
+        bench.step()
+    bench.scheduler.add(make("gap", [*numbers(24), 90], 30))
+    assert [("old", 1), ("gap", 1)] == bench.step()
+    for _ in range(20):
+        bench.step()
+        assert old in bench.scheduler.running
+    assert 0 == old.retractions
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_newer_requests_make_room_for_one_that_comes_back(seed: int) -> None:
+    """The scheduler asserts it. Chats with a few beginnings come and go in too small a pool."""
+    dice = random.Random(seed)
+    bench = Bench(16 + seed, host_blocks=200, block_tokens=2 * PAGE_SIZE, exact=seed % 2 == 0)
+    for step in range(300):
+        if dice.random() < 0.4 and len(bench.scheduler.running) < 6:
+            end = [200 + dice.randrange(3) for _ in range(dice.randint(1, 12))]
+            prompt = [*numbers(dice.choice([8, 16, 24])), *end]
+            bench.scheduler.add(make(str(step), prompt, dice.randint(1, 25)))
+        bench.step()
+        bench.end_those_that_are_done()
+    assert bench.scheduler.stats.resumes > 0

@@ -108,7 +108,7 @@ class Admission:
     ) -> int:
         """How many pages are too few for a request, if those that are `leaving` had none."""
         needed = self._pages_for(self._counted(request, steps))
-        needed -= self._prefixes.common_page_count(request)
+        needed -= self._prefixes.common_page_count(request, leaving)
         for other in set(running).difference(leaving):
             needed += max(0, self._pages_for(self._counted(other, steps)) - len(other.pages))
         free_count = self._pages.free_count + self._prefixes.idle_page_count

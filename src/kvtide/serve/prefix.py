@@ -282,8 +282,7 @@ class PrefixCache:
 
     def page_count_of_all(self, requests: Sequence[Request]) -> int:
         """How many pages could be had if these requests, which run, held none."""
-        readers = Counter(block for request in requests for block in request.blocks)
-        shared_count = sum(count == block.readers for block, count in readers.items())
+        shared_count = sum(count == block.readers for block, count in _readers(requests).items())
         own_count = sum(len(self.pages_of(request)) for request in requests)
         return own_count + shared_count * self._block_pages
 
@@ -291,17 +290,18 @@ class PrefixCache:
         """The tokens in the blocks that the request reads: its first ones."""
         return len(request.blocks) * self._block_tokens
 
-    def common_page_count(self, request: Request) -> int:
+    def common_page_count(self, request: Request, leaving: Sequence[Request] = ()) -> int:
         """Pages of the request's first tokens that others hold, so that it needs none for them.
 
-        Of a request with a snapshot only the blocks that aren't in it count: the others come back
-        to pages of its own.
+        Those that are `leaving` don't count as others. Of a request with a snapshot only the blocks
+        that aren't in it count: the others come back to pages of its own.
         """
         awaited = (block.key for block in request.awaited)
         keys = self._chain.keys(request) if request.snapshot is None else awaited
+        gone = _readers(leaving)
         count = 0
         for block in map(self.blocks.known.get, keys):
-            if block is None or not (block.readers and block.pages):
+            if block is None or not (block.readers > gone[block] and block.pages):
                 break
             count += 1
         return count * self._block_pages
@@ -330,3 +330,8 @@ class PrefixCache:
             and stored == self.token_count_of(request)
             and stored == len(request.pages) * self._tide.pool.page_size
         )
+
+
+def _readers(requests: Sequence[Request]) -> Counter[PrefixBlock]:
+    """For each block how many of these requests read it."""
+    return Counter(block for request in requests for block in request.blocks)

@@ -274,7 +274,9 @@ class Scheduler:
         if not self._admission.may_resume(request, self._running):
             return False
         while not self._admission.has_room_again(request, self._running):
-            self.retract(self._running[-1])
+            newest = self._running[-1]
+            assert newest.arrival > request.arrival, "newer ones leave enough room"
+            self.retract(newest)
         return True
 
     def _restore(self, request: Request) -> bool:
