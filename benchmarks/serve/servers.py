@@ -61,10 +61,13 @@ class Server:
         return state
 
     def metric(self, name: str) -> float:
-        """The sum of a metric of a kvtide server over its labels; `name` is without `kvtide:`."""
+        """The sum of a metric of a kvtide server over its labels, if `name` has none.
+
+        `name` is without `kvtide:`.
+        """
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
-        found = [line for line in lines if re.match(rf"kvtide:{name}[ {{]", line)]
+        found = [line for line in lines if re.match(rf"kvtide:{re.escape(name)}[ {{]", line)]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     @property
