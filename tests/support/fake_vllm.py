@@ -38,9 +38,14 @@ class CompilationConfig(Fields): ...
 def config_for(model: Path, **changed: Any) -> VllmConfig:
     """vLLM's configuration for a model in a folder; `changed` are fields of any part."""
     hf_config = {"layers": changed.pop("layers", 2), "_name_or_path": str(model)}
+    auto_map = changed.pop("auto_map", None)
     values = {
         "model": str(model),
-        "hf_config": SimpleNamespace(to_json_string=lambda use_diff: json.dumps(hf_config)),
+        "hf_config": SimpleNamespace(
+            to_json_string=lambda use_diff: json.dumps(hf_config), auto_map=auto_map
+        ),
+        "model_impl": "auto",
+        "trust_remote_code": False,
         "dtype": torch.bfloat16,
         "quantization": None,
         "seed": 0,

@@ -25,13 +25,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("blobs", "refs"):
         (model / folder).mkdir(parents=True)
     (model / "refs" / "main").write_text(REVISIONS[1])
+    config = json.dumps(PLAIN).encode()
+    git_name = hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest()
     for revision in REVISIONS:
         snapshot = model / "snapshots" / revision
         snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text(json.dumps(PLAIN))
-        blob = model / "blobs" / hashlib.sha256(revision.encode()).hexdigest()
-        blob.write_bytes(revision.encode())
-        (snapshot / "model.safetensors").symlink_to(blob)
+        weights = revision.encode()
+        for name, hub_name, contents in (
+            ("config.json", git_name, config),
+            ("model.safetensors", hashlib.sha256(weights).hexdigest(), weights),
+        ):
+            (model / "blobs" / hub_name).write_bytes(contents)
+            (snapshot / name).symlink_to(model / "blobs" / hub_name)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     return model
 

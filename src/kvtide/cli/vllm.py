@@ -38,7 +38,7 @@ def vllm(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="The name of the weights' revision, if you make sure that it changes with them.",
+            help="The name of the model's revision, if it is sure to change with its files.",
             show_default="a hash of the model's files",
         ),
     ] = None,

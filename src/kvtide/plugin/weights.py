@@ -60,6 +60,7 @@ def digest_of(
     *,
     suffixes: Collection[str] = (),
     by_samples: bool = False,
+    may_be_none: bool = False,
 ) -> str:
     """A digest of the files at these paths, and of the files in these folders, in hex digits.
 
@@ -67,8 +68,9 @@ def digest_of(
     and all contents decide; with `by_samples` names, sizes, times of change, and samples. A file of
     the hub's cache has the hash that is its name instead of a time: so copies are the same.
 
-    Raises WeightsUnknown for a path that isn't there, for one without files, and for a file that
-    was changed after `loaded_after`, in seconds since 1970: other contents may have been loaded.
+    Raises WeightsUnknown for a path that isn't there, for one without files unless `may_be_none`,
+    and for a file that was changed after `loaded_after`, in seconds since 1970: other contents may
+    have been loaded.
     """
     digest = hashlib.blake2b(digest_size=32)
     count = min(_MOST_THREADS, os.cpu_count() or 1)
@@ -81,7 +83,7 @@ def digest_of(
                     digest.update(_description(file, name, loaded_after, by_samples, threads))
             except OSError as error:
                 raise WeightsUnknown(f"{path}: {error.strerror or error}") from error
-            if not files:
+            if not files and not may_be_none:
                 raise WeightsUnknown(f"{path}: there are no files of weights to hash")
             digest.update(b"\n")
     return digest.hexdigest()

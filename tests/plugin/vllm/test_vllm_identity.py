@@ -11,11 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 
 from kvtide.device import CPUDevice
 from kvtide.errors import UsageError
+from kvtide.plugin import package
+from kvtide.plugin.versions import installed_version
 from kvtide.plugin.vllm import identity
 from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.identity import namespace_of
@@ -30,6 +33,19 @@ def model(tmp_path: Path) -> Path:
     """A folder with weights."""
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The versions of packages that may be installed here or not. Tests may change them."""
+    found = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
+
+    def installed(name: str) -> str:
+        return found[name] if name in found else installed_version(name)
+
+    for module in (package, identity):
+        monkeypatch.setattr(module, "installed_version", installed)
+    return found
 
 
 def named(
@@ -68,6 +84,7 @@ def named(
         {"mamba_cache_dtype": "float16"},
         {"mamba_ssm_cache_dtype": "float16"},
         {"cp_kv_cache_interleave_size": 4},
+        {"model_impl": "transformers"},
         {"static_forward_context": {"layer": object()}},
     ],
 )
@@ -78,6 +95,16 @@ def test_whatever_decides_a_byte_makes_another_namespace(
     assert named(config_for(model)) == named(config_for(model))
     assert named(config_for(model)) != named(config_for(model, **changed))
     assert named(config_for(model)) != named(config_for(model), width=31)
+
+
+def test_other_code_of_transformers_makes_another_namespace(
+    model: Path, versions: dict[str, str]
+) -> None:
+    """It computes the models that vLLM has no code for."""
+    before = named(config_for(model))
+    versions["transformers"] = "5.19.1"
+
+    assert before != named(config_for(model))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +152,71 @@ def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) ->
     (elsewhere / "notes.txt").write_text("no weights")
 
     assert before == named(config_for(elsewhere))
+
+
+@pytest.mark.parametrize(
+    "name", ["modeling_own.py", "parts/norm.py", "config.json", "hf_quant_config.json"]
+)
+def test_new_code_or_another_file_of_json_beside_old_weights_makes_other_kv(
+    name: str, model: Path
+) -> None:
+    """vLLM reads such files itself, and a model's own code computes its KV."""
+    path = model / name
+    path.parent.mkdir(exist_ok=True)
+    found = []
+    for text in ("bits = 8", "bits = 4"):
+        path.write_text(text)
+        found.append(named(config_for(model)).weights)
+    path.unlink()
+
+    assert 3 == len({*found, named(config_for(model)).weights})
+
+
+def test_a_folder_with_code_and_no_weights_is_refused(tmp_path: Path) -> None:
+    """Code alone makes no KV."""
+    (tmp_path / "modeling_own.py").write_text("")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="no files of weights"):
+        named(config_for(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "count"),
+    [
+        ({"auto_map": {"AutoModel": "org/code--modeling.Model"}}, 2),
+        ({"auto_map": {"AutoModel": ["org/code--modeling.Model", None]}}, 2),
+        ({"auto_map": {"AutoModel": "org/absent--modeling.Model"}}, 1),
+        ({"auto_map": {"AutoModel": "modeling.Model"}}, 1),
+        ({"auto_map": {"AutoModel": "org/code--modeling.Model"}, "code_revision": "b" * 40}, 1),
+        ({"auto_map": {"AutoModel": "org/code--modeling.Model"}, "trust_remote_code": False}, 1),
+        ({"model": "org/code"}, 2),
+        ({"model": "org/code", "revision": "a" * 40}, 1),
+    ],
+)
+def test_code_from_elsewhere_counts_where_it_is_run(
+    changed: dict[str, Any], count: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the hub's cache, also where vLLM has put the weights into another folder."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(model / "hub"))
+    code = model / "hub" / "models--org--code"
+    for number in "ab":
+        (code / "snapshots" / (number * 40)).mkdir(parents=True)
+        (code / "snapshots" / (number * 40) / "modeling.py").write_text(number)
+    weights = model / "models--org--code" / "snapshots"
+    for number in "ab":
+        (weights / (number * 40)).mkdir(parents=True)
+        (weights / (number * 40) / "model.safetensors").write_bytes(b"weights")
+    (weights.parent / "refs").mkdir()
+    (weights.parent / "refs" / "main").write_text("a" * 40)
+    more = {"trust_remote_code": True, "download_dir": str(model), **changed}
+    config = config_for(Path(more.pop("model", model)), **more)
+    (code / "refs").mkdir()
+    found = set()
+    for number in "ab":
+        (code / "refs" / "main").write_text(number * 40)
+        found.add(named(config).weights)
+
+    assert count == len(found)
 
 
 def test_a_model_of_the_hub_is_known_by_the_files_of_its_revision(tmp_path: Path) -> None:

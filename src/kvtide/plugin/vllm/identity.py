@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +36,8 @@ READS: Table = {
     ),
     "ModelConfig": (
         *("model", "hf_config", "dtype", "max_model_len"),
-        *("quantization?", "seed?", "revision?"),
+        *("quantization?", "seed?", "revision?", "code_revision?"),
+        *("model_impl", "trust_remote_code"),
     ),
     "CacheConfig": (
         *("cache_dtype", "kv_cache_dtype_skip_layers", "prefix_caching_hash_algo"),
@@ -50,6 +53,8 @@ READS: Table = {
 }
 """What is read of vLLM's configuration."""
 
+_BESIDE_SUFFIXES = {".py", ".json"}
+"""A model's own code, and files that say how to read the weights."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _SEED = "PYTHONHASHSEED"
 # Where the model lies, and who wrote its configuration, decide nothing.
@@ -107,6 +112,8 @@ def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -
     kinds = sorted({f"{type(layer).__name__} {_backend_of(layer)}" for layer in layers.values()})
     decides = [
         *("vLLM", VLLM.version, "torch", installed_version("torch")),
+        # Models that vLLM has no code for are computed by that of transformers.
+        *("transformers", installed_version("transformers"), str(model["model_impl"])),
         # Kernels, and the order of a block's bytes, may be another package's.
         *(package_of(vllm_platform), installed_version(package_of(vllm_platform))),
         *(str(model["dtype"]), str(model["quantization"])),
@@ -145,7 +152,10 @@ def _has_tiles() -> str:
 
 
 def _weights_of(vllm_config: Any, settings: OffloadSettings, started_s: float) -> str:
-    """The name of the weights, or a digest of them. Raises UsageError if nobody can tell them."""
+    """The name of the weights, or a digest of them, and of the code and the settings beside them.
+
+    Raises UsageError if nobody can tell them.
+    """
     reads = Reader(vllm_config, READS)
     model = Reader(reads["model_config"], READS)
     if settings.weights:
@@ -155,12 +165,35 @@ def _weights_of(vllm_config: Any, settings: OffloadSettings, started_s: float) -
         return f"dummy {model['seed']}"
     try:
         folder = folder_of(model["model"], model["revision"], load["download_dir"])
-        return f"files {digest_of([folder], started_s, suffixes=_WEIGHT_SUFFIXES)}"
+        weights = digest_of([folder], started_s, suffixes=_WEIGHT_SUFFIXES)
+        places = sorted({folder, *_code_folders(model)})
+        beside = digest_of(places, started_s, suffixes=_BESIDE_SUFFIXES, may_be_none=True)
+        return f"files {weights} {beside}"
     except WeightsUnknown as error:
         raise UsageError(
             f"{error}; start vLLM again if they have changed, name their revision with the setting "
             "weights, or leave out disk_dir"
         ) from error
+
+
+def _code_folders(model: Reader) -> Iterator[Path]:
+    """Where code is that the model's author wrote, if vLLM may run it.
+
+    The hub's client puts it into its own cache, wherever vLLM puts weights. The configuration names
+    code in another repository as `repository--module.class`.
+    """
+    if not model["trust_remote_code"]:
+        return
+    revision = model["code_revision"]
+    repositories = {model["model"]: revision or model["revision"]}
+    for named in (getattr(model["hf_config"], "auto_map", None) or {}).values():
+        for name in [named] if isinstance(named, str) else named:
+            repository, separator, _ = str(name).partition("--")
+            if separator:
+                repositories.setdefault(repository, revision)
+    for repository, revision in repositories.items():
+        with suppress(WeightsUnknown):  # what isn't here wasn't run
+            yield folder_of(repository, revision, None)
 
 
 def _config_of(hf_config: Any) -> str:

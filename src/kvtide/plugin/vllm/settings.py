@@ -3,7 +3,7 @@
 host_memory   the host memory of all ranks of an engine together, such as 24GiB
 disk_dir      a folder for blocks that have no room there; each rank has a folder in it
 disk_memory   the disk space of all ranks together, such as 200GiB
-weights       the name of the weights' revision; by default a hash of the model's files
+weights       the name of the model's revision; by default a hash of the model's files
 mooncake      a Mooncake store that other machines share: HOST:PORT of its master, or its .json file
 
 KVTIDE_SALT in the environment is a tenant's secret: who doesn't have it can't find the tenant's KV.
@@ -47,7 +47,7 @@ class OffloadSettings:
     mooncake: MooncakeSettings | None = None
     """The Mooncake store for the same blocks; None means no store."""
     weights: str = ""
-    """The name of the weights' revision; empty means that the model's files are hashed."""
+    """The name of the model's revision; empty means that the model's files are hashed."""
 
 
 def read_settings(extra: Mapping[str, Any]) -> OffloadSettings:
