@@ -95,6 +95,19 @@ class Bench:
         self.scheduler = Scheduler(
             self.tide, self.pages, options, lambda request: request.id, self.prefixes
         )
+        self._check_who_comes_back()
+
+    def _check_who_comes_back(self) -> None:
+        """Has an error raised where requests are retracted for one that has no room even so."""
+        may_resume = self.scheduler._may_resume
+
+        def may_resume_or_nobody_leaves(request: Request) -> bool:
+            before = self.scheduler.retracted
+            comes = may_resume(request)
+            assert comes or before == self.scheduler.retracted, "they were retracted for nothing"
+            return comes
+
+        self.scheduler._may_resume = may_resume_or_nobody_leaves  # type: ignore[method-assign]
 
     def plane(self, name: str) -> torch.Tensor:
         """The rows of a plane, [slot, 8]."""

@@ -270,12 +270,16 @@ class Scheduler:
                 older_wait = True
 
     def _may_resume(self, request: Request) -> bool:
-        """Whether there is room for a retracted request, for which newer ones are retracted."""
+        """Whether there is room for a retracted request, for which newer ones are retracted.
+
+        Never retracts an older one.
+        """
         if not self._admission.may_resume(request, self._running):
             return False
         while not self._admission.has_room_again(request, self._running):
             newest = self._running[-1]
-            assert newest.arrival > request.arrival, "newer ones leave enough room"
+            if newest.arrival < request.arrival:
+                return False
             self.retract(newest)
         return True
 
