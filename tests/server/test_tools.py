@@ -27,6 +27,29 @@ def test_a_call_without_its_end_counts_if_it_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "content", "count"),
+    [
+        (f"a {CALL} then {CALL} end\n", "a then end", 2),
+        (f"{CALL}\nDone.", "\nDone.", 1),
+        (f"a {CALL} then <tool_call>bad</tool_call> end ", None, 1),
+        (f"{CALL} <tool_c", " <tool_c", 1),
+    ],
+)
+def test_text_between_and_behind_calls_stays(text: str, content: str | None, count: int) -> None:
+    """All but the blanks before a call and at the end. What is no call keeps all that follows."""
+    if content is None:
+        content = "a" + text.partition(CALL)[2]
+    assert CalledTools(content, (ADD,) * count) == _read(text)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_arguments_are_json(number: str) -> None:
+    """Python reads and writes numbers that JSON doesn't have; a client can't read them."""
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": [{number}]}}}}</tool_call>'
+    assert CalledTools(text, ()) == _read(text)
+
+
+@pytest.mark.parametrize(
     "inner",
     ["{", "[]", '{"name": 5}', '{"arguments": {}}', '{"name": "a", "arguments": "b"}', "[" * 9999],
 )
@@ -34,13 +57,18 @@ def test_what_is_no_call_stays_text(inner: str) -> None:
     """Nothing of an answer is lost."""
     text = f"a <tool_call>{inner}</tool_call> b"
     assert CalledTools(text, ()) == _read(text)
-    after = f"a {CALL}{text}"
-    assert CalledTools(f"a{text[2:]}", (ADD,)) == _read(after)
+    assert CalledTools(f"a{text}", (ADD,)) == _read(f"a {CALL}{text}")
 
 
 def test_a_growing_text_never_takes_anything_back() -> None:
     """Each prefix has a beginning of the content, and of the calls."""
-    for text in (f"a <b <tool_c {CALL} {CALL}", "a <tool_call>x</tool_call> b", "a <tool_call "):
+    for text in (
+        f"a <b <tool_c {CALL} {CALL}",
+        "a <tool_call>x</tool_call> b",
+        "a <tool_call ",
+        f"a {CALL} then\n{CALL}\n\nb <tool_call>x</tool_call> c ",
+        f"a {CALL} b \n",
+    ):
         whole = _read(text)
         for length in range(len(text)):
             part = read_calls(text[:length], has_ended=False)

@@ -111,26 +111,26 @@ class CalledTools:
 def read_calls(text: str, *, has_ended: bool) -> CalledTools:
     """Reads the text of an answer as far as it is.
 
-    What may still become a call isn't in the content yet. A call that can't be read, and all that
-    follows it, is content: nothing of an answer is lost.
+    The text before, between and behind the calls is content, without the blanks at the end of each
+    part. What may still become a call isn't in the content yet. A call that can't be read, and all
+    that follows it, is content: nothing of an answer is lost but these blanks.
     """
-    begin = text.find(BEGIN)
-    if begin < 0:
-        content = text if has_ended else text[: settled_length(text)]
-        return CalledTools(content, ())
-    content = text[:begin].rstrip()
-    calls: list[dict[str, str]] = []
-    while begin >= 0:
+    content, calls, start = "", list[dict[str, str]](), 0
+    while (begin := text.find(BEGIN, start)) >= 0:
+        before = text[start:begin].rstrip()
         end = text.find(END, begin)
         if end < 0 and not has_ended:
-            return CalledTools(content, tuple(calls))
+            return CalledTools(content + before, tuple(calls))
         call = _read_call(text[begin + len(BEGIN) : None if end < 0 else end])
         if call is None:
-            rest = text[begin:]
-            return CalledTools(text if not calls else content + rest, tuple(calls))
+            return CalledTools(content + text[start:], tuple(calls))
+        content += before
         calls.append(call)
-        begin = -1 if end < 0 else text.find(BEGIN, end)
-    return CalledTools(content, tuple(calls))
+        start = len(text) if end < 0 else end + len(END)
+    rest = text[start:]
+    if not has_ended:
+        rest = rest[: settled_length(rest)]
+    return CalledTools(content + (rest.rstrip() if calls else rest), tuple(calls))
 
 
 def read_ruled(text: str, rules: CallRules, *, has_ended: bool) -> CalledTools:
@@ -166,11 +166,17 @@ def with_ids(calls: tuple[dict[str, str], ...], known: list[dict[str, Any]]) -> 
 def _read_call(text: str) -> dict[str, str] | None:
     try:
         call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        arguments = _json_of(call.get("arguments", {}))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return None
-    return {"name": call["name"], "arguments": json.dumps(arguments)}
+    return None if arguments is None else {"name": call["name"], "arguments": arguments}
+
+
+def _json_of(arguments: object) -> str | None:
+    """The arguments of a call as JSON; None if they are no object.
+
+    Raises ValueError for NaN and infinite numbers, which Python reads, and JSON doesn't have.
+    """
+    return json.dumps(arguments, allow_nan=False) if isinstance(arguments, dict) else None
