@@ -433,6 +433,26 @@ class HungTier(Tier):
             self._change.notify_all()
 
 
+class LateTier(HungTier):
+    """A disk whose reads take the room they are given, and hang before they write into it."""
+
+    def __init__(self, disk: DiskTier) -> None:
+        super().__init__()
+        self._disk = disk
+        self.has_room, self.goes_on = threading.Event(), threading.Event()
+
+    def get(self, key: str, make_room: MakeRoom) -> Seal:
+        """See Tier."""
+
+        def late_room(seal: Seal) -> Sequence[memoryview]:
+            room = make_room(seal)
+            self.has_room.set()
+            self.goes_on.wait(60)
+            return room
+
+        return self._disk.get(key, late_room)
+
+
 class HungWrites(HungTier):
     """A tier whose writes hang until an event."""
 
@@ -500,6 +520,36 @@ class TestHungTier:
             now[0] = 80
             assert not store.take_report().missing
             tier.let_go(THREADS + 1)
+
+
+class TestLateRead:
+    """It goes on to write, and kvtide would seal its bytes as another block's."""
+
+    @pytest.mark.parametrize("is_withdrawn", [False, True])
+    def test_keeps_its_memory_until_it_has_ended(self, is_withdrawn: bool, tmp_path: Path) -> None:
+        disk, now = DiskTier(tmp_path, limit_bytes=1 << 20), [0.0]
+        with opened(Caches(), disk) as store:
+            store.save(1, [[(A, 1)], []])
+            moved(store, 1)
+        tier = LateTier(disk)
+        with opened(Caches(), tier, block_count=1, clock=lambda: now[0]) as store:
+            store.follow(Orders(fetch=[A]))
+            tier.has_room.wait(60)
+            if is_withdrawn:
+                store.follow(Orders(forget=[A]))
+            else:
+                now[0] = 61
+                assert {A} == store.take_report().missing
+            store.save(1, [[(B, 2)], []])
+            _, report = moved(store, 1)
+            assert ({B}, 64) == (report.lost, store._arena.used_bytes)
+            tier.goes_on.set()
+            until = time.monotonic() + 60
+            while store._arena.used_bytes:
+                assert time.monotonic() < until, "the read never ends"
+            store.save(2, [[(B, 2)], []])
+            assert 1 == moved(store, 2)[1].counts["saved_blocks"]
+        disk.close()
 
 
 class TestWriter:

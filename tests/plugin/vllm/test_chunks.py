@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.plugin.vllm.chunks import ChunkMoves, EndedChunks
-from kvtide.plugin.vllm.timely import TimelyThreads
+from kvtide.plugin.vllm.timely import TimelyJob, TimelyThreads
 from kvtide.seal import Seal
 from kvtide.snapshot import MakeRoom
 from kvtide.tier import DiskTier, Tier
@@ -50,6 +50,11 @@ def ended(moves: ChunkMoves) -> EndedChunks:
     moves.drain()
     (found,) = moves.take_ended()
     return found
+
+
+def jobs_of(moves: ChunkMoves, job_id: int) -> list[TimelyJob[bool]]:
+    """The calls of a move; each has ended when its thread can't write any more."""
+    return [job for job in moves._moves[job_id].jobs if job is not None]
 
 
 def filled() -> bytearray:
@@ -105,15 +110,49 @@ class TestChunkMoves:
         with opened(tier) as moves:
             moves.store(1, rows(source))
             ended(moves)
-        hanging = HangingTier(tier)
-        with opened(hanging, deadline_s=0.05) as moves:
-            moves.load(2, rows(target)[:1])
-            found = ended(moves)
-            hanging.goes_on.set()
-            hanging.has_ended.wait(60)
+        now, hanging = [0.0], HangingTier(tier)
+        readers, writers = (TimelyThreads(2, 60, lambda: now[0]) for _ in range(2))
+        moves = ChunkMoves(hanging, ROW, readers, writers)
+        moves.load(2, rows(target)[:1])
+        jobs = jobs_of(moves, 2)
+        hanging.wait_for(1)
+        now[0] = 61
+        (found,) = moves.take_ended()
+        hanging.goes_on.set()
+        assert readers.wait(jobs, 60)
+        moves.close()
 
         assert ((), KEYS[:1]) == (found.moved, found.missed)
         assert {POISON} == set(target)
+
+    def test_that_are_drained_write_into_no_row_any_more(self, tier: DiskTier) -> None:
+        """vLLM resets its cache then, and gives the rows away before it asks for ends."""
+        source, target = filled(), bytearray([POISON]) * (len(KEYS) * ROW)
+        with opened(tier) as moves:
+            moves.store(1, rows(source))
+            ended(moves)
+        hanging = HangingTier(tier)
+        with opened(hanging, deadline_s=0.05) as moves:
+            moves.load(2, rows(target)[:1])
+            jobs = jobs_of(moves, 2)
+            moves.drain()
+            hanging.goes_on.set()
+            assert moves._readers.wait(jobs, 60)
+            assert {POISON} == set(target)
+
+    def test_that_were_drained_and_hang_cost_the_next_nothing(self, tier: DiskTier) -> None:
+        """Nobody waits for their calls any more, which keep the threads all the same."""
+        now, hanging = [0.0], HangingTier(tier)
+        readers, writers = (TimelyThreads(2, 0.05, lambda: now[0]) for _ in range(2))
+        moves = ChunkMoves(hanging, ROW, readers, writers)
+        moves.store(1, rows(filled())[:1])
+        hanging.wait_for(1)
+        assert KEYS[:1] == ended(moves).missed
+        now[0] = 61
+        moves.store(2, rows(filled()))
+        assert [KEYS] == [found.missed for found in moves.take_ended()]
+        hanging.goes_on.set()
+        moves.close()
 
     def test_that_go_on_too_late_put_no_other_chunk_under_a_name(self, tier: DiskTier) -> None:
         """One waits for the tier's answer, and the others for a thread, while the rows change."""
@@ -121,7 +160,7 @@ class TestChunkMoves:
         hanging = HangingTier(tier)
         with opened(hanging, deadline_s=0.05) as moves:
             moves.store(1, rows(source))
-            jobs = [job for job in moves._moves[1].jobs if job is not None]
+            jobs = jobs_of(moves, 1)
             found = ended(moves)
             source[:] = bytes([POISON]) * len(source)
             hanging.goes_on.set()
@@ -171,7 +210,7 @@ class HangingTier(Tier):
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self.goes_on, self.has_ended = threading.Event(), threading.Event()
+        self.goes_on = threading.Event()
         self._begun = threading.Semaphore(0)
 
     def wait_for(self, count: int) -> None:
@@ -191,11 +230,9 @@ class HangingTier(Tier):
 
     def get(self, key: str, make_room: MakeRoom) -> Seal:
         """See Tier."""
+        self._begun.release()
         self.goes_on.wait(60)
-        try:
-            return self._tier.get(key, make_room)
-        finally:
-            self.has_ended.set()
+        return self._tier.get(key, make_room)
 
     def remove(self, key: str) -> None:
         """See Tier."""

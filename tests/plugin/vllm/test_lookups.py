@@ -114,6 +114,15 @@ class TestLookups:
         lookups.wait(60)
         assert [False] == asked(lookups, A)
 
+    def test_keep_nothing_of_a_request_that_has_ended(self, lookups: Lookups) -> None:
+        """Nobody asks for its answer any more, which comes all the same."""
+        asked(lookups, A)
+        lookups.flush()
+        lookups.forget("r")
+        lookups.wait(60)
+        lookups.flush()
+        assert ([], {}) == (lookups._questions, lookups._answers)
+
     def test_of_a_tier_that_hangs_find_nothing_until_it_answers(
         self, lookups: Lookups, tier: AskedTier, now: list[float]
     ) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvtide.errors import UsageError
+from kvtide.plugin.vllm.books import BlockBooks
+from kvtide.plugin.vllm.messages import Start
 from kvtide.plugin.vllm.settings import OffloadSettings, read_settings
 from kvtide.plugin.vllm.tiers_below import open_below
 from kvtide.tier.mooncake_client import TRANSFER_FAILED
@@ -97,6 +99,20 @@ class TestMooncakeBelow:
         assert {KEYS[0]} == {*rank.fetch(KEYS[:1]).fetched}
         rank.load(KEYS[:1], 4)
         assert rank.block(1) == rank.block(4)
+
+    @pytest.mark.parametrize("disk_memory", [None, "1MiB"])
+    def test_has_own_blocks_that_left_host_memory(
+        self, opened: OpenRank, tmp_path: Path, disk_memory: str | None
+    ) -> None:
+        """A scheduler asks no tier for them: it remembers them, with a disk or without."""
+        disk = {"disk_dir": str(tmp_path), "disk_memory": disk_memory} if disk_memory else {}
+        books, keys = BlockBooks(1), [bytes([number]) for number in range(250)]
+        books.open(Start(1, frozenset(), opened(1, **disk).below.block_count(8192)), bytes.hex)
+        for key in keys:
+            books.begin_save([key])
+            books.end_save([key])
+            books.end_step()
+        assert all(books.knows(key) for key in keys)
 
     def test_is_named_in_the_line_of_the_log(self, opened: OpenRank, tmp_path: Path) -> None:
         assert "the Mooncake store of 10.0.0.1:50051 below it" == str(opened(1).below)

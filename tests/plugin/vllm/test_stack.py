@@ -92,6 +92,12 @@ class TestTierStack:
         with pytest.raises(SnapshotDamaged):
             got(stack, "a")
 
+    def test_finds_what_a_single_tier_has(self, tiers: list[DiskTier]) -> None:
+        """Another tier that hasn't it, nearer or further, changes nothing."""
+        for tier, key in zip(tiers, "ab", strict=True):
+            tier.put(key, seal_of(key), [memoryview(CONTENT)])
+        assert [True, True, False] == TierStack(tiers).contains_each(["a", "b", "c"])
+
     def test_goes_on_without_a_tier_that_fails(self, tiers: list[DiskTier]) -> None:
         stack = TierStack([SickTier(), tiers[1]])
         stack.put("a", seal_of("a"), [memoryview(CONTENT)])

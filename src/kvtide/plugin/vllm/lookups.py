@@ -73,9 +73,8 @@ class Lookups:
             self._questions.append(_Question(job, asked))
 
     def wait(self, at_most_s: float) -> None:
-        """Blocks until all answers have come, or for so long."""
+        """Blocks until all answers have come, or for so long. The next step takes them."""
         self._threads.wait((question.job for question in self._questions), at_most_s)
-        self._take_answers()
 
     def mark_missing(self, keys: Iterable[bytes]) -> None:
         """The tier didn't give these blocks, whatever it had answered."""
