@@ -78,7 +78,7 @@ def test_an_older_request_keeps_its_pages_when_a_newer_one_comes_back() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_only_newer_requests_make_room_for_one_that_comes_back(seed: int) -> None:
-    """Nobody leaves for nothing: `Bench` checks it. Chats with few beginnings share a small pool."""
+    """Nobody leaves for nothing: `Bench` checks it. Chats that begin alike share a small pool."""
     dice = random.Random(seed)
     bench = Bench(16 + seed, host_blocks=200, block_tokens=2 * PAGE_SIZE, exact=seed % 2 == 0)
     for step in range(300):
