@@ -76,21 +76,29 @@ def test_a_growing_text_never_takes_anything_back() -> None:
             assert whole.calls[: len(part.calls)] == part.calls
 
 
-@pytest.mark.parametrize("written", [' {"a": 1', ' {"a": tru}}', " 5}", "", ' {"a": 1}'])
+RULES = CallRules(called="add", is_single=True)
+
+
+@pytest.mark.parametrize(
+    "written", [' {"a": 1', ' {"a": tru}}', " 5}", "", ' {"a": NaN}}', ' {"a": 1e999}}', "[" * 9999]
+)
 def test_a_call_that_must_be_there_has_what_the_model_wrote(written: str) -> None:
     """Nobody promises that it's JSON. Nothing is told before the answer has ended."""
-    rules = CallRules(called="add", is_single=True)
-    text = rules.begin + written
-    assert CalledTools("", ()) == read_ruled(text, rules, has_ended=False)
-    (call,) = read_ruled(text, rules, has_ended=True).calls
+    text = RULES.begin + written
+    assert CalledTools("", ()) == read_ruled(text, RULES, has_ended=False)
+    (call,) = read_ruled(text, RULES, has_ended=True).calls
     assert {"name": "add", "arguments": written.strip()} == call
 
 
-def test_a_call_that_must_be_there_is_read_as_any_other() -> None:
-    """What ends the call isn't a part of its arguments."""
-    rules = CallRules(called="add", is_single=True)
-    found = read_ruled(f'{rules.begin} {{"a": 1}}}}', rules, has_ended=True)
-    assert CalledTools("", (ADD,)) == found
+@pytest.mark.parametrize(
+    "behind",
+    ["}", "", "}\n", ', "name": "other"}', f"}}\n{CALL}", f"}}</tool_call>{CALL}", "}} end"],
+)
+def test_a_call_that_must_be_there_is_the_first_object_that_the_model_writes(behind: str) -> None:
+    """Nothing behind its arguments changes the function, or is another call."""
+    text = f'{RULES.begin} {{"a":1}}{behind}'
+    assert CalledTools("", (ADD,)) == read_ruled(text, RULES, has_ended=True)
+    assert CalledTools("", ()) == read_ruled(text, RULES, has_ended=False)
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,20 @@ def read_calls(text: str, *, has_ended: bool) -> CalledTools:
 def read_ruled(text: str, rules: CallRules, *, has_ended: bool) -> CalledTools:
     """Reads the text of an answer, with what it began with, as far as it is, by the rules.
 
-    A call that must be there is there in the end: where it can't be read, since it was cut or isn't
-    JSON, its arguments are what the model wrote.
+    A call that must be there is there in the end, and nothing else: its arguments are the object
+    that the model began with. Where that can't be read, since it was cut or isn't JSON, they are
+    what the model wrote.
     """
-    found = read_calls(text, has_ended=has_ended)
-    if rules.called is None or found.calls or not has_ended:
-        return found
+    if rules.called is None:
+        return read_calls(text, has_ended=has_ended)
+    if not has_ended:
+        return CalledTools("", ())
     written = text.removeprefix(rules.begin).strip()
-    return CalledTools("", ({"name": rules.called, "arguments": written},))
+    try:
+        arguments = _json_of(json.JSONDecoder().raw_decode(written)[0])
+    except (ValueError, RecursionError):
+        arguments = None
+    return CalledTools("", ({"name": rules.called, "arguments": arguments or written},))
 
 
 def settled_length(text: str) -> int:
