@@ -14,7 +14,7 @@ from support.serving import ServerProcess, server_process
 LONG: dict[str, Any] = {
     "model": "tiny-random",
     "prompt": "Once upon a time",
-    "max_tokens": 400,
+    "max_tokens": 240,
     "temperature": 0.8,
     "seed": 5,
 }
