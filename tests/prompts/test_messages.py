@@ -100,6 +100,7 @@ DEEP = '{"a":' * 500 + "1" + "}" * 500
         (_calling(name="f"), "'messages[0].tool_calls[0].function.arguments' is null"),
         (_calling(name="f", arguments="{"), "function.arguments' is not JSON"),
         (_calling(name="f", arguments="[" * 100_000), "function.arguments' is not JSON"),
+        (_calling(name="f", arguments='{"a": NaN}'), "function.arguments' is not JSON"),
         (_calling(name="f", arguments="[]"), "function.arguments' is a list, not an object"),
         (_calling(name="f", arguments={"\ud800": 1}), "arguments' has half a surrogate pair"),
         (
@@ -120,6 +121,8 @@ def test_bad_message_is_refused_by_its_place(message: object, complaint: str) ->
     ("tools", "complaint"),
     [
         ({"a": 1}, "'tools' is an object, not a list"),
+        ({}, "'tools' is an object, not a list"),
+        (0, "'tools' is a number (0), not a list"),
         ([1], "'tools[0]' is a number (1), not an object"),
         ([{"type": "web_search"}], 'tools[0].type is "web_search"; only function is known'),
         ([{"type": 1}], "tools[0].type is a number (1); only function is known"),

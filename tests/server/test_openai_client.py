@@ -231,6 +231,8 @@ def test_a_client_says_how_tools_are_called(
         ),
         ("parallel_tool_calls", {"parallel_tool_calls": "no", "tools": [ADD]}),
         ("tools", {"tools": [ADD] * 129}),
+        ("tools", {"tools": "add", "tool_choice": "none"}),
+        ("tools[0].function.name", {"tools": [{"function": {}}], "tool_choice": "none"}),
         ("tools", {"tools": [{**ADD, "function": {"name": "x" * 300_000}}]}),
         (
             "tools",

@@ -39,7 +39,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON object of one line."""
     try:
         value = json.loads(
-            decode(raw, where), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
+            decode(raw, where), object_pairs_hook=_unique_keys, parse_constant=refuse_constant
         )
     except json.JSONDecodeError as error:
         refuse(where, f"is not JSON: {error.msg} (column {error.colno})")
@@ -61,7 +61,8 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Raises ValueError for a number that Python reads and JSON doesn't have, such as NaN."""
     raise ValueError(f"{name} is not a JSON number")
 
 

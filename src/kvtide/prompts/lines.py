@@ -42,8 +42,7 @@ def parse_prompt(raw: bytes, *, where: str) -> Prompt:
     if "prompt" not in fields and "messages" not in fields:
         refuse(where, "lacks a 'prompt' or 'messages'")
     is_chat = "messages" in fields
-    tools = fields.get("tools") or ()
-    if tools and not is_chat:
+    if fields.get("tools") and not is_chat:
         refuse(where, "has 'tools', which need 'messages'")
     return Prompt(
         where=where,
@@ -54,7 +53,7 @@ def parse_prompt(raw: bytes, *, where: str) -> Prompt:
             else message_of(check_text(fields["prompt"], "prompt", where))
         ),
         is_chat=is_chat,
-        tools=check_tools(tools, where) if tools else (),
+        tools=check_tools(fields.get("tools"), where),
         settings=read_settings(fields, _SETTINGS, where),
         sample_count=read_sample_count(fields, where),
     )

@@ -18,6 +18,7 @@ from kvtide.prompts.fields import (
     kind_of,
     quote,
     refuse,
+    refuse_constant,
     refuse_unknown_keys,
 )
 from kvtide.prompts.prompt import Message
@@ -105,7 +106,7 @@ def _tool_call(value: object, name: str, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_constant=refuse_constant)
         except (ValueError, RecursionError):
             refuse(where, f"'{name}.function.arguments' is not JSON", f"{name}.function.arguments")
     arguments = check_object(arguments, f"{name}.function.arguments", where)
@@ -114,7 +115,9 @@ def _tool_call(value: object, name: str, where: str) -> dict[str, Any]:
 
 
 def check_tools(value: object, where: str, *, prefix: str = "") -> tuple[Message, ...]:
-    """The tools that the model is told of, as they are in the line."""
+    """The tools that the model is told of, as they are in the line; null and [] are none."""
+    if value is None or value == []:
+        return ()
     name = f"{prefix}tools"
     tools = check_list(value, name, where)
     if len(tools) > MOST_TOOLS:

@@ -59,11 +59,11 @@ _HARMLESS = (
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
+    "frequency_penalty": (0.0,),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
+    "presence_penalty": (0.0,),
     "response_format": ({"type": "text"},),
     "stream": (False,),
     "suffix": ("",),
@@ -164,7 +164,6 @@ def _chat(body: Mapping[str, Any], prompt_id: str, place: _Place) -> Prompt:
     where, prefix = place
     if "messages" not in body:
         refuse(where, f"{place.body} lacks 'messages'", place.name("messages"))
-    tools = body.get("tools") or ()
     settings = read_settings(body, _CHAT_SETTINGS, where, prefix=prefix)
     return Prompt(
         where=where,
@@ -173,7 +172,7 @@ def _chat(body: Mapping[str, Any], prompt_id: str, place: _Place) -> Prompt:
         is_chat=True,
         is_openai=True,
         field=place.name("messages"),
-        tools=check_tools(tools, where, prefix=prefix) if tools else (),
+        tools=check_tools(body.get("tools"), where, prefix=prefix),
         settings=settings | _chat_logprobs(body, place),
         sample_count=read_sample_count(body, where, prefix=prefix),
     )
@@ -228,7 +227,13 @@ def _check_keys(body: Mapping[str, object], obeyed: tuple[str, ...], place: _Pla
         if key in _REFUSED:
             said = f"'{name}' asks for something that kvtide can't do; leave it out"
             refuse(place.where, said, name)
-        if value not in neutral_values[key]:
+        if not any(_is_same(value, other) for other in neutral_values[key]):
             shown = shortened(json.dumps(value), 60)
             neutral = " or ".join(json.dumps(other) for other in neutral_values[key])
             refuse(place.where, f"'{name}' is {shown}; kvtide can only do {neutral}", name)
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Whether two values of JSON are the same. In Python true is 1, and 1.0 is, too."""
+    is_number = type(value) is int and type(other) is float  # as good as with a point
+    return value == other and (type(value) is type(other) or is_number)

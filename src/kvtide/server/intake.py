@@ -119,12 +119,12 @@ class Intake:
     def _read(self, raw: bytes, is_chat: bool, tenant: Tenant, most: int) -> Asked:
         try:
             body = parse_object(raw, WHERE)
-            if is_chat and body.get("tool_choice") == "none":  # so the model isn't told of them
-                body = {key: body[key] for key in body if key not in ("tools", "tool_choice")}
             if body.get("model") is not None:
                 self.check_name(check_text(body["model"], "model", WHERE))
             obeyed = (*_OWN_KEYS, *(_CHAT_KEYS if is_chat else _TEXT_KEYS))
             prompts = read_body(body, "", WHERE, is_chat=is_chat, obeyed=obeyed)
+            if is_chat and body.get("tool_choice") == "none":
+                prompts = tuple(replace(prompt, tools=()) for prompt in prompts)
             _check_count(prompts, most)
             is_stream, wants_usage = _read_stream(body)
             is_echo = _read_echo(body, prompts[0])
