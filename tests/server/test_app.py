@@ -69,6 +69,8 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("prompt[2]", {"prompt": ["a", "b", ""]}),
     ("prompt", {"prompt": ["a"] * 33, "n": 2}),
     ("prompt", {"prompt": "a" * 600}),
+    ("prompt[1]", {"prompt": ["a", "a" * 600], "n": 2}),
+    ("prompt[2]", {"prompt": [[5], [6], [7] * 9000]}),
     ("echo", {"echo": True, "logprobs": 0}),
     ("best_of", {"best_of": 2}),
     ("suffix", {"suffix": "end"}),

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from kvtide.server.answers import Reply, sse_event
 from kvtide.server.calls import Call
 from kvtide.server.errors import ApiError, json_response
-from kvtide.server.intake import Asked, prompt_field
+from kvtide.server.intake import Asked
 from kvtide.server.service import Service
 
 _STATUS = {"refused": 400, "failed": 500, "ended": 503}
@@ -90,11 +90,15 @@ class AnswerResponse(Response):
     def _error_of(self, call: Call) -> ApiError:
         failure = call.failure
         assert failure is not None, "only for calls that failed"
+        message, param = failure.message, None
+        if failure.kind == "refused":
+            param = self._asked.fields[failure.number]
+            message = f"the request for '{param}' can't be answered: {message}"
         return ApiError(
             _STATUS[failure.kind],
-            failure.message,
+            message,
             code=f"request_{failure.kind}",
-            param=prompt_field(is_chat=self._asked.is_chat) if failure.kind == "refused" else None,
+            param=param,
             retry_after_s=5 if failure.kind == "ended" else None,
         )
 

@@ -18,6 +18,8 @@ class Failure:
 
     kind: Literal["refused", "failed", "ended"]
     message: str
+    number: int = 0
+    """Which of the call's requests was refused."""
 
 
 @final

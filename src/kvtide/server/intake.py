@@ -42,6 +42,8 @@ class Asked:
     """The requests for the first prompt, then those for the next, and so on."""
     sample_count: int
     """How many requests each prompt has."""
+    fields: Sequence[str]
+    """The field of the body that each request's prompt is in."""
     begins: Sequence[str]
     """The text that a client is told before what each request gives."""
     is_stream: bool
@@ -136,13 +138,14 @@ class Intake:
             raise ApiError(400, message, param=error.field) from error
         except UsageError as error:
             message = str(error).removeprefix(f"{WHERE}: ")
-            raise ApiError(400, message, param=prompt_field(is_chat=is_chat)) from error
+            raise ApiError(400, message, param="messages" if is_chat else "prompt") from error
         texts = [self._text_of(prompt) if is_echo else rules.begin for prompt in prompts]
         return Asked(
             tenant=tenant,
             is_chat=is_chat,
             requests=list(chain.from_iterable(requests)),
             sample_count=len(requests[0]),
+            fields=[prompt.field for prompt in prompts for _ in requests[0]],
             begins=[text for text in texts for _ in requests[0]],
             is_stream=is_stream,
             wants_usage=wants_usage,
@@ -188,11 +191,6 @@ class Intake:
             request.salt = salt
             request.key = _key_of(request, prompt)
         return requests
-
-
-def prompt_field(*, is_chat: bool) -> str:
-    """The field that a call's prompt is in."""
-    return "messages" if is_chat else "prompt"
 
 
 def _check_count(prompts: Sequence[Prompt], most: int) -> None:

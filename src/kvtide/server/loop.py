@@ -208,26 +208,21 @@ class EngineLoop:
     def _add(self, call: Call) -> None:
         if call.is_gone:
             return
-        try:
-            for request in call.requests:
-                self._calls[request.id] = call
+        for number, request in enumerate(call.requests):
+            self._calls[request.id] = call
+            try:
                 self._engine.add(request)
-        except KvtideError as error:
-            self._refuse(call, str(error))
-            return
-        except Exception:
-            self._end(call)
-            raise
-        refused = next((r.error for r in call.requests if r.error is not None), None)
-        if refused is not None:
-            self._refuse(call, refused)
-            return
+                refusal = request.error
+            except KvtideError as error:
+                refusal = str(error)
+            except Exception:
+                self._end(call)
+                raise
+            if refusal is not None:
+                self._end(call)  # the format has no place for the others
+                call.fail(Failure("refused", refusal, number))
+                return
         call.begin()
-
-    def _refuse(self, call: Call, reason: str) -> None:
-        """Ends a call of which a request was refused; the format has no place for the others."""
-        self._end(call)
-        call.fail(Failure("refused", f"the request can't be answered: {reason}"))
 
     def _leave(self, message: str) -> int:
         failure = Failure("ended", CUT)
