@@ -193,19 +193,20 @@ def test_several_prompts_are_answered_as_each_alone() -> None:
 
 
 def test_cached_tokens_are_those_of_all_prompts() -> None:
-    """The prompts' tokens are counted alike."""
+    """The prompts' tokens are counted alike: once, however many answers a prompt has."""
 
     async def test(server: Served) -> None:
-        async def cached(*prompts: str) -> int:
-            answer = (await server.complete(prompt=prompts, max_tokens=1)).json()
-            found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        async def cached(*prompts: str, n: int = 1) -> int:
+            usage = (await server.complete(prompt=prompts, max_tokens=1, n=n)).json()["usage"]
+            found: int = usage["prompt_tokens_details"]["cached_tokens"]
+            assert found <= usage["prompt_tokens"]
             return found
 
         texts = ("ab" * 70, "cd" * 70)
         assert 0 == await cached(*texts)
         each = [await cached(text) for text in texts]
         assert all(each)
-        assert sum(each) == await cached(*texts)
+        assert sum(each) == await cached(*texts) == await cached(*texts, n=3)
 
     serve_and(test)
 
