@@ -35,6 +35,12 @@ class LoadConfig(Fields): ...
 class CompilationConfig(Fields): ...
 
 
+_CACHE = (
+    *("cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+    *("prefix_caching_hash_algo", "kv_cache_layout", "num_gpu_blocks", "_private", "a_new_option"),
+)
+
+
 def config_for(model: Path, **changed: Any) -> VllmConfig:
     """vLLM's configuration for a model in a folder; `changed` are fields of any part."""
     hf_config = {"layers": changed.pop("layers", 2), "_name_or_path": str(model)}
@@ -57,6 +63,9 @@ def config_for(model: Path, **changed: Any) -> VllmConfig:
         "cp_kv_cache_interleave_size": 1,
         "prefix_caching_hash_algo": "sha256",
         "kv_cache_layout": "LBHNC",
+        "num_gpu_blocks": 100,
+        "_private": False,
+        "a_new_option": None,
         "rank": 0,
         "world_size": 1,
         "tensor_parallel_size": 1,
@@ -71,7 +80,7 @@ def config_for(model: Path, **changed: Any) -> VllmConfig:
     }
     parts = {
         "model_config": ModelConfig(**values),
-        "cache_config": CacheConfig(**values),
+        "cache_config": CacheConfig(**{name: values[name] for name in _CACHE}),
         "parallel_config": ParallelConfig(**values),
         "load_config": LoadConfig(**values),
         "compilation_config": CompilationConfig(**values),

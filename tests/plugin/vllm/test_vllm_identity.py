@@ -8,7 +8,7 @@ import sys
 import time
 from math import inf
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The versions of packages that may be installed here or not. Tests may change them."""
-    found = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
+    found = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0", "builtins": ""}
 
     def installed(name: str) -> str:
         return found[name] if name in found else installed_version(name)
@@ -85,6 +85,7 @@ def named(
         {"mamba_ssm_cache_dtype": "float16"},
         {"cp_kv_cache_interleave_size": 4},
         {"model_impl": "transformers"},
+        {"a_new_option": 1},
         {"static_forward_context": {"layer": object()}},
     ],
 )
@@ -95,6 +96,45 @@ def test_whatever_decides_a_byte_makes_another_namespace(
     assert named(config_for(model)) == named(config_for(model))
     assert named(config_for(model)) != named(config_for(model, **changed))
     assert named(config_for(model)) != named(config_for(model), width=31)
+
+
+@pytest.mark.parametrize("changed", [{"num_gpu_blocks": 200}, {"_private": True}])
+def test_how_many_blocks_there_are_decides_no_byte(changed: dict[str, Any], model: Path) -> None:
+    """It may be another number at each start."""
+    assert named(config_for(model)) == named(config_for(model, **changed))
+
+
+def blocks(*shape: int, dtype: torch.dtype = torch.bfloat16, count: int = 10) -> torch.Tensor:
+    """Blocks of that shape."""
+    return torch.zeros(count, *shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [blocks(4, 8), blocks(4, 8, dtype=torch.float16)],
+        [blocks(4, 8, dtype=torch.float16), blocks(4, 8)],
+        [blocks(4, 8), blocks(8, 4)],
+        [blocks(4, 8), (blocks(4, 8), blocks(3, dtype=torch.float32))],
+        [blocks(4, 8), [blocks(4, 8), blocks(3, dtype=torch.int32)]],
+        [blocks(4, 8)],
+    ],
+)
+def test_other_dtypes_or_shapes_of_a_layers_tensors_make_another_namespace(
+    others: list[object], model: Path
+) -> None:
+    """Whatever option changed them: two bytes of a dtype aren't two of another."""
+
+    def of(*caches: object) -> Namespace:
+        layers = {
+            f"layer {number}": SimpleNamespace(kv_cache=cache)
+            for number, cache in enumerate(caches)
+        }
+        return named(config_for(model, static_forward_context=layers))
+
+    usual = of(blocks(4, 8), blocks(4, 8))
+    assert usual == of(blocks(4, 8, count=20), blocks(4, 8, count=20))
+    assert usual != of(*others)
 
 
 def test_other_code_of_transformers_makes_another_namespace(

@@ -39,10 +39,7 @@ READS: Table = {
         *("quantization?", "seed?", "revision?", "code_revision?"),
         *("model_impl", "trust_remote_code"),
     ),
-    "CacheConfig": (
-        *("cache_dtype", "kv_cache_dtype_skip_layers", "prefix_caching_hash_algo"),
-        *("kv_cache_layout?", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-    ),
+    "CacheConfig": ("prefix_caching_hash_algo",),
     "ParallelConfig": (
         *("rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size"),
         *("prefill_context_parallel_size", "decode_context_parallel_size"),
@@ -52,6 +49,19 @@ READS: Table = {
     "CompilationConfig": ("static_forward_context",),
 }
 """What is read of vLLM's configuration."""
+
+CACHE_WITHOUT_EFFECT = {
+    # how many blocks there are, and in which memory
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
+    *("num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
+    *("kv_offloading_size", "kv_offloading_backend"),
+    # which blocks are looked for and kept; a block's key has the tokens of each of its hashes
+    *("enable_prefix_caching", "prefix_cache_retention_interval", "hash_block_size"),
+    "cache_hit_alignment_tokens",
+    # what others say, or who said it
+    *("user_specified_block_size", "effective_attention_block_size", "is_attention_free"),
+}
+"""The options of vLLM's CacheConfig that decide no byte of a block. Any other may."""
 
 _BESIDE_SUFFIXES = {".py", ".json"}
 """A model's own code, and files that say how to read the weights."""
@@ -106,8 +116,8 @@ def _warn_of_passing_keys(algorithm: str) -> None:
 def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -> str:
     """The versions and whatever else decides in which order bytes lie within a block."""
     reads = Reader(vllm_config, READS)
-    model, cache = Reader(reads["model_config"], READS), Reader(reads["cache_config"], READS)
-    load, parallel = Reader(reads["load_config"], READS), Reader(reads["parallel_config"], READS)
+    model, load = Reader(reads["model_config"], READS), Reader(reads["load_config"], READS)
+    parallel = Reader(reads["parallel_config"], READS)
     layers = Reader(reads["compilation_config"], READS)["static_forward_context"]
     kinds = sorted({f"{type(layer).__name__} {_backend_of(layer)}" for layer in layers.values()})
     decides = [
@@ -121,19 +131,16 @@ def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -
         str(model["max_model_len"]),
         # These choose between the files of a folder that has several.
         *(str(load["load_format"]), str(load["model_loader_extra_config"])),
-        *(str(cache["cache_dtype"]), str(cache["kv_cache_layout"])),
-        str(cache["kv_cache_dtype_skip_layers"]),
-        # Recurrent state has dtypes of its own; a layout only knows how wide it is.
-        *(str(cache["mamba_cache_dtype"]), str(cache["mamba_ssm_cache_dtype"])),
         # Which tokens of a context that several ranks share are this rank's.
         str(parallel["cp_kv_cache_interleave_size"]),
-        # A block's key is a hash of its tokens, which this algorithm makes.
-        str(cache["prefix_caching_hash_algo"]),
+        _options_of(reads["cache_config"]),
         # The CPU's attention kernels order a block's bytes by what the CPU can do.
         *(platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_tiles()),
         # Layers with room for adapters have kernels of their own.
         "adapters" if reads["lora_config"] is not None else "",
         *kinds,
+        # Whatever option changed a tensor: two bytes of a dtype aren't two of another.
+        _hash_of(f"{name} {_form_of(layers[name])}" for name in sorted(layers)),
         *beside,
     ]
     return json.dumps(decides)
@@ -143,6 +150,27 @@ def _backend_of(layer: Any) -> str:
     """The name of a layer's attention backend, if it has any."""
     get = getattr(layer, "get_attn_backend", None)
     return "" if get is None else str(get().__name__)
+
+
+def _form_of(layer: Any) -> str:
+    """The dtypes of a layer's tensors, and their shapes but for the number of blocks.
+
+    A layer with recurrent state has several. In a process without the model's layers none is known.
+    """
+    caches = getattr(layer, "kv_cache", None)
+    if isinstance(caches, torch.Tensor):
+        caches = [caches]
+    return json.dumps([[str(cache.dtype), *cache.shape[1:]] for cache in caches or ()])
+
+
+def _options_of(cache_config: Any) -> str:
+    """All options of vLLM's caches but those without effect, so that a new one counts at once."""
+    decide = {
+        name: str(value)
+        for name, value in vars(cache_config).items()
+        if not name.startswith("_") and name not in CACHE_WITHOUT_EFFECT
+    }
+    return json.dumps(decide, sort_keys=True)
 
 
 def _has_tiles() -> str:

@@ -59,6 +59,8 @@ READS: Table = {
     "OffloadingGroupConfig": ("tokens_per_block", "layer_names"),
     "OffloadingCacheConfig": ("tokens_per_hash", "blocks_per_chunk"),
     "VllmConfig": ("attention_config",),
+    "KVCacheConfig": ("kv_cache_groups",),
+    "KVCacheGroupSpec": ("kv_cache_spec",),
     "Medium": ("STORAGE",),
 }
 """What is read and called of vLLM's tiers; but for TransferJob, whose name two classes have."""
@@ -66,7 +68,7 @@ READS: Table = {
 _THREADS = 16
 _DEADLINE_S = 5.0
 _CONFIG: ContextVar[Any] = ContextVar("kvtide_vllm_config", default=None)
-"""The configuration of the engine whose tiers are being made."""
+"""The configurations of the engine whose tiers are being made, and of its caches."""
 
 
 class KvtideTierConnector(OffloadingConnector):
@@ -81,7 +83,7 @@ class KvtideTierConnector(OffloadingConnector):
                 "vLLM tells a tier nothing of adapters; serve without --enable-lora, or with "
                 f'"kv_connector": "{CONNECTOR}", which knows them'
             )
-        before = _CONFIG.set(vllm_config)
+        before = _CONFIG.set((vllm_config, kv_cache_config))
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
@@ -105,15 +107,18 @@ class KvtideTier(SecondaryTierManager):
     ) -> None:
         """`entry` has kvtide's settings. Raises Refused, UsageError."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        settings, vllm_config = read_tier_settings(entry), _CONFIG.get()
-        if vllm_config is None:
+        settings, configs = read_tier_settings(entry), _CONFIG.get()
+        if configs is None:
             raise Refused(
                 f'the secondary tier {TIER!r} needs "kv_connector": "{TIER_CONNECTOR}", since '
                 "vLLM's own connector doesn't tell it the model's weights"
             )
         row_bytes = self.block_size_bytes
         self._primary = primary_kv_view.cast("B")
-        self._namespace = _namespace_of(vllm_config, offloading_spec.config, settings, row_bytes)
+        vllm_config, caches = configs
+        self._namespace = namespace_of_chunks(
+            vllm_config, caches, offloading_spec.config, settings, row_bytes
+        )
         self._below = open_below(settings, 0, 1)
         self._stack = TierStack(self._below.tiers)
         readers, writers = (TimelyThreads(_THREADS, _DEADLINE_S) for _ in range(2))
@@ -214,15 +219,16 @@ class KvtideTier(SecondaryTierManager):
         ]
 
 
-def _namespace_of(
-    vllm_config: Any, config: Any, settings: OffloadSettings, row_bytes: int
+def namespace_of_chunks(
+    vllm_config: Any, kv_cache_config: Any, config: Any, settings: OffloadSettings, row_bytes: int
 ) -> Namespace:
     """The namespace of chunks, each of which has the blocks of all ranks."""
     groups = [f"{group.tokens_per_block} {group.layer_names}" for group in config.groups]
     cache = config.cache
     beside = [
         *(str(cache.tokens_per_hash), str(cache.blocks_per_chunk), str(config.kv_cache_layout)),
-        # The layers, and so their backends, may be in other processes.
+        # The layers, and so their backends and tensors, may be in other processes.
+        *(str(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups),
         *(str(vllm_config.attention_config), str(current_platform.get_device_name())),
     ]
     layouts = [layout_of(row_bytes), *groups]
