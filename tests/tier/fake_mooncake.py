@@ -20,6 +20,8 @@ class FakeStore:
         self.begun: dict[str, bytearray] = {}
         self.limit_bytes = limit_bytes
         self.is_master_away = False
+        self.unsaid: set[str] = set()
+        """Objects of which nobody can say whether they are there."""
         self.node_code = 0
         """What moves give while the node is away."""
         self.lost_bytes = 0
@@ -65,7 +67,7 @@ class FakeClient:
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         with self.store.lock:
-            codes = [self._code(key) for key in keys]
+            codes = [AWAY if key in self.store.unsaid else self._code(key) for key in keys]
         return [code if code == AWAY else int(code == 0) for code in codes]
 
     def remove(self, key: str, force: bool) -> int:

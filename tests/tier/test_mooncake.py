@@ -203,6 +203,21 @@ def test_without_its_master_the_store_is_asked_later(
     assert [bytes(chunk) for chunk in snapshot.chunks] == load(tier, "a", tide)
 
 
+def test_a_key_of_which_the_store_cant_say_costs_the_others_nothing(
+    tier: MooncakeTier, store: FakeStore, snapshot: Snapshot
+) -> None:
+    """It isn't there. A store that can say nothing of any key is asked later."""
+    tier.save("a", snapshot)
+    store.unsaid = {*store.objects}
+    tier.save("b", snapshot)
+
+    assert [False, True, False] == tier.contains_each(["a", "b", "c"])
+    assert [] == tier.contains_each([])
+    store.unsaid = {*store.objects}
+    with pytest.raises(TierRetry, match=r"cannot look for an object.*\(code -900\)"):
+        tier.contains_each(["a", "b"])
+
+
 @pytest.mark.parametrize("code", [TRANSFER_FAILED, UNREACHABLE])
 def test_a_node_that_is_away_makes_a_miss_and_keeps_the_store(
     tier: MooncakeTier, store: FakeStore, tide: Tide, snapshot: Snapshot, code: int

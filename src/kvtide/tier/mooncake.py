@@ -97,11 +97,10 @@ class MooncakeTier(Tier):
         return self.contains_each([key])[0]
 
     def contains_each(self, keys: Sequence[str]) -> list[bool]:
-        """See Tier. One call of the store for all keys."""
+        """See Tier. One call of the store for all keys. One that it can't tell isn't there."""
         codes = self._client.exist([self._name_of(key) for key in keys])
-        for code in codes:
-            if code < 0:
-                raise _error_of("look for", code)
+        if codes and max(codes) < 0:
+            raise _error_of("look for", codes[0])
         return [code == 1 for code in codes]
 
     def put(self, key: str, seal: Seal, chunks: Sequence[memoryview]) -> None:
