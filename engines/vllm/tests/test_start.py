@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_models import RECURRENT, folder_of
 from vllm_engine import opened_with_kvtide
 
 from kvtide.errors import UsageError
@@ -37,6 +39,23 @@ class TestRefusals:
         ):
             pass
 
+    def test_of_recurrent_state_without_prefix_caching_comes_before_vllm_stumbles(
+        self, tmp_path: Path
+    ) -> None:
+        folder = folder_of(RECURRENT, tmp_path)
+        with (
+            pytest.raises(Refused, match="--enable-prefix-caching"),
+            opened_with_kvtide(
+                folder,
+                settings={"host_memory": "64MiB"},
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                num_gpu_blocks_override=20,
+                enable_prefix_caching=False,
+            ),
+        ):
+            pass
+
     @pytest.mark.parametrize(
         ("changed", "said"),
         [
@@ -46,6 +65,10 @@ class TestRefusals:
                 r"draft \(eagle a/draft\)",
             ),
             ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "kv_both"),
+            (
+                {"cache_config": SimpleNamespace(enable_prefix_caching=False)},
+                "recurrent state.*--enable-prefix-caching",
+            ),
         ],
     )
     def test_of_what_is_inexact_name_it(
@@ -57,6 +80,8 @@ class TestRefusals:
             "lora_config": None,
             "speculative_config": None,
             "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
+            "model_config": SimpleNamespace(is_hybrid=True),
+            "cache_config": SimpleNamespace(enable_prefix_caching=True),
         }
         monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         refuse_what_is_inexact(SimpleNamespace(**usual))

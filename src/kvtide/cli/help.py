@@ -15,6 +15,9 @@ EXIT_CODES = {
     "129, 130, 143": "ended by SIGHUP, Ctrl-C, SIGTERM",
 }
 
+CHECK_EXIT_CODES = {code: EXIT_CODES[code] for code in EXIT_CODES if code not in ("3", "4")}
+"""The exit codes of a command that serves no requests."""
+
 SERVE_EXIT_CODES = {
     "0": "ended by SIGHUP, Ctrl-C, SIGTERM",
     "1": "the engine failed, and can't go on",
@@ -54,7 +57,7 @@ VLLM_EXAMPLES = {
 }
 
 
-def epilog(examples: Mapping[str, str], codes: Mapping[str, str] = EXIT_CODES) -> str:
+def epilog(examples: Mapping[str, str], codes: Mapping[str, str] = CHECK_EXIT_CODES) -> str:
     """Examples with what they are for, then the exit codes, as typer prints them."""
     width = max(map(len, codes))
     lines = ["[bold]Examples[/]"] if examples else []

@@ -22,6 +22,7 @@ from kvtide.cli.events import event_line
 from kvtide.cli.extras import describe_missing
 from kvtide.cli.help import (
     DOCTOR_EXAMPLES,
+    EXIT_CODES,
     INSPECT_EXAMPLES,
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
@@ -49,10 +50,10 @@ app = typer.Typer(
     name="kvtide",
     help="Serve many requests in little KV memory: move their KV off and back, byte for byte.",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=epilog({}),
+    epilog=epilog({}, EXIT_CODES),
     pretty_exceptions_enable=False,
 )
-app.command(epilog=epilog(RUN_EXAMPLES))(run)
+app.command(epilog=epilog(RUN_EXAMPLES, EXIT_CODES))(run)
 app.command(epilog=epilog(SERVE_EXAMPLES, SERVE_EXIT_CODES))(serve)
 app.command(epilog=epilog(DOCTOR_EXAMPLES))(doctor)
 app.command(epilog=epilog(PLAN_EXAMPLES))(plan)

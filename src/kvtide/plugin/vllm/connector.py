@@ -74,7 +74,10 @@ READS: Table = {
     "KVConnectorOutput": ("kv_connector_worker_meta", "failed_recving"),
     "VllmConfig": (
         *("kv_transfer_config", "lora_config", "speculative_config", "parallel_config"),
+        *("cache_config", "model_config"),
     ),
+    "CacheConfig": ("enable_prefix_caching",),
+    "ModelConfig": ("is_hybrid",),
     "KVTransferConfig": ("kv_connector_extra_config", "kv_role"),
 }
 """What is read and called of vLLM's connector."""
@@ -268,7 +271,7 @@ class KvtideConnector(OffloadingConnector):
 
 
 def refuse_what_is_inexact(vllm_config: Any) -> None:
-    """Raises Refused for a server whose KV kvtide couldn't tell from other KV."""
+    """Raises Refused for a server whose KV kvtide couldn't tell from other KV, or has no blocks."""
     if vllm_config.kv_transfer_config.kv_role != "kv_both":
         raise Refused('kvtide saves and loads; set "kv_role" to "kv_both"')
     if vllm_config.lora_config is not None and changes_are_allowed():
@@ -282,4 +285,10 @@ def refuse_what_is_inexact(vllm_config: Any) -> None:
         raise Refused(
             f"kvtide doesn't know how a draft ({named}) changes the KV that it would save; serve "
             "without --speculative-config, or without kvtide"
+        )
+    cache = vllm_config.cache_config
+    if vllm_config.model_config.is_hybrid and not cache.enable_prefix_caching:
+        raise Refused(
+            "vLLM keeps recurrent state in blocks that kvtide can save only with prefix caching; "
+            "serve with --enable-prefix-caching, or without kvtide"
         )
