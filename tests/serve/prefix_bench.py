@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,8 +170,11 @@ class Bench:
         for request in (*self.scheduler.running, *self._rows):
             self.scheduler.remove(request)
         assert self.pages.held_count == self.prefixes.idle_page_count
+        if self.prefixes._finder._seeker is not None:
+            self.prefixes._finder._take_found()
         self.prefixes.blocks.clear()
         if self.spill is not None:
+            assert 0 == len(self.spill._entries)
             self.spill.close()
         if self.disk is not None:
             self.disk.close()
@@ -212,3 +216,28 @@ def make(name: str, prompt: list[int], new_tokens: int = 1, *, salt: bytes = b""
 def numbers(count: int, first: int = 0) -> list[int]:
     """Makes a prompt of ascending tokens."""
     return list(range(first, first + count))
+
+
+def wander(bench: Bench, dice: random.Random, steps: int) -> None:
+    """Takes steps, in which requests come, are retracted and aborted at random."""
+    beginnings = [numbers(40, 50 * number) for number in range(4)]
+    alive: list[Request] = []
+    for number in range(steps):
+        if len(alive) < 8 and dice.random() < 0.5:
+            prompt = dice.choice(beginnings)[: dice.randint(1, 40)]
+            prompt = [*prompt, *(dice.randrange(250) for _ in range(dice.randint(0, 12)))]
+            salt = dice.choice([b"", b"x"])
+            alive.append(make(str(number), prompt, dice.randint(1, 20), salt=salt))
+            bench.scheduler.add(alive[-1])
+        running = bench.scheduler.running
+        if running and bench.on_pressure != "wait" and dice.random() < 0.1:
+            bench.scheduler.retract(dice.choice(running))
+        if alive and dice.random() < 0.05:
+            bench.scheduler.remove(alive.pop(dice.randrange(len(alive))))
+        bench.step()
+        ended = [r for r in bench.scheduler.running if len(r.output_ids) >= r.params.max_new_tokens]
+        for request in ended:
+            bench.scheduler.remove(request)
+            alive.remove(request)
+    for request in alive:
+        bench.scheduler.remove(request)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtide.serve.request import PrefixBlock
-from serve.prefix_bench import Bench, close_benches, make, numbers
+from kvtide.tier import DiskTier
+from kvtide.tier.file_form import ALIGNMENT
+from serve.prefix_bench import Bench, close_benches, make, numbers, wander
 
 BLOCK_TOKENS = 16
 PROMPT = numbers(BLOCK_TOKENS + 1)
@@ -92,3 +97,48 @@ def test_what_the_arena_can_never_hold_is_not_taken(tmp_path: Path) -> None:
     bench.prefixes.blocks.leave()
     assert [tuple(numbers(BLOCK_TOKENS // 2, 100))] == [block.tokens for block in found(bench)]
     assert PROMPT == bench.computed["reader"]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_hundreds_of_steps_over_a_slow_disk_read_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    """Engines come and go, and leave blocks in a disk that is slow at random, and damaged.
+
+    The first engines wait for it as long as it takes, the others hardly at all.
+    """
+    dice, cached_tokens, failed_count = random.Random(1), Counter[str](), 0
+    monkeypatch.setattr("kvtide.serve.seeker._REST_S", 0.0)
+    for name in ("contains", "put", "get"):
+        monkeypatch.setattr(DiskTier, name, slow(getattr(DiskTier, name), random.Random(2)))
+    for patience_s in (1e9, 1e9, 0.0005, 0.0005):
+        monkeypatch.setattr("kvtide.serve.seeker._PATIENCE_S", patience_s)
+        bench = Bench(
+            24, exact=exact, host_blocks=10, block_tokens=8, disk_dir=tmp_path, leaves_blocks=True
+        )
+        wander(bench, dice, steps=100)
+        cached_tokens += bench.prefixes.stats.cached_tokens
+        bench.leave()
+        failed_count += bench.prefixes.stats.failed
+        for file in sorted(tmp_path.glob("*/*.safetensors"))[::3]:
+            harm(file)
+    assert {"device", "disk"} <= set(cached_tokens)
+    assert failed_count > 0
+
+
+def slow(call: Callable[..., object], dice: random.Random) -> Callable[..., object]:
+    """Makes a call of a tier that takes a while now and then."""
+
+    def slow_call(*arguments: object) -> object:
+        if dice.random() < 0.1:
+            time.sleep(dice.random() * 0.005)
+        return call(*arguments)
+
+    return slow_call
+
+
+def harm(file: Path) -> None:
+    """Flips a bit of the first byte of the KV in a file."""
+    content = bytearray(file.read_bytes())
+    content[ALIGNMENT] ^= 1
+    file.write_bytes(content)

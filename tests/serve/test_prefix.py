@@ -12,9 +12,8 @@ import pytest
 
 from kvtide.serve import blocks
 from kvtide.serve.prefix import block_tokens_for
-from kvtide.serve.request import Request
 from kvtide.tide import Tide
-from serve.prefix_bench import PAGE_SIZE, Bench, close_benches, make, numbers
+from serve.prefix_bench import PAGE_SIZE, Bench, close_benches, make, numbers, wander
 
 
 @pytest.fixture(autouse=True)
@@ -272,25 +271,7 @@ def test_thousands_of_steps_read_nothing_wrong(
         host_blocks=host_blocks,
         block_tokens=None if exact else PAGE_SIZE,
     )
-    beginnings = [[dice.randrange(250) for _ in range(40)] for _ in range(4)]
-    alive: list[Request] = []
-    for number in range(1500):
-        if len(alive) < 8 and dice.random() < 0.5:
-            prompt = dice.choice(beginnings)[: dice.randint(1, 40)]
-            prompt = [*prompt, *(dice.randrange(250) for _ in range(dice.randint(0, 12)))]
-            salt = dice.choice([b"", b"x"])
-            alive.append(make(str(number), prompt, dice.randint(1, 20), salt=salt))
-            bench.scheduler.add(alive[-1])
-        running = bench.scheduler.running
-        if running and on_pressure != "wait" and dice.random() < 0.1:
-            bench.scheduler.retract(dice.choice(running))
-        if alive and dice.random() < 0.05:
-            bench.scheduler.remove(alive.pop(dice.randrange(len(alive))))
-        bench.step()
-        ended = [r for r in bench.scheduler.running if len(r.output_ids) >= r.params.max_new_tokens]
-        for request in ended:
-            bench.scheduler.remove(request)
-            alive.remove(request)
+    wander(bench, dice, steps=1500)
     assert bench.prefixes.stats.cached_tokens["device"] > 0
 
 
