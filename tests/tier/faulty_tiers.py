@@ -321,12 +321,13 @@ class FaultyTier(Tier):
 
 
 class SilentTier(FaultyTier):
-    """A tier that says only after `gate` is set what it has."""
+    """A tier that says only after `gate` is set what it has, and gives it back only then."""
 
     def __init__(self) -> None:
         super().__init__(random.Random(0), 1 << 20)
         self.asked: list[list[str]] = []
         """The keys of each call."""
+        self.read: list[str] = []
         self.gate = threading.Event()
 
     def contains(self, key: str) -> bool:
@@ -338,3 +339,8 @@ class SilentTier(FaultyTier):
         if self.is_away:
             raise TierRetry("simulated: away")
         return [key in self.kept for key in keys]
+
+    def get(self, key: str, make_room: MakeRoom) -> Seal:
+        self.read.append(key)
+        self.gate.wait()
+        return super().get(key, make_room)

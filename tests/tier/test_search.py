@@ -11,6 +11,7 @@ import pytest
 
 from kvtide.arena import HostArena
 from kvtide.device import CPUDevice
+from kvtide.errors import SnapshotMiss
 from kvtide.layout import GQA
 from kvtide.pool import Pool
 from kvtide.tide import Tide
@@ -199,5 +200,36 @@ def test_a_tier_that_cannot_answer_is_not_asked_for_each_name(bench: Bench) -> N
     assert [names] * (1 + len(retries.WAITS_S)) == bench.silent.asked
     found = bench.spill.take(search)
     assert names == [snapshot.seal.key for snapshot in found]
+    for snapshot in found:
+        bench.spill.remove(snapshot)
+
+
+def test_reads_that_hang_keep_no_search(bench: Bench) -> None:
+    """Nobody waits for what is read ahead. Still its tier isn't asked any more, and others are."""
+    thread_count = bench.thread_count
+    names = [f"shared/{number}" for number in range(thread_count)]
+    for name in (*names, "shared/last"):
+        bench.keep(name)
+    bench.silent.gate.set()
+    bench.silent.kept = {name: bench.well.kept.pop(name) for name in names}
+    search = bench.spill.seek(names)
+    search.job.wait()
+    found = bench.spill.take(search)
+    bench.silent.gate.clear()
+    bench.silent.read.clear()
+    assert not any(bench.spill.read_ahead(snapshot) for snapshot in found)
+    wait_until(lambda: len(bench.silent.read) == thread_count)
+    bench.clock.now = DEADLINE_S
+    assert not any(bench.spill.read_ahead(snapshot) for snapshot in found)
+    bench.clock.now += 1
+    search = bench.spill.seek(["shared/last"])
+    wait_until(search.has_ended)
+    found += bench.spill.take(search)
+    assert [*names, "shared/last"] == [snapshot.seal.key for snapshot in found]
+    assert (thread_count, 2 * thread_count) == (bench.late_count(), bench.thread_count)
+    assert not bench.silent.gate.is_set()
+    assert all(bench.spill.read_ahead(snapshot) for snapshot in found[:-1])
+    with pytest.raises(SnapshotMiss):
+        bench.spill.require(found[0])
     for snapshot in found:
         bench.spill.remove(snapshot)

@@ -49,12 +49,22 @@ class Move:
         self._tiers = tiers
         self._clock = clock
         self._job: Job[Any] | None = None
+        self._read_at: float | None = None
+        """When a worker began to read."""
 
     @property
     def job(self) -> Job[Any]:
         """The work of its worker."""
         assert self._job is not None, "a move that was started"
         return self._job
+
+    def is_hung_read(self, deadline_s: float) -> bool:
+        """Whether it has been read for longer than that, and nobody has noted that it is late.
+
+        Nobody may ever wait for a read ahead; for a write somebody does, who needs its memory.
+        """
+        began = self._read_at
+        return began is not None and not self.is_late and self._clock() - began > deadline_s
 
     def start(self, workers: Workers, work: Callable[[], None], memory: Lease) -> None:
         """Gives `work` to a worker. The lease keeps its blocks until that has ended."""
@@ -87,7 +97,7 @@ class Move:
     def up(self, views: list[memoryview]) -> None:
         """In a worker: fills `views` with the snapshot's bytes."""
         assert self.tier is not None, "what isn't in the arena is in a tier"
-        started = self._clock()
+        started = self._read_at = self._clock()
 
         def make_room(seal: Seal) -> list[memoryview]:
             if seal != self._seal:
@@ -96,3 +106,8 @@ class Move:
 
         self.tier.get(self._key, make_room)
         self.seconds = self._clock() - started
+
+
+def too_late(deadline_s: float) -> TimeoutError:
+    """The error of a tier that took longer than the deadline."""
+    return TimeoutError(f"no answer in {deadline_s} s")

@@ -21,7 +21,7 @@ from kvtide.snapshot import Snapshot, chunk_views
 from kvtide.tier.base import Tier
 from kvtide.tier.counts import SpillStats
 from kvtide.tier.entry import SpillEntries, SpillEntry, State
-from kvtide.tier.moves import Move
+from kvtide.tier.moves import Move, too_late
 from kvtide.tier.namespace import is_shared
 from kvtide.tier.retries import REST_S, RetriedTier, counts_by_name
 from kvtide.tier.search import EndsAt, Search
@@ -54,8 +54,8 @@ class Spill:
 
         Above the share `high_mark` of the arena's blocks snapshots are written in advance. A call
         waits at most `deadline_s`, except `leave`, which waits so long for each snapshot. A move
-        that takes longer counts as failed. Its memory is free when it ends, and until then its tier
-        isn't asked or waited for any more.
+        that takes longer counts as failed, and a read or a search also if nobody waits for it. Its
+        memory is free when it ends, and until then its tier isn't asked or waited for any more.
         """
         self._arena = arena
         self._clock = clock
@@ -88,11 +88,12 @@ class Spill:
                     return snapshot
             else:
                 tier.note_late(search.job)
-                tier.counts.missed(self._too_late())
+                tier.counts.missed(too_late(self._deadline_s))
         return None
 
     def seek(self, names: Sequence[str], ends_at: EndsAt = lambda _: ()) -> Search:
         """Begins to look for what other processes left. Once it `has_ended`, `take` gives it."""
+        self.settle()  # what hangs has its thread replaced
         return Search(names, self._tiers, self._workers, ends_at, self._clock, self._until())
 
     def take(self, search: Search) -> list[Snapshot]:
@@ -170,13 +171,12 @@ class Spill:
             self.stats.reads_in_time += entry.state is State.WRITTEN
             self.stats.reads_late += entry.state is State.READING
             entry.is_ahead = False
+        until = self._until()
         if entry.state is State.BELOW:
-            until = self._until()
             self._make_room(entry.block_count, until)
             self._read(entry)
+        if entry.state is State.READING:
             self._wait_for(entry, until)
-        elif entry.state is State.READING:
-            self._wait_for(entry, self._until())
         if entry.error is not None:
             raise to_raise(entry.error)
 
@@ -192,10 +192,12 @@ class Spill:
             entry.move.room.release()
 
     def settle(self) -> bool:
-        """Notes which moves have ended, and returns whether others haven't. Doesn't block."""
+        """Notes which moves have ended, or hang, and whether others are left. Doesn't block."""
         for entry in tuple(self._moving):
             if entry.move is not None and entry.move.job.done():
                 self._note_end(entry, entry.move)
+            elif entry.move is not None and entry.move.is_hung_read(self._deadline_s):
+                self._wait_for(entry, 0.0)
         return bool(self._moving)
 
     def close(self) -> None:
@@ -369,9 +371,9 @@ class Spill:
             return
         move.tier.note_late(move.job)  # the one that it asks by now
         if move.room is not None:
-            self._note_miss(entry, move, move.room, self._too_late())
+            self._note_miss(entry, move, move.room, too_late(self._deadline_s))
         else:
-            move.tier.counts.refused(self._too_late())
+            move.tier.counts.refused(too_late(self._deadline_s))
 
     def _note_failure(self, entry: SpillEntry, move: Move, error: Exception) -> None:
         if move.room is None:
@@ -389,9 +391,6 @@ class Spill:
             return
         entry.note_loss(error)
         self._entries.change(entry, State.LOST)
-
-    def _too_late(self) -> TimeoutError:
-        return TimeoutError(f"no answer in {self._deadline_s} s")
 
     def _remove_below(self, entry: SpillEntry) -> None:
         stays = self._is_left or self._is_closed or is_shared(entry.key)
