@@ -28,6 +28,7 @@ from kvtide.serve.trial_passes import TrialPasses
 from serve import small_models
 
 Change = Callable[[int, Tensor], Tensor]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def model_of(width: int = 128, dtype: torch.dtype = torch.float32) -> Any:
@@ -289,7 +290,7 @@ def test_calls_have_as_many_queries_as_change_no_bit(
 
 
 @pytest.mark.parametrize("of_scores", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_probe_of_a_cut_shows_another_order_of_additions(
     dtype: torch.dtype, of_scores: bool
 ) -> None:
@@ -373,7 +374,7 @@ def test_the_probe_shows_another_order_of_additions_in_every_row() -> None:
 
 
 @pytest.mark.parametrize("of_scores", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_attention_probe_shows_another_order_of_additions(
     dtype: torch.dtype, of_scores: bool
 ) -> None:
@@ -393,6 +394,36 @@ def test_the_attention_probe_shows_another_order_of_additions(
         slots[:61] = slots[:61].flip(0)
         probe.keys, probe.values = probe.keys[slots], probe.values[slots]
     assert ((forward != output()).float().mean(1) > 0.5).all()
+
+
+@pytest.mark.parametrize("of_scores", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probes_of_attention_compute_with_finite_numbers(
+    dtype: torch.dtype, head_dim: int, of_scores: bool
+) -> None:
+    """NaN is the same for all orders of additions, so it shows none; and its sign may differ."""
+    sizes = probes.AttentionSizes(32, 8, head_dim, head_dim, dtype)
+    cpu = torch.device("cpu")
+    for probe in (
+        probes.AttentionProbe(sizes, cpu, 288, of_scores=of_scores),
+        probes.CutProbe(sizes, cpu, 288, of_scores=of_scores),
+    ):
+        found = probe.outcome(1)
+        assert found is not None
+        for numbers in (probe.query, probe.keys, probe.values, found.view(dtype)):
+            assert numbers.isfinite().all(), probe
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probes_of_products_compute_with_finite_numbers(dtype: torch.dtype) -> None:
+    """The probes of single operations are left out: they try infinite results as well."""
+    product = Product(512, 4096, has_bias=True)
+    probe = probes.ProductProbe(product, dtype, torch.device("cpu"), 16)
+    found = probe.outcome(16)
+    assert found is not None
+    for numbers in (probe.inputs, probe.weight, found.view(dtype)):
+        assert numbers.isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["GPTJ", "Olmo"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil, log2
 from typing import Protocol
 
 import torch
@@ -116,9 +117,9 @@ class AttentionProbe:
         self._slots = torch.arange(length - 3)
         numbers = _scores_that_cancel if of_scores else _values_that_cancel
         query, keys, values = numbers(sizes, length)
-        self.query = query.to(sizes.dtype).to(device)
-        self.keys = keys.to(sizes.dtype).to(device)
-        self.values = values.to(sizes.dtype).to(device)
+        self.query = _finite(query, sizes.dtype).to(device)
+        self.keys = _finite(keys, sizes.dtype).to(device)
+        self.values = _finite(values, sizes.dtype).to(device)
 
     def outcome(self, count: int) -> Tensor | None:
         """See Probe; a row is a request."""
@@ -154,9 +155,9 @@ class CutProbe:
             # The block itself adds nothing, so that the sum of what comes before stays zero.
             _, keys, values = _values_that_cancel(sizes, length - QUERY_ROWS + 3)
             keys, values = (pad(rows[:-3], (0, 0, 0, 0, 0, QUERY_ROWS)) for rows in (keys, values))
-        self.query = query.to(sizes.dtype).to(device)
-        self.keys = keys.to(sizes.dtype).to(device)
-        self.values = values.to(sizes.dtype).to(device)
+        self.query = _finite(query, sizes.dtype).to(device)
+        self.keys = _finite(keys, sizes.dtype).to(device)
+        self.values = _finite(values, sizes.dtype).to(device)
 
     def outcome(self, count: int) -> Tensor | None:
         """The block's result, as bytes, if each step computes `count` queries in one call."""
@@ -188,6 +189,15 @@ def _numbers(count: int, width: int, generator: torch.Generator, spread: int = 3
     """Random numbers of different magnitudes: another order of additions rounds differently."""
     exponents = torch.randint(-spread, spread + 1, (count, width), generator=generator)
     return torch.randn(count, width, generator=generator) * torch.exp2(exponents)
+
+
+def _finite(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers in another dtype, by a power of two that makes all of them finite there.
+
+    Infinite ones would give NaN, which hides the order of additions. Only float16 is that small.
+    """
+    excess = float(numbers.abs().max()) / torch.finfo(dtype).max
+    return (numbers * 2.0 ** -max(0, ceil(log2(excess)))).to(dtype)
 
 
 def _scores_that_cancel(sizes: AttentionSizes, length: int) -> tuple[Tensor, Tensor, Tensor]:
