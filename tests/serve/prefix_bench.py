@@ -57,6 +57,7 @@ class Bench:
     exact: bool = True
     host_blocks: int = 0
     chunk_tokens: int = CHUNK_TOKENS
+    max_running: int = 64
     block_tokens: int | None = None
     disk_dir: Path | None = None
     """Where a disk tier has its files, to which requests' own snapshots go."""
@@ -92,7 +93,9 @@ class Bench:
             below_bytes=self.arena.limit_bytes if disk is None or self.leaves_blocks else 0,
             spill=self.spill,
         )
-        options = SchedulerOptions(self.chunk_tokens, 64, self.on_pressure, self.exact)
+        options = SchedulerOptions(
+            self.chunk_tokens, self.max_running, self.on_pressure, self.exact
+        )
         self.scheduler = Scheduler(
             self.tide, self.pages, options, lambda request: request.id, self.prefixes
         )

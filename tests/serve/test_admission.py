@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.serve.request import Request
 from serve.prefix_bench import PAGE_SIZE, Bench, close_benches, make, numbers
 
 
@@ -89,3 +90,26 @@ def test_only_newer_requests_make_room_for_one_that_comes_back(seed: int) -> Non
         bench.step()
         bench.end_those_that_are_done()
     assert bench.scheduler.stats.resumes > 0
+
+
+@pytest.mark.parametrize("on_pressure", ["offload", "recompute", "wait"])
+@pytest.mark.parametrize("max_running", [1, 3, 64])
+def test_somebody_can_always_go_on(on_pressure: str, max_running: int) -> None:
+    """`Bench.step` checks it. Some requests fill the whole pool, and some are sent away."""
+    dice = random.Random(max_running)
+    bench = Bench(12, on_pressure=on_pressure, host_blocks=6, max_running=max_running)
+    alive: list[Request] = []
+    for number in range(250):
+        if len(alive) < 6 and dice.random() < 0.4:
+            prompt = [*numbers(dice.choice([8, 16, 24])), *[number % 5] * dice.randint(0, 8)]
+            new_tokens = dice.choice([1, 5, 12 * PAGE_SIZE - len(prompt) + 1])
+            alive.append(make(str(number), prompt, new_tokens))
+            bench.scheduler.add(alive[-1])
+        running = bench.scheduler.running
+        if running and on_pressure != "wait" and dice.random() < 0.1:
+            bench.scheduler.retract(dice.choice(running))
+        if alive and dice.random() < 0.05:
+            bench.scheduler.remove(alive.pop(dice.randrange(len(alive))))
+        bench.step()
+        bench.end_those_that_are_done()
+        alive = [r for r in alive if len(r.output_ids) < r.params.max_new_tokens]
