@@ -212,7 +212,10 @@ def options_of() -> argparse.Namespace:
         "--only", choices=[*_ONLY], help="exact mode alone, beside recompute, or all but --fast"
     )
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.longest < 10 or 0 < options.words < 5:
+        parser.error("--longest must be at least 10, and --words 0 or at least 5")
+    return options
 
 
 def main() -> int:
@@ -225,6 +228,10 @@ def main() -> int:
     token_bytes = geometry_of(source.model.config, source.model.dtype, PAGE).token_bytes
     memory = ("--kv-memory", str(page_count * PAGE * token_bytes), "--page-size", str(PAGE))
     names = _ONLY.get(options.only, (*_FLAGS, "transformers"))
+    if "transformers" in names and find_model(options.model, progress=lambda *_: None).path is None:
+        raise SystemExit(
+            f"transformers has no {options.model} to serve; choose an --only without it"
+        )
     rounds = [Round(options, asks, page_count) for _ in range(options.rounds)]
     for number, one in enumerate(rounds):
         first = number % len(names)
