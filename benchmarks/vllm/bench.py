@@ -13,6 +13,9 @@ decode   what saving adds to the decoding of the same tokens, in turns in one en
 
 vLLM's own offloading doesn't run on CPUs. Its books, its shared memory and its file tier do, with a
 plain copy in place of its kernels: that is `vLLM` here. It seals, checks and syncs nothing.
+
+Each goal is printed beside its figure. The exit code is 1 if an answer or a byte differs, or a
+known prefix wasn't found; never for a figure, which depends on the machine.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import argparse
 import json
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +32,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, final
 
 import torch
 from plain_copy import PlainCopyWorker, plain_config
@@ -51,6 +55,17 @@ SETS = 5
 PREFIX = BLOCKS * BLOCK_TOKENS
 HOST_BYTES = 256 << 20
 Result = dict[str, Any]
+Problems = list[str]
+"""What must not be: other bytes, another answer, no hit."""
+
+GOALS = (
+    ("blocks saved", "of memcpy", ("blocks", "kvtide save", "memcpy"), 0.9),
+    ("blocks loaded", "of memcpy", ("blocks", "kvtide load", "memcpy"), 0.9),
+    ("first token from host memory", "times sooner", ("kvtide", "host_times_shorter"), 35.0),
+    ("first token from the disk", "times sooner", ("kvtide", "disk_times_shorter"), 20.0),
+    ("saving slows decoding", "%, at most", ("kvtide", "decode", "slower_percent"), 3.0),
+)
+"""What is measured, its unit, where its figure is in the result, and the goal."""
 
 
 def prompt(seed: int, token_count: int = PREFIX + 1) -> list[int]:
@@ -75,7 +90,7 @@ class PlainRegion:
         """There is nothing to give back."""
 
 
-def measure_blocks(rounds: int) -> Result:
+def measure_blocks(rounds: int, problems: Problems) -> Result:
     """Moves of 1,024 tokens of SmolLM2, beside a copy of the same bytes from a block to a block.
 
     Each move takes other blocks than the ones before it, so that no cache has their bytes.
@@ -132,6 +147,13 @@ def measure_blocks(rounds: int) -> Result:
         for name in ("memcpy", "kvtide save", "vLLM save"):
             moves[name]()
     times = time_in_turns(moves, rounds)
+    wanted = whole.clone()
+    for name in ("kvtide", "vLLM"):
+        whole[:, 1:] = 0x5A
+        for _ in sets:
+            moves[f"{name} load"]()
+        if not torch.equal(wanted, whole):
+            problems.append(f"{name}: other bytes came back than were saved")
     ours.shutdown()
     device.close()
     memcpy = times["memcpy"].seconds
@@ -172,35 +194,63 @@ ENGINES: Mapping[str, Callable[[Path], AbstractContextManager[Engine]]] = {
 }
 
 
-def first_token(engine: Engine, seed: int, expected_tokens: int) -> Timing:
-    """The time to the first token. The prompt must find so many tokens."""
-    found, timing = timed(lambda: engine.answer(prompt(seed), 1))
-    assert expected_tokens == found.cached_tokens, f"{found.cached_tokens} tokens were found"
-    return timing
+@final
+class Asked:
+    """An engine that is asked for prompts whose answers must never differ."""
+
+    def __init__(self, name: str, problems: Problems) -> None:
+        self._name = name
+        self._problems = problems
+        self._right: dict[int, list[int]] = {}
+        """The answers to prompts whose prefix the device itself had computed."""
+
+    def first_token(self, engine: Engine, seed: int, place: str) -> Timing:
+        """The time to the first token. `place` is where the prompt's prefix is, if anywhere."""
+        found, timing = timed(lambda: engine.answer(prompt(seed), 1))
+        expected = PREFIX if place else 0
+        if expected != found.cached_tokens:
+            self._problems.append(
+                f"{self._name}: {found.cached_tokens} tokens of a prompt were found, not "
+                f"{expected}{place and f' from {place}'}"
+            )
+        return timing
+
+    def check(self, engine: Engine, seed: int) -> None:
+        """Compares an answer with the first one; the device has the prefix."""
+        tokens = engine.answer(prompt(seed)).tokens
+        if tokens != self._right.setdefault(seed, tokens):
+            self._problems.append(
+                f"{self._name}: prompt {seed} has the answer {tokens}, and not {self._right[seed]}"
+            )
 
 
-def measure_prefix(name: str, folder: Path, count: int) -> Result:
+def measure_prefix(name: str, folder: Path, count: int, problems: Problems) -> Result:
     """The first token of `count` prompts: computed, from host memory, and from disk.
 
     With the prefix still on the device nothing is loaded: the rest of the time is vLLM's own.
     """
-    seeds = range(count)
+    seeds, asked = range(count), Asked(name, problems)
     with ENGINES[name](folder) as engine:
         engine.answer(prompt(99), 2)
         engine.forget_local()
-        first_token(engine, 99, PREFIX)
-        computed = [first_token(engine, seed, 0) for seed in seeds]
+        asked.first_token(engine, 99, "host memory")
+        computed, host, device, disk = [], [], [], []
+        for seed in seeds:
+            computed.append(asked.first_token(engine, seed, ""))
+            asked.check(engine, seed)
         engine.answer(prompt(98, 200), 8)  # the last blocks are saved in later steps
-        host, device = [], []
         for seed in (*seeds, *seeds, *seeds):
             engine.forget_local()
-            host.append(first_token(engine, seed, PREFIX))
-            device.append(first_token(engine, seed, PREFIX))
+            host.append(asked.first_token(engine, seed, "host memory"))
+            device.append(asked.first_token(engine, seed, "the device"))
+            asked.check(engine, seed)
         decode = measure_decoding(engine)
         wait_for_files(folder, count * BLOCKS)
     with ENGINES[name](folder) as engine:
         engine.answer(prompt(97), 2)
-        disk = [first_token(engine, seed, PREFIX) for seed in seeds]
+        for seed in seeds:
+            disk.append(asked.first_token(engine, seed, "the disk"))
+            asked.check(engine, seed)
     by_computing = median_of(computed)
     return {
         "computed_s": round(by_computing.seconds, 3),
@@ -247,8 +297,22 @@ def measure_decoding(engine: Engine, rounds: int = 3) -> Result:
     }
 
 
-def main() -> None:
-    """Measures, and prints."""
+def beside_goals(found: Result) -> Iterator[str]:
+    """Yields a line for each goal: the figure, the goal, and whether it is met."""
+    for what, unit, path, goal in GOALS:
+        figure: Any = found
+        for part in path:
+            figure = figure[part]
+        is_met = figure <= goal if unit.startswith("%") else figure >= goal
+        yield f"{what}: {figure:.2f} {unit}; goal {goal:g}: {'met' if is_met else 'not met'}"
+    for place in ("host", "disk"):
+        ours, theirs = (found[name][f"{place}_s"] for name in ("kvtide", "vLLM"))
+        verdict = "met" if ours <= theirs else "not met"
+        yield f"first token from {place}: {ours} s; goal vLLM's {theirs} s: {verdict}"
+
+
+def main() -> int:
+    """Measures, and prints. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=5)
@@ -256,6 +320,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    problems: Problems = []
     found: Result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
@@ -265,16 +330,18 @@ def main() -> None:
             "torch": torch.__version__,
             "vllm": VLLM.version,
         },
-        "blocks": measure_blocks(options.rounds),
+        "blocks": measure_blocks(options.rounds, problems),
     }
     print(json.dumps(found["blocks"], indent=2), flush=True)
     with tempfile.TemporaryDirectory(dir=options.disk) as root:
         for name in ENGINES:
-            found[name] = measure_prefix(name, Path(root) / name, options.prompts)
+            found[name] = measure_prefix(name, Path(root) / name, options.prompts, problems)
             print(json.dumps({name: found[name]}, indent=2), flush=True)
+    print(*beside_goals(found), *problems, sep="\n")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
