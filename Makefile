@@ -169,11 +169,11 @@ test-sglang: $(SGLANG)/.installed
 	  --no-loadscope-reorder
 
 # kvtide's own environment fetches and converts the model, since vLLM's lacks what that takes.
+IN_VLLM = cd engines/vllm && KVTIDE_SMOLLM2="$$('$(CURDIR)/$(PY)' -c 'from kvtide.serve.find import \
+  find_model; print(find_model("smollm2", progress=lambda *_: None).path)')" \
+  $(ONE_THREAD) '$(CURDIR)/$(VLLM)/bin/python'
 test-vllm: $(VLLM)/.installed
-	cd engines/vllm && KVTIDE_SMOLLM2="$$('$(CURDIR)/$(PY)' -c 'from kvtide.serve.find import \
-	  find_model; print(find_model("smollm2", progress=lambda *_: None).path)')" \
-	  $(ONE_THREAD) '$(CURDIR)/$(VLLM)/bin/python' $(SIDE_BY_SIDE) --dist loadfile \
-	  --no-loadscope-reorder
+	$(IN_VLLM) $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
 
 # Exit 75 says that this system can't have Mooncake's libraries, which is no failure of kvtide's.
 test-mooncake: $(MOONCAKE)/.installed
@@ -209,7 +209,7 @@ bench-tiers: setup $(SGLANG)/.installed $(VLLM)/.installed $(LMCACHE)/.installed
 	$(PY) benchmarks/engine/resume.py --disk $(DISK)
 
 MODELS := $(lastword $(sort $(wildcard benchmarks/models/results/*.json)))
-soak: setup
+soak: setup $(VLLM)/.installed
 	$(ONE_THREAD) $(PY) benchmarks/models/sweep.py --against $(MODELS)
 	$(ONE_THREAD) $(PY) benchmarks/exact/bench.py
 	@# As on processors that torch's libraries know other kernels for.
@@ -219,6 +219,7 @@ soak: setup
 	$(ONE_THREAD) $(PY) benchmarks/run/soak.py
 	$(ONE_THREAD) $(PY) benchmarks/run/soak.py --ends 50 --by KILL --long --only lines.jsonl --prompts 1000
 	$(ONE_THREAD) $(PY) benchmarks/tiers/soak.py
+	export PYTHONPATH=tests && $(IN_VLLM) faults_table.py --check
 	$(ONE_THREAD) $(PY) benchmarks/serve/faults.py
 	$(ONE_THREAD) $(PY) benchmarks/serve/soak.py
 

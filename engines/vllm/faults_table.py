@@ -1,11 +1,12 @@
 """Makes the table of faults in docs/vllm.md from real engines: vLLM's own offloading and kvtide.
 
     cd engines/vllm && KVTIDE_SMOLLM2=FOLDER OMP_NUM_THREADS=1 PYTHONPATH=tests \\
-        ../../.venv-vllm/bin/python faults_table.py
+        ../../.venv-vllm/bin/python faults_table.py [--check]
 
 Both get the same faults in what they keep of the same blocks, and are asked the same. The engines
 of a column follow each other in a process; if that ends early, another goes on with the next
-engine. It takes four minutes on an idle machine, and rewrites the lines between the markers there.
+engine. It takes four minutes on an idle machine, and rewrites the lines between the markers there;
+with --check it rewrites nothing, and the exit code is 1 if a row would change.
 
 vLLM's offloading refuses CPUs, so a plain copy stands in for its kernels: all else is vLLM's. An
 answer depends a little on how many tokens are computed at once, so it is right if vLLM without any
@@ -55,6 +56,8 @@ STAGES = (
 LIMIT_S = 60.0
 HIGH_BIT = 0x40
 """In the second byte of a bfloat16 it turns a small number into a huge one."""
+VALUES = 128 * 64 * 2
+"""Where the values of a block's first head begin, behind its keys: a huge key may be idle."""
 Answers = list[dict[str, Any]]
 Right = dict[int, list[int]]
 """The tokens of the right answer, by how many blocks weren't computed."""
@@ -64,7 +67,7 @@ def prompts(model: str) -> list[list[int]]:
     """A text of the same length for each fault, no two of which begin alike."""
     from transformers import AutoTokenizer
 
-    words = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text("utf-8").split()
+    words = (Path(__file__).parents[2] / "LICENSE").read_text("utf-8").split()
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = []
     for number in range(len(FAULTS)):
@@ -113,13 +116,20 @@ def manager_of(engine: Any) -> Any:
 def flip_in_host_memory(name: str, engine: Any, keys: Sequence[bytes]) -> None:
     """Flips a bit of a block in host memory."""
     if name == KVTIDE:
-        engine.store._held[keys[DAMAGED]].lease.blocks[0].bytes_view(2)[1] ^= HIGH_BIT
+        block = engine.store._held[keys[DAMAGED]].lease.blocks[0]
+        make_huge(block.bytes_view(2 * VALUES), VALUES)
         return
     primary = manager_of(engine).primary_tier
     row = primary.prepare_read([keys[DAMAGED]], None).chunk_ids[0]
     primary.complete_read([keys[DAMAGED]], None)
     view = primary.get_kv_memoryview()
-    view.cast("B")[int(row) * view.strides[0] + 1] ^= HIGH_BIT
+    make_huge(view.cast("B"), int(row) * view.strides[0] + VALUES)
+
+
+def make_huge(content: memoryview | bytearray, first: int) -> None:
+    """Flips a bit in the first bfloat16 from there on that is small."""
+    place = next(at for at in range(first + 1, len(content), 2) if not content[at] & HIGH_BIT)
+    content[place] ^= HIGH_BIT
 
 
 def hang_reads(name: str) -> None:
@@ -219,7 +229,7 @@ def damage(how: str, files: Sequence[str]) -> None:
     path = Path(files[DAMAGED])
     content = bytearray(path.read_bytes())
     if how == "flip":
-        content[len(content) // 2 | 1] ^= HIGH_BIT
+        make_huge(content, len(content) // 4 * 2 + VALUES)  # of a layer in the middle
     elif how == "zero":
         content[:] = bytes(len(content))
     elif how == "cut":
@@ -368,9 +378,19 @@ def rewritten(text: str, lines: Sequence[str]) -> str:
     return "\n".join([head + BEGIN, *lines, END]) + tail
 
 
-def main() -> None:
-    """Rewrites the document; with arguments, goes through a column's engines."""
-    if sys.argv[1:]:
+def columns_in(text: str) -> dict[str, dict[str, str]]:
+    """What the document says: for each column what became of the answer, by fault."""
+    lines = text.partition(BEGIN)[2].partition(END)[0].splitlines()
+    (_, *names), *rows = (line.strip("| ").split(" | ") for line in lines if line.startswith("| "))
+    return {
+        name: {fault: found[number] for fault, *found in rows} for number, name in enumerate(names)
+    }
+
+
+def main() -> int:
+    """Rewrites the document, or checks it; with a column's name, goes through its engines."""
+    checks = sys.argv[1:] == ["--check"]
+    if sys.argv[1:] and not checks:
         import conftest  # noqa: F401 - vLLM reads what this sets when it is imported
 
         name, root, *numbers = sys.argv[1:]
@@ -378,12 +398,17 @@ def main() -> None:
             print_right_answers(root)
         else:
             run_stages(name, Path(root), numbers)
-        return
+        return 0
     with tempfile.TemporaryDirectory() as root:
         lines = list(table(Path(root), Path(os.environ["KVTIDE_SMOLLM2"])))
     sys.stdout.writelines(f"{line}\n" for line in lines)
-    DOCS.write_text(rewritten(DOCS.read_text("utf-8"), lines), "utf-8")
+    before = DOCS.read_text("utf-8")
+    after = rewritten(before, lines)
+    if checks:
+        return int(columns_in(before) != columns_in(after))
+    DOCS.write_text(after, "utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
