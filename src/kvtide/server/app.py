@@ -35,7 +35,7 @@ def make_app(service: Service) -> FastAPI:
     for kind, tell in _HANDLERS.items():
         app.add_exception_handler(kind, tell)
 
-    def check_key(request: Request) -> None:
+    async def check_key(request: Request) -> None:
         tenant = service.tenants.find(request.headers.get("authorization"))
         if tenant is None:
             raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
