@@ -68,6 +68,13 @@ def touch(folder: Path) -> None:
     os.utime(folder / "model.safetensors", (HOUR_AGO + 1, HOUR_AGO + 1))
 
 
+def grow(folder: Path) -> None:
+    """Adds zeros to the large file, which has nothing else."""
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(bytes(1 << 20))
+    age(folder / "model.safetensors")
+
+
 def add(folder: Path) -> None:
     """Adds a file."""
     (folder / "more.bin").write_bytes(b"")
@@ -79,7 +86,9 @@ def rename(folder: Path) -> None:
     (folder / "config.json").rename(folder / "other.json")
 
 
-@pytest.mark.parametrize("change", [change_config, change_start, change_end, touch, add, rename])
+@pytest.mark.parametrize(
+    "change", [change_config, change_start, change_end, touch, grow, add, rename]
+)
 def test_samples_tell_other_files(change: Callable[[Path], None], folder: Path) -> None:
     """The digest has every file's name, length, time and samples of its contents."""
     before = digest_of([folder], inf, by_samples=True)
@@ -113,6 +122,70 @@ def test_what_is_no_weights_and_the_time_count_for_nothing_where_contents_do(fol
     touch(folder)
 
     assert before == digest_of([folder], inf, suffixes=WEIGHTS)
+
+
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_files_that_change_names_are_others(by_samples: bool, tmp_path: Path) -> None:
+    """A name tells a loader what to do with a file. So it is in the hub's cache."""
+    found = set()
+    for name in ("one.bin", "other.bin"):
+        (tmp_path / name).write_bytes(WHOLE)
+        age(tmp_path / name)
+        found.add(digest_of([tmp_path / name], inf, by_samples=by_samples))
+        link = cached(tmp_path / name[:3], large_name)
+        found.add(digest_of([link.rename(link.parent / name)], inf, by_samples=by_samples))
+
+    assert 4 == len(found)
+
+
+def test_files_that_move_to_the_next_path_are_others(tmp_path: Path) -> None:
+    """So an adapter's file isn't taken for one of the model's."""
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    for file in (model / "1.bin", model / "2.bin", adapter / "3.bin"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(WHOLE)
+    found = [digest_of([model, adapter], inf)]
+    (model / "2.bin").rename(adapter / "2.bin")
+    found.append(digest_of([model, adapter], inf))
+
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("by_samples", [False, True])
+def test_a_time_in_the_future_tells_nothing(by_samples: bool, folder: Path) -> None:
+    """A clock was set back, and so nobody knows when the file was changed."""
+    os.utime(folder / "config.json", (time.time() + 600, time.time() + 600))
+    with pytest.raises(WeightsUnknown, match="was changed after this server was started"):
+        digest_of([folder], time.time() + 60, by_samples=by_samples)
+
+
+def test_a_folder_in_the_folder_is_left_out_where_all_files_count(folder: Path) -> None:
+    """No server reads adapters or samples from there."""
+    before = digest_of([folder], inf)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "more.bin").write_bytes(WHOLE)
+
+    assert before == digest_of([folder], inf)
+
+
+def test_the_order_in_which_the_system_lists_files_decides_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another system has another order."""
+    found = set()
+    for listed in (sorted(folder.iterdir()), sorted(folder.iterdir(), reverse=True)):
+        monkeypatch.setattr(Path, "iterdir", lambda _, listed=listed: iter(listed))
+        found.add(digest_of([folder], inf))
+        monkeypatch.undo()
+    assert 1 == len(found)
+
+
+def test_a_folder_may_have_none_of_the_files_if_the_caller_says_so(folder: Path) -> None:
+    """A model needn't have code of its own."""
+    none = digest_of([folder], inf, suffixes=[".py"], may_be_none=True)
+    (folder / "modeling.py").write_text("")
+
+    assert none != digest_of([folder], inf, suffixes=[".py"])
 
 
 def test_weights_in_a_folder_of_the_folder_count(folder: Path) -> None:

@@ -84,5 +84,6 @@ def config_for(model: Path, **changed: Any) -> VllmConfig:
         "parallel_config": ParallelConfig(**values),
         "load_config": LoadConfig(**values),
         "compilation_config": CompilationConfig(**values),
+        "lora_config": values.get("lora_config"),
     }
     return VllmConfig(**parts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from kvtide.plugin.vllm import adapters as adapters_of_vllm
 from kvtide.plugin.vllm.adapters import CHANGES_ALLOWED, Adapters, changes_are_allowed
 
 LATER = 4e9
@@ -46,6 +48,50 @@ def test_files_that_changed_after_the_start_are_unknown(tmp_path: Path) -> None:
     change(tmp_path / "a")
     assert not adapters.of_request(adapter).is_known
     assert not adapters.of_request(adapter).is_known
+
+
+def replace(file: Path) -> None:
+    """Puts another file of the same size there."""
+    (file.parent / "other").write_bytes(b"y")
+    (file.parent / "other").rename(file)
+
+
+@pytest.mark.parametrize("act", [replace, lambda file: file.write_bytes(b"longer")])
+def test_another_file_is_seen_whose_time_is_the_same(
+    act: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time lies in the future, as a copy may leave it. A warning says it once."""
+    warned: list[str] = []
+    monkeypatch.setattr(adapters_of_vllm, "_warn_of", warned.append)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    adapter, again = (adapter_in(tmp_path / "a", b"x", number) for number in (1, 2))
+    os.utime(file, (LATER - 1, LATER - 1))
+    adapters = Adapters(lambda: LATER)
+    request = adapters.of_request(adapter)
+    known = [request.is_known]
+    (tmp_path / "kept").hardlink_to(file)
+    act(file)
+    os.utime(file, (LATER - 1, LATER - 1))
+    adapters.look_again(adapter)
+    assert [True, False] == [*known, request.is_known]
+    assert [str(tmp_path / "a")] == warned
+
+    (tmp_path / "kept").write_bytes(b"x")
+    (tmp_path / "kept").rename(file)
+    os.utime(file, (LATER - 1, LATER - 1))
+    assert not adapters.of_request(again).is_known, "requests may have run in between"
+
+
+def test_a_folder_in_an_adapters_folder_may_change(tmp_path: Path) -> None:
+    """vLLM reads nothing from there."""
+    adapter = adapter_in(tmp_path / "a", b"x")
+    (tmp_path / "a" / "notes").mkdir()
+    adapters = Adapters(lambda: LATER)
+    request = adapters.of_request(adapter)
+    os.utime(tmp_path / "a" / "notes", (LATER, LATER))
+    adapters.look_again(adapter)
+
+    assert request.is_known
 
 
 def test_what_isnt_a_folder_with_files_is_unknown(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import sys
 import time
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -137,14 +139,117 @@ def test_other_dtypes_or_shapes_of_a_layers_tensors_make_another_namespace(
     assert usual != of(*others)
 
 
-def test_other_code_of_transformers_makes_another_namespace(
-    model: Path, versions: dict[str, str]
+def test_each_layer_has_its_own_dtype(model: Path) -> None:
+    """An option may give one layer what another had."""
+    caches = [blocks(4, 8), blocks(4, 8, dtype=torch.float16)]
+    found = [
+        named(
+            config_for(
+                model,
+                static_forward_context={
+                    name: SimpleNamespace(kv_cache=cache)
+                    for name, cache in zip(names, caches, strict=True)
+                },
+            )
+        )
+        for names in (("layer 0", "layer 1"), ("layer 1", "layer 0"))
+    ]
+    assert found[0] != found[1]
+
+
+class Attention:
+    """A layer."""
+
+    backend = "Flash"
+
+    def get_attn_backend(self) -> type:
+        """Its backend."""
+        return type(self.backend, (), {})
+
+
+class OtherAttention(Attention): ...
+
+
+class AttentionOfOtherKernels(Attention):
+    backend = "Triton"
+
+
+AttentionOfOtherKernels.__name__ = "Attention"
+
+
+@pytest.mark.parametrize("other", [OtherAttention, AttentionOfOtherKernels])
+def test_another_kind_of_layer_or_other_kernels_make_another_namespace(
+    other: type[Attention], model: Path
 ) -> None:
-    """It computes the models that vLLM has no code for."""
+    """Each orders a block's bytes as it likes."""
+    usual, changed = (
+        named(config_for(model, static_forward_context={"layer": kind()}))
+        for kind in (Attention, other)
+    )
+    assert usual != changed
+
+
+@pytest.mark.parametrize("name", ["vllm", "torch", "transformers"])
+def test_another_version_makes_another_namespace(
+    name: str, model: Path, versions: dict[str, str]
+) -> None:
+    """Its code computes KV; transformers' does where vLLM has none for a model."""
     before = named(config_for(model))
-    versions["transformers"] = "5.19.1"
+    versions[name] += ".1"
 
     assert before != named(config_for(model))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (platform, "machine"),
+        (torch.backends.cpu, "get_cpu_capability"),
+        (torch.cpu, "_is_amx_tile_supported"),
+    ],
+)
+def test_another_processor_makes_another_namespace(
+    module: ModuleType, name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's kernels for CPUs order a block's bytes by what the processor can do."""
+    found = set()
+    for answer in ("", "another"):
+        monkeypatch.setattr(module, name, lambda answer=answer: answer)
+        found.add(named(config_for(model)).engine)
+    assert 2 == len(found)
+
+
+def test_layers_with_room_for_adapters_make_another_namespace(model: Path) -> None:
+    """They have kernels of their own."""
+    assert named(config_for(model)) != named(config_for(model, lora_config=object()))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_weights_count_by_their_seed(seed: int, model: Path) -> None:
+    """No file has them."""
+    random = named(config_for(model, load_format="dummy", seed=seed))
+
+    assert f"dummy {seed}" == random.weights
+
+
+def test_what_the_caller_knows_beside_decides_too_and_texts_dont_run_into_each_other(
+    model: Path,
+) -> None:
+    """The names of each group's layers, of which the layouts say nothing."""
+
+    def of(layouts: Sequence[str], beside: Sequence[str]) -> Namespace:
+        return namespace_of(
+            config_for(model), OffloadSettings(), layouts, object(), is_durable=False, beside=beside
+        )
+
+    found = [
+        of(["a", "bc"], []),
+        of(["ab", "c"], []),
+        of(["abc"], []),
+        of(["a", "bc"], ["a", "bc"]),
+        of(["a", "bc"], ["ab", "c"]),
+    ]
+    assert len(found) == len({*found})
 
 
 @pytest.mark.parametrize(

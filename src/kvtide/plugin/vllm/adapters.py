@@ -65,7 +65,7 @@ class AdapterOf:
 
     def key_of(self, key: bytes) -> bytes:
         """The key of a block that was computed with this adapter. The last bytes are the group."""
-        return blake2b(key[:-4], key=self.digest, digest_size=32).digest() + key[-4:]
+        return blake2b(key, key=self.digest, digest_size=32).digest() + key[-4:]
 
 
 @final
@@ -118,8 +118,7 @@ class Adapters:
         """The files of an adapter and their digest; None for what isn't a folder of old files."""
         try:
             files = AdapterFiles(path, _looks(path))
-            if files.looks:
-                return files, bytes.fromhex(digest_of([Path(path)], self._started_s))
+            return files, bytes.fromhex(digest_of([Path(path)], self._started_s))
         except (OSError, WeightsUnknown) as error:
             logger.debug("kvtide: %s", first_line(error))
         _warn_of(path)

@@ -140,7 +140,7 @@ def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -
         "adapters" if reads["lora_config"] is not None else "",
         *kinds,
         # Whatever option changed a tensor: two bytes of a dtype aren't two of another.
-        _hash_of(f"{name} {_form_of(layers[name])}" for name in sorted(layers)),
+        _hash_of(_form_of(layers[name]) for name in sorted(layers)),
         *beside,
     ]
     return json.dumps(decides)
