@@ -71,7 +71,9 @@ class Machine:
         group = SimpleNamespace(tokens_per_block=16, layer_names=["layers.0"])
         cache = SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1)
         about = SimpleNamespace(groups=[group], cache=cache, kv_cache_layout="LBHNC")
-        before = _CONFIG.set(config)
+        of_group = SimpleNamespace(kv_cache_spec="16 tokens of 35,000 bytes")
+        caches = SimpleNamespace(kv_cache_groups=[of_group])
+        before = _CONFIG.set((config, caches))
         self.tier: Any = KvtideTier(
             SimpleNamespace(config=about),
             memoryview(self.memory).cast("b", (ROWS, ROW_BYTES)),
