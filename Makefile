@@ -40,7 +40,7 @@ CHROMIUM := $(and $(shell command -v chromium || command -v chromium-browser || 
 
 SIMNPU := $(wildcard simnpu/*.* simnpu/csrc/* simnpu/src/simnpu/*.*)
 
-.PHONY: help setup demo test test-kvtide environments test-sglang test-vllm test-mooncake lint types bench bench-tiers soak clean
+.PHONY: help setup demo test checks test-kvtide environments test-sglang test-vllm test-mooncake lint types bench bench-tiers soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -142,16 +142,19 @@ demo: setup
 	$(DEMO) --resume --verify
 	@echo '# To talk to the model: $(VENV)/bin/kvtide serve smollm2   (then open http://127.0.0.1:8000)'
 
-# Installing mostly waits for downloads, so the environments of engines are made beside the tests.
+# Installing mostly waits for downloads, so the environments of engines are made beside other work.
+# SGLang's tests mostly wait for servers to start, so vLLM's run beside them.
 test:
-	@$(MAKE) --no-print-directory lint $(VENV)/.simnpu
+	@$(MAKE) --no-print-directory -j2 checks $(SGLANG)/.packages
 	@$(MAKE) --no-print-directory -j3 test-kvtide types environments
-	@$(MAKE) --no-print-directory test-sglang
-	@$(MAKE) --no-print-directory test-vllm
+	@$(MAKE) --no-print-directory -j2 test-sglang test-vllm
 	@# What couldn't be tested is told at the end, where one sees it.
 	@$(MAKE) --no-print-directory test-mooncake
 	@$(if $(CHROMIUM),,echo '********** NOT TESTED: the page, in Chromium' \
 	  '(on Debian: apt install chromium chromium-driver) **********' >&2)
+
+# What needs kvtide's own environment alone, and tells soonest that something is wrong.
+checks: lint $(VENV)/.simnpu
 
 test-kvtide: $(VENV)/.simnpu
 	cd simnpu && $(PYTEST)
