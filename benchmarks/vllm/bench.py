@@ -36,7 +36,7 @@ from typing import Any, final
 
 import torch
 from plain_copy import PlainCopyWorker, plain_config
-from vllm_engine import BLOCK_BYTES, BLOCK_TOKENS, Engine, opened, opened_with_kvtide
+from vllm_engine import BLOCK_TOKENS, Engine, opened, opened_with_kvtide
 
 import conftest  # noqa: F401 - vLLM reads what this sets when it is imported
 from kvtide.arena import HostArena
@@ -48,12 +48,16 @@ from kvtide.plugin.vllm.package import VLLM
 from kvtide.plugin.vllm.spec import KeySpec, KvtideWorker
 from kvtide.tier import Namespace
 
+# As one would serve it there: without instructions for bfloat16 it takes eight times as long.
+DTYPE = "bfloat16" if machine_facts()["bfloat16_instructions"] else "float32"
 LAYERS = 30
+BLOCK_BYTES = 192 * LAYERS * 2 * BLOCK_TOKENS * (2 if DTYPE == "bfloat16" else 4)
+"""The KV of a block of SmolLM2, in all layers."""
 BLOCKS = 8
 SETS = 5
 """How many sets of blocks take turns: their bytes are a multiple of what the caches hold."""
 PREFIX = BLOCKS * BLOCK_TOKENS
-HOST_BYTES = 256 << 20
+HOST_BYTES = 2 * BLOCKS * SETS * BLOCK_BYTES
 Result = dict[str, Any]
 Problems = list[str]
 """What must not be: other bytes, another answer, no hit."""
@@ -173,8 +177,12 @@ def measure_blocks(rounds: int, problems: Problems) -> Result:
 
 def with_kvtide(folder: Path) -> AbstractContextManager[Engine]:
     """An engine with kvtide, and a disk below it."""
-    settings = {"host_memory": "256MiB", "disk_dir": str(folder), "disk_memory": "2GiB"}
-    return opened_with_kvtide(settings=settings)
+    settings = {
+        "host_memory": str(HOST_BYTES),
+        "disk_dir": str(folder),
+        "disk_memory": "4GiB",
+    }
+    return opened_with_kvtide(settings=settings, dtype=DTYPE)
 
 
 @contextmanager
@@ -184,7 +192,7 @@ def with_vllm(folder: Path) -> Iterator[Engine]:
 
     folder.mkdir(exist_ok=True)
     transfer = plain_config(HOST_BYTES, {"type": "fs", "root_dir": str(folder)})
-    with opened(kv_transfer_config=KVTransferConfig(**transfer)) as engine:
+    with opened(kv_transfer_config=KVTransferConfig(**transfer), dtype=DTYPE) as engine:
         yield engine
 
 
@@ -327,6 +335,7 @@ def main() -> int:
             **machine_facts(),
             "load": round(os.getloadavg()[0], 1),
             "threads": torch.get_num_threads(),
+            "dtype": DTYPE,
             "torch": torch.__version__,
             "vllm": VLLM.version,
         },

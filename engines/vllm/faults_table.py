@@ -55,8 +55,8 @@ STAGES = (
 """The weights of each engine, one after the other, and what it is asked."""
 LIMIT_S = 60.0
 HIGH_BIT = 0x40
-"""In the second byte of a bfloat16 it turns a small number into a huge one."""
-VALUES = 128 * 64 * 2
+"""In the last byte of a float32 it turns a small number into a huge one."""
+VALUES = 128 * 64 * 4
 """Where the values of a block's first head begin, behind its keys: a huge key may be idle."""
 Answers = list[dict[str, Any]]
 Right = dict[int, list[int]]
@@ -88,11 +88,11 @@ def engine_of(name: str, model: str, folder: Path) -> Iterator[Any]:
 
     options: dict[str, Any] = {"max_model_len": 1024}
     if name == KVTIDE:
-        settings = {"host_memory": "256MiB", "disk_dir": str(folder), "disk_memory": "2GiB"}
+        settings = {"host_memory": "512MiB", "disk_dir": str(folder), "disk_memory": "2GiB"}
         with opened_with_kvtide(model, settings=settings, **options) as engine:
             yield engine
         return
-    transfer = plain_config(256 << 20, {"type": "fs", "root_dir": str(folder)})
+    transfer = plain_config(512 << 20, {"type": "fs", "root_dir": str(folder)})
     with opened(model, kv_transfer_config=KVTransferConfig(**transfer), **options) as engine:
         yield engine
 
@@ -127,8 +127,8 @@ def flip_in_host_memory(name: str, engine: Any, keys: Sequence[bytes]) -> None:
 
 
 def make_huge(content: memoryview | bytearray, first: int) -> None:
-    """Flips a bit in the first bfloat16 from there on that is small."""
-    place = next(at for at in range(first + 1, len(content), 2) if not content[at] & HIGH_BIT)
+    """Flips a bit in the first float32 from there on that is small."""
+    place = next(at for at in range(first + 3, len(content), 4) if not content[at] & HIGH_BIT)
     content[place] ^= HIGH_BIT
 
 

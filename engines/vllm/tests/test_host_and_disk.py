@@ -42,7 +42,7 @@ def shared(
 ) -> Iterator[tuple[Engine, WatchedMoves]]:
     """An engine that has saved the prompt's blocks, opened when no other is open."""
     folder = tmp_path_factory.mktemp("disk")
-    settings = {"host_memory": "64MiB", "disk_dir": str(folder), "disk_memory": "256MiB"}
+    settings = {"host_memory": "128MiB", "disk_dir": str(folder), "disk_memory": "512MiB"}
     with opened_with_kvtide(settings=settings, skip_tokenizer_init=True) as engine:
         engine.folder = folder
         moves = WatchedMoves(engine.store)

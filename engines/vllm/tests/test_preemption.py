@@ -36,7 +36,7 @@ class TestPreemption:
             expected = [answer.tokens for answer in engine.answers(PROMPTS, TOKENS)]
 
         with opened_with_kvtide(
-            settings={"host_memory": "256MiB"}, disable_log_stats=False, **TIGHT
+            settings={"host_memory": "512MiB"}, disable_log_stats=False, **TIGHT
         ) as engine:
             del engine.manager.get_stats  # the counts are vLLM's to take
             moves = WatchedMoves(engine.store)

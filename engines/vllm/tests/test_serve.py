@@ -18,14 +18,14 @@ from random import Random
 from typing import Any, final
 
 from openai import OpenAI
-from vllm_engine import BLOCK_TOKENS, SMOLLM2
+from vllm_engine import BLOCK_TOKENS, DTYPE, SMOLLM2
 
 from kvtide.plugin.vllm.settings import transfer_config
 from kvtide.tier import DiskTier
 
 BLOCKS = 3
 PROMPT = Random(11).choices(range(1000, 40_000), k=BLOCKS * BLOCK_TOKENS + 20)
-DISK_BYTES = 64 << 20
+DISK_BYTES = 128 << 20
 VLLM = str(Path(sys.executable).with_name("vllm"))
 _PATIENCE_S = 240
 """A server starts in half a minute, on a machine that does nothing else."""
@@ -112,7 +112,7 @@ def served(folder: Path, log: Path) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = {
-        "host_memory": "64MiB",
+        "host_memory": "128MiB",
         "disk_dir": str(folder),
         "disk_memory": str(DISK_BYTES),
     }
@@ -120,6 +120,7 @@ def served(folder: Path, log: Path) -> Iterator[Server]:
         "host": "127.0.0.1",
         "port": port,
         "served-model-name": "smollm2",
+        "dtype": DTYPE,
         "max-model-len": 1024,
         "num-gpu-blocks-override": 12,
         "kv-transfer-config": json.dumps(transfer_config(settings)),

@@ -18,8 +18,10 @@ SMOLLM2 = os.environ.get("KVTIDE_SMOLLM2", "")
 """The folder of the model's weights; `make test-vllm` sets it."""
 BLOCK_TOKENS = 128
 """How many tokens of SmolLM2 vLLM keeps in a block on a CPU."""
-BLOCK_BYTES = 23_040 * BLOCK_TOKENS
-"""The KV of a block of SmolLM2, in all layers."""
+DTYPE = "float32"
+"""Every CPU computes fast in it; bfloat16 needs instructions that not all of them have."""
+BLOCK_BYTES = 46_080 * BLOCK_TOKENS
+"""The KV of a block of SmolLM2 in that dtype, in all layers."""
 
 
 @final
@@ -160,7 +162,10 @@ def opened(model: str = SMOLLM2, **options: Any) -> Iterator[Engine]:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     assert model, "set KVTIDE_SMOLLM2 to the folder of the model, as `make test-vllm` does"
-    wanted = {"enforce_eager": True, "max_model_len": 2048, "num_gpu_blocks_override": 40}
+    wanted: dict[str, Any] = {"enforce_eager": True, "max_model_len": 2048}
+    wanted["num_gpu_blocks_override"] = 40
+    if model == SMOLLM2:
+        wanted["dtype"] = DTYPE
     engine: Engine | None = None
     gc.freeze()  # vLLM collects five times as it starts, half a second each over all that is there
     try:
