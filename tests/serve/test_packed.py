@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch.nn import Linear
 
+from kvtide.device import CPUDevice
 from kvtide.serve import packed
 from kvtide.serve.engine import Engine, EngineOptions
-from kvtide.serve.packed import PackedLinear, PackedWeights, _can_pack, packed_bytes_of
+from kvtide.serve.packed import PackedLinear, PackedWeights, WideLinear, packed_bytes_of
+from kvtide.serve.probes import ProductProbe
+from kvtide.serve.trial_passes import TrialPasses
 from serve.harness import answers, make_requests, run_all, tiny, token_bytes
 from serve.small_models import model_of
 
@@ -23,9 +26,44 @@ def linear_layers(model: torch.nn.Module) -> list[type[Linear]]:
 
 
 def of_packed(layer: type[Linear]) -> type[Linear]:
-    """Returns the class that stands for a linear layer of bfloat16 on this machine."""
-    can_pack = _can_pack(torch.zeros(1, dtype=torch.bfloat16))
-    return PackedLinear if layer is Linear and can_pack else layer
+    """Returns the class that stands for a linear layer of bfloat16 in a packed model."""
+    form = packed._form_for(torch.bfloat16)
+    return layer if form is None or layer is not Linear else form
+
+
+@pytest.fixture(params=["as here", "wide"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs as it is best on this processor, and as on one without bfloat16 instructions."""
+    if request.param == "wide":
+        monkeypatch.setattr(packed, "_multiplies_bfloat16", lambda: False)
+
+
+def test_a_processor_without_instructions_for_bfloat16_multiplies_wide_copies() -> None:
+    """One that has them multiplies matrices in an order of its own."""
+    expected = PackedLinear if packed._multiplies_bfloat16() else WideLinear
+    assert expected is packed._form_for(torch.bfloat16)
+    assert packed._form_for(torch.float32) is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_wide_layer_rounds_once(bias: bool) -> None:
+    """Sums are those of float32, and the result is the bfloat16 that is nearest to the sum."""
+    layer = Linear(64, 64, bias=bias).bfloat16().requires_grad_(False)
+    rows = torch.randn(5, 64).bfloat16()
+    wide = WideLinear(layer)
+    found = wide(rows)
+    assert found.dtype is torch.bfloat16
+    exact = rows.double() @ layer.weight.double().T
+    if bias:
+        exact += layer.bias.double()
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def copy_bytes_of(layer: torch.nn.Module) -> int:
+    """Returns the memory of a layer's copy. An opaque one is as large as the matrix."""
+    if isinstance(layer, WideLinear):
+        return layer._wide.nbytes
+    return layer.weight.nbytes if isinstance(layer, PackedLinear) else 0
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -71,7 +109,7 @@ def test_a_layer_with_a_hook_stays_as_it_is(hook: str) -> None:
     counted = packed_bytes_of(model)
     with PackedWeights(model):
         assert [Linear, of_packed(Linear)] == linear_layers(model)
-    assert counted == (0 if of_packed(Linear) is Linear else layers[1].weight.nbytes)
+        assert counted == copy_bytes_of(model[1])
 
 
 def test_a_copy_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +117,7 @@ def test_a_copy_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monkey
     layers = [Linear(64, 64).bfloat16().requires_grad_(False) for _ in range(2)]
     model = torch.nn.Sequential(*layers)
     results = iter([layers[0].weight])
-    monkeypatch.setattr(packed, "_can_pack", lambda _: True)
+    monkeypatch.setattr(packed, "_form_for", lambda _: PackedLinear)
     monkeypatch.setattr(packed, "pack", lambda _: next(results))
     with pytest.raises(StopIteration):
         PackedWeights(model)
@@ -90,7 +128,7 @@ def test_matrices_of_float32_stay_as_they_are() -> None:
     """Another library multiplies them, which needs no order of its own."""
     model: Any = model_of("Llama", torch.float32)
     with PackedWeights(model):
-        assert PackedLinear not in linear_layers(model)
+        assert {Linear} == {*linear_layers(model)}
 
 
 def test_the_copies_take_what_was_counted() -> None:
@@ -98,8 +136,8 @@ def test_the_copies_take_what_was_counted() -> None:
     model: Any = model_of("Llama", torch.bfloat16)
     counted = packed_bytes_of(model)
     with PackedWeights(model):
-        copies = [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
-    assert sum(layer.weight.nbytes for layer in copies) == counted
+        layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+        assert sum(map(copy_bytes_of, layers)) == counted
 
 
 def test_a_model_is_packed_only_where_half_of_what_is_spare_suffices() -> None:
@@ -129,7 +167,7 @@ def test_an_engine_without_memory_for_copies_answers_exactly(
         (scarce, EngineOptions(keep_logits=True, kv_memory_bytes=100 * token_bytes(source))),
     ):
         engine = Engine.build(source, options)
-        assert PackedLinear not in linear_layers(source.model)
+        assert {Linear} == {*linear_layers(source.model)}
         run_all(engine, requests)
         engine.close()
     assert engine.stats.retractions >= 1
@@ -146,3 +184,14 @@ def test_an_engine_packs_its_model_until_it_is_closed(exact: bool) -> None:
     run_all(engine, make_requests(1, count=2))
     engine.close()
     assert before == linear_layers(source.model)
+
+
+def test_products_are_tried_in_the_dtype_in_which_they_are_computed() -> None:
+    """The self-check knows nothing of how a model is packed: it sees the operations of a pass."""
+    model: Any = model_of("Llama", torch.bfloat16)
+    form = packed._form_for(torch.bfloat16)
+    with PackedWeights(model), torch.inference_mode():
+        small, large = TrialPasses(model, CPUDevice(), 8).probes()
+    tried = [probe for probe in (*small, *large) if isinstance(probe, ProductProbe)]
+    expected = torch.float32 if form is WideLinear else torch.bfloat16
+    assert {expected} == {probe.weight.dtype for probe in tried}

@@ -21,7 +21,7 @@ from kvtide.device import CPUDevice
 from kvtide.serve import attention, probes, query_blocks, selfcheck, trial_passes
 from kvtide.serve.batch import ExactRules, RowCounts
 from kvtide.serve.operations import Product, SingleOperation
-from kvtide.serve.packed import _can_pack, is_packed_linear
+from kvtide.serve.packed import PackedLinear, _form_for, is_packed_linear
 from kvtide.serve.query_blocks import QUERY_ROWS, WHOLE_BLOCKS
 from kvtide.serve.selfcheck import RowCheck, find_rows
 from kvtide.serve.trial_passes import TrialPasses
@@ -129,7 +129,7 @@ def test_without_dependence_every_count_is_safe(model: Any) -> None:
 def test_packed_matrices_are_tried(out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 each product may be of another operation, which probes try as well."""
     monkeypatch.setattr(TrialPasses, "passes_agree", lambda trial, rules, chunks: True)
-    are_packed = _can_pack(torch.zeros(1, dtype=torch.bfloat16))
+    are_packed = _form_for(torch.bfloat16) is PackedLinear
     planted = Planted(
         lambda count, out: out if count > 9 else out + 1, out_features, of_packed=are_packed
     )
@@ -364,8 +364,8 @@ def test_the_model_is_left_as_it_was(model: Any) -> None:
 
 def test_the_probe_shows_another_order_of_additions_in_every_row() -> None:
     """Exact sums are zero, so the probe shows only rounding, which bfloat16 can't hide."""
-    product = Product(48, 64, has_bias=False)
-    probe = probes.ProductProbe(product, torch.bfloat16, torch.device("cpu"), 16)
+    product = Product(48, 64, has_bias=False, dtype=torch.bfloat16)
+    probe = probes.ProductProbe(product, torch.device("cpu"), 16)
     exact = probe.inputs.double() @ probe.weight.double().T
     assert torch.equal(torch.zeros_like(exact), exact)
     forwards = probe.inputs.float() @ probe.weight.float().T
@@ -418,8 +418,8 @@ def test_probes_of_attention_compute_with_finite_numbers(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_probes_of_products_compute_with_finite_numbers(dtype: torch.dtype) -> None:
     """The probes of single operations are left out: they try infinite results as well."""
-    product = Product(512, 4096, has_bias=True)
-    probe = probes.ProductProbe(product, dtype, torch.device("cpu"), 16)
+    product = Product(512, 4096, has_bias=True, dtype=dtype)
+    probe = probes.ProductProbe(product, torch.device("cpu"), 16)
     found = probe.outcome(16)
     assert found is not None
     for numbers in (probe.inputs, probe.weight, found.view(dtype)):

@@ -38,7 +38,7 @@ def numerics_of(
         f"{torch.get_num_threads()} threads",
         device.type if name_of is None else str(name_of(device)),
         repr(rules),
-        "packed" if is_packed else "as loaded",
+        "copies of matrices" if is_packed else "matrices as loaded",
         f"{QUERY_ROWS} queries" if rules.query_rows else f"chunks of {chunk_tokens}",
     )
     return "; ".join(parts)

@@ -35,6 +35,8 @@ class Product:
     out_features: int
     in_features: int
     has_bias: bool
+    dtype: torch.dtype
+    """The dtype of rows and weight, which may be wider than the model's."""
     is_turned: bool = False
     """Whether the weight is [in, out] in memory, as in GPT-2."""
     is_packed: bool = False
@@ -47,10 +49,10 @@ class Product:
         if function is torch.ops.aten.linear.default or is_packed:
             out, width = arguments[1].shape
             has_bias = len(arguments) > 2 and arguments[2] is not None
-            return cls(out, width, has_bias, is_packed=is_packed)
+            return cls(out, width, has_bias, arguments[1].dtype, is_packed=is_packed)
         if function is torch.ops.aten.addmm.default:
             width, out = arguments[2].shape
-            return cls(out, width, has_bias=True, is_turned=True)
+            return cls(out, width, True, arguments[2].dtype, is_turned=True)
         return None
 
 

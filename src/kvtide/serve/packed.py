@@ -1,21 +1,27 @@
-"""Keeps a model's matrices in the order in which the processor multiplies them.
+"""Keeps a model's matrices in the form in which the processor multiplies them fast.
 
 For a product with a bfloat16 matrix oneDNN brings the matrix into an order of its own, in each call
-again. In a step of few rows that takes longer than the product itself. Here it is done once. It
-costs memory: the matrices are there in both orders. So it is done only where that leaves enough
-memory. Where they are pages of a model's file, the system may drop those.
+again. In a step of few rows that takes longer than the product itself. Here it is done once.
+
+A processor without instructions for bfloat16 takes seven times as long for such products as for
+those of float32. It gets a float32 copy of each matrix. The result is as exact: products of two
+bfloat16 numbers are exact in float32, in which both ways add them up.
+
+The copies cost memory. So they are made only where that leaves enough of it. Where the matrices are
+pages of a model's file, the system may drop those.
 
 The self-check measures these products as it measures all others (`kvtide.serve.operations`).
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard, final
+from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module
+from torch.nn.functional import linear
 
 from kvtide.arena.budget import free_memory_bytes
 
@@ -46,6 +52,8 @@ def is_packed_linear(function: Any) -> bool:
 class PackedLinear(Linear):
     """A linear layer with the parameters of another, that multiplies a packed copy."""
 
+    ITEM_BYTES: ClassVar[int] = 2
+
     def __init__(self, layer: Linear) -> None:
         Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -56,6 +64,25 @@ class PackedLinear(Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 # as the base class names it
         """The product of rows [..., in]."""
         return packed_linear(input, self._packed, self.bias)
+
+
+@final
+class WideLinear(Linear):
+    """A linear layer with the parameters of another, that multiplies a float32 copy."""
+
+    ITEM_BYTES: ClassVar[int] = 4
+
+    def __init__(self, layer: Linear) -> None:
+        Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.replaced = [layer]  # in a list, so that it isn't a part of the model
+        self._wide = layer.weight.detach().float()
+        self._wide_bias = None if layer.bias is None else layer.bias.detach().float()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 # as the base class names it
+        """The product of rows [..., in], rounded to their dtype."""
+        return linear(input.float(), self._wide, self._wide_bias).to(input.dtype)
 
 
 _USERS: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
@@ -109,35 +136,43 @@ class PackedWeights:
 
 def packed_bytes_of(model: Module) -> int:
     """The memory that packing the model takes."""
-    return sum(layer.weight.nbytes for layer in model.modules() if _is_packable(layer))
+    found = 0
+    for layer in model.modules():
+        if isinstance(layer, Linear) and (form := _form_of(layer)) is not None:
+            found += layer.weight.numel() * form.ITEM_BYTES
+    return found
 
 
 @torch.no_grad()
 def _replace_layers(model: Module) -> None:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if _is_packable(layer):
-                setattr(parent, name, PackedLinear(layer))
+            if isinstance(layer, Linear) and (form := _form_of(layer)) is not None:
+                setattr(parent, name, form(layer))
 
 
 def _put_layers_back(model: Module) -> None:
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, PackedLinear):
+            if isinstance(layer, PackedLinear | WideLinear):
                 setattr(parent, name, layer.replaced[0])
 
 
-def _is_packable(layer: Module) -> TypeGuard[Linear]:
-    """Whether a layer does nothing but multiply: a hook would be lost."""
+def _form_of(layer: Linear) -> type[PackedLinear | WideLinear] | None:
+    """What multiplies faster in place of a layer that does nothing else: a hook would be lost."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks)
-    return type(layer) is Linear and not any(hooks) and _can_pack(layer.weight)
+    if type(layer) is not Linear or any(hooks) or layer.weight.device.type != "cpu":
+        return None
+    return _form_for(layer.weight.dtype)
 
 
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies such a matrix. It does for bfloat16, on processors that can."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype is torch.bfloat16
-        and _PRODUCT is not None
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+def _form_for(dtype: torch.dtype) -> type[PackedLinear | WideLinear] | None:
+    """What multiplies matrices of that dtype faster on this processor, if anything."""
+    if dtype is not torch.bfloat16 or _PRODUCT is None:
+        return None
+    return PackedLinear if _multiplies_bfloat16() else WideLinear
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 that oneDNN uses."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -45,10 +45,8 @@ class ProductProbe:
 
     name = "a product with a weight"
 
-    def __init__(
-        self, product: Product, dtype: torch.dtype, device: torch.device, max_rows: int
-    ) -> None:
-        out, width = product.out_features, product.in_features
+    def __init__(self, product: Product, device: torch.device, max_rows: int) -> None:
+        out, width, dtype = product.out_features, product.in_features, product.dtype
         generator = torch.Generator().manual_seed(_SEED)
         order = torch.randperm(width, generator=generator)
         odd = (0, width % 2)

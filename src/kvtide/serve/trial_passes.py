@@ -57,12 +57,12 @@ class TrialPasses:
     def probes(self) -> tuple[list[Probe], list[Probe]]:
         """Probes for the operations of a pass; those with large weights are the second list."""
         watch = self._watched_pass()
-        device, dtype = self._device.torch_device, self._model.dtype
+        device = self._device.torch_device
         small: list[Probe] = []
         large: list[Probe] = []
         for product in watch.products:
             is_large = product.out_features * product.in_features > _LARGE_WEIGHT
-            probe = ProductProbe(product, dtype, device, self._max_rows)
+            probe = ProductProbe(product, device, self._max_rows)
             (large if is_large else small).append(probe)
         singles = [SingleProbe(operation, device) for operation in watch.singles]
         small += [probe for probe in singles if probe.may_differ]
