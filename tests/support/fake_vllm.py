@@ -35,6 +35,11 @@ class LoadConfig(Fields): ...
 class CompilationConfig(Fields): ...
 
 
+_MODEL = (
+    *("model", "hf_config", "model_impl", "trust_remote_code", "dtype", "quantization", "seed"),
+    *("max_model_len", "revision", "code_revision", "hf_token", "multimodal_config"),
+    *("quantization_config", "a_new_model_option"),
+)
 _CACHE = (
     *("cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     *("prefix_caching_hash_algo", "kv_cache_layout", "num_gpu_blocks", "_private", "a_new_option"),
@@ -79,7 +84,7 @@ def config_for(model: Path, **changed: Any) -> VllmConfig:
         **changed,
     }
     parts = {
-        "model_config": ModelConfig(**values),
+        "model_config": ModelConfig(**{name: values.get(name) for name in _MODEL}),
         "cache_config": CacheConfig(**{name: values[name] for name in _CACHE}),
         "parallel_config": ParallelConfig(**values),
         "load_config": LoadConfig(**values),

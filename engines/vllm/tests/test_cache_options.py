@@ -16,7 +16,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_engine import opened_with_kvtide
 
-from kvtide.plugin.vllm.identity import CACHE_WITHOUT_EFFECT, namespace_of
+from kvtide.plugin.vllm.identity import namespace_of
+from kvtide.plugin.vllm.options import CACHE_WITHOUT_EFFECT
 from kvtide.plugin.vllm.secondary import namespace_of_chunks
 from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.tier import Namespace

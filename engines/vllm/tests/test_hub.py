@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ def weights_of(model: str, **options: Any) -> str:
     from vllm.platforms import current_platform
 
     config = VllmConfig(model_config=ModelConfig(model, skip_tokenizer_init=True, **options))
-    settings = OffloadSettings()
-    return namespace_of(config, settings, [], current_platform, is_durable=True).weights
+    settings, now = OffloadSettings(), time.time()
+    return namespace_of(
+        config, settings, [], current_platform, is_durable=True, started_s=now
+    ).weights
 
 
 class TestModelOfTheHub:

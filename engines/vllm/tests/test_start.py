@@ -71,8 +71,9 @@ class TestRefusals:
             ),
         ],
     )
+    @pytest.mark.parametrize("is_hybrid", [True, False])
     def test_of_what_is_inexact_name_it(
-        self, changed: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+        self, changed: dict[str, Any], said: str, is_hybrid: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from kvtide.plugin.vllm.connector import refuse_what_is_inexact
 
@@ -80,7 +81,7 @@ class TestRefusals:
             "lora_config": None,
             "speculative_config": None,
             "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
-            "model_config": SimpleNamespace(is_hybrid=True),
+            "model_config": SimpleNamespace(is_hybrid=is_hybrid, is_attention_free=not is_hybrid),
             "cache_config": SimpleNamespace(enable_prefix_caching=True),
         }
         monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")

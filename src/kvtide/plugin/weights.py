@@ -115,7 +115,7 @@ def _hub_name(link: Path, *, trusts_link: bool) -> str:
         digest = hashlib.sha1(f"blob {about.st_size}\0".encode(), usedforsecurity=False)
     else:
         return ""
-    if trusts_link and link.is_symlink() and _changed_ns(about) <= link.lstat().st_ctime_ns:
+    if trusts_link and link.is_symlink() and changed_ns(about) <= link.lstat().st_ctime_ns:
         return file.name
     with file.open("rb") as content:
         while part := content.read(_READ_BYTES):
@@ -136,13 +136,13 @@ def _description(
         pieces = threads.map(partial(_digest_at, content.fileno(), size_bytes=step), places)
         digests = [piece.hex() for piece in pieces]
         about = os.fstat(content.fileno())
-    if not hub_name and _changed_ns(about) > loaded_after * 1e9:
+    if not hub_name and changed_ns(about) > loaded_after * 1e9:
         raise WeightsUnknown(f"{file} was changed after this server was started")
     times = [hub_name or about.st_mtime_ns] if by_samples else []
     return canonical_json([file.name, about.st_size, *times, *digests]).encode()
 
 
-def _changed_ns(about: os.stat_result) -> int:
+def changed_ns(about: os.stat_result) -> int:
     """When a file was changed. A copy that keeps times, as rsync's, has a new time of its entry."""
     return max(about.st_mtime_ns, about.st_ctime_ns)
 

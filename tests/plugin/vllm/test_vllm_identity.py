@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from math import inf
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +28,7 @@ from kvtide.plugin.versions import installed_version
 from kvtide.plugin.vllm import identity
 from kvtide.plugin.vllm.groups import BlockGroup
 from kvtide.plugin.vllm.identity import namespace_of
+from kvtide.plugin.vllm.options import deciding
 from kvtide.plugin.vllm.settings import OffloadSettings
 from kvtide.tier import Namespace
 from kvtide.tier.namespace import SALT
@@ -74,6 +79,9 @@ def named(
         {"quantization": "awq"},
         {"kv_cache_layout": "BLHNC"},
         {"prefix_caching_hash_algo": "xxhash"},
+        {"quantization_config": {"bits": 4}},
+        {"a_new_model_option": "set"},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs=None)},
         {"rank": 1},
         {"world_size": 2, "tensor_parallel_size": 2},
         {"world_size": 2, "pipeline_parallel_size": 2},
@@ -100,9 +108,11 @@ def test_whatever_decides_a_byte_makes_another_namespace(
     assert named(config_for(model)) != named(config_for(model), width=31)
 
 
-@pytest.mark.parametrize("changed", [{"num_gpu_blocks": 200}, {"_private": True}])
+@pytest.mark.parametrize(
+    "changed", [{"num_gpu_blocks": 200}, {"_private": True}, {"hf_token": "a secret"}]
+)
 def test_how_many_blocks_there_are_decides_no_byte(changed: dict[str, Any], model: Path) -> None:
-    """It may be another number at each start."""
+    """It may be another number at each start. Who may fetch the model decides none, either."""
     assert named(config_for(model)) == named(config_for(model, **changed))
 
 
@@ -299,6 +309,99 @@ def test_the_same_weights_elsewhere_are_the_same(model: Path, tmp_path: Path) ->
     assert before == named(config_for(elsewhere))
 
 
+def test_how_images_are_processed_makes_other_kv(model: Path) -> None:
+    """A block's key has the image alone. Where processed images are kept decides nothing."""
+
+    def engine(**options: Any) -> str:
+        images = SimpleNamespace(**{"mm_processor_kwargs": None, **options})
+        return named(config_for(model, multimodal_config=images)).engine
+
+    assert engine() == engine(mm_processor_cache_gb=8)
+    assert engine() != engine(mm_processor_kwargs={"max_pixels": 1024})
+    assert engine(mm_processor_kwargs={"a": 1, "b": 2}) == engine(
+        mm_processor_kwargs={"b": 2, "a": 1}
+    )
+
+
+class Mode(Enum):
+    """An option with names."""
+
+    ONE = "one"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of each kind that vLLM has."""
+
+    names: frozenset[str] = frozenset("abcdefgh")
+    sizes: tuple[int, ...] = (1, 2)
+    mode: Mode = Mode.ONE
+    kind: type = Path
+    dtype: torch.dtype = torch.bfloat16
+    named: Any = field(default_factory=lambda: {"b": None, "a": 1.5})
+
+
+def test_equal_options_have_the_same_text_in_another_process() -> None:
+    """Python orders a set anew in each process, and an object may be anywhere in memory."""
+    program = (
+        "from plugin.vllm.test_vllm_identity import Options; "
+        "from kvtide.plugin.vllm.options import deciding; "
+        "from types import SimpleNamespace; "
+        "print(deciding(SimpleNamespace(options=Options()), ()))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    (text,) = texts
+    assert {each.name for each in fields(Options)} == {*json.loads(text)["options"]}
+    changed = [Options(sizes=(2, 1)), Options(names=frozenset("ab")), Options(named={"b": 0})]
+    assert 4 == len({deciding(SimpleNamespace(options=each), ()) for each in (Options(), *changed)})
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "generation_config.json", "checkpoint-5/config.json"]
+)
+def test_files_of_json_that_decide_no_byte_of_kv_may_change(name: str, model: Path) -> None:
+    """Tokens are in a block's key. A training may go on in a folder of the folder."""
+    before = named(config_for(model))
+    path = model / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    later = time.time() + 60
+    os.utime(path, (later, later))
+
+    assert before == named(config_for(model), started_s=time.time() + 30)
+
+
+@pytest.mark.parametrize("name", ["modeling_own.py", "config.json", "model.safetensors"])
+@pytest.mark.parametrize("has_other_code", [False, True])
+def test_files_that_came_while_vllm_started_are_refused(
+    name: str, has_other_code: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may have read what was there before, also where code comes from elsewhere, too."""
+    if has_other_code:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(model / "hub"))
+        code = model / "hub" / "models--org--code"
+        (code / "snapshots" / ("a" * 40)).mkdir(parents=True)
+        (code / "refs").mkdir()
+        (code / "refs" / "main").write_text("a" * 40)
+    auto_map = {"AutoModel": "org/code--modeling.Model"}
+    config = config_for(model, trust_remote_code=has_other_code, auto_map=auto_map)
+    (model / name).write_text("{}")
+    began = time.time() + 30
+    assert named(config, started_s=began)
+    os.utime(model / name, (began + 30, began + 30))
+    with pytest.raises(UsageError, match=f"{name} was changed after this server was started"):
+        named(config, started_s=began)
+
+
 @pytest.mark.parametrize(
     "name", ["modeling_own.py", "parts/norm.py", "config.json", "hf_quant_config.json"]
 )
@@ -364,6 +467,32 @@ def test_code_from_elsewhere_counts_where_it_is_run(
     assert count == len(found)
 
 
+def test_code_that_moved_on_while_vllm_started_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may run the code of before. Where the model lies beside the code decides nothing."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    code = tmp_path / "hub" / "models--org--code"
+    for number in "ab":
+        (code / "snapshots" / (number * 40)).mkdir(parents=True)
+        (code / "snapshots" / (number * 40) / "modeling.py").write_text(number)
+    (code / "refs").mkdir()
+    (code / "refs" / "main").write_text("a" * 40)
+    configs = []
+    for name in ("a", "z"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+        (tmp_path / name / "modeling.py").write_text("import theirs")
+        auto_map = {"AutoModel": "org/code--modeling.Model"}
+        configs.append(config_for(tmp_path / name, trust_remote_code=True, auto_map=auto_map))
+    assert named(configs[0]).weights == named(configs[1]).weights
+    began = time.time()
+    time.sleep(0.02)
+    (code / "refs" / "main").write_text("b" * 40)
+    with pytest.raises(UsageError, match="got another revision of org/code"):
+        named(configs[0], started_s=began)
+
+
 def test_a_model_of_the_hub_is_known_by_the_files_of_its_revision(tmp_path: Path) -> None:
     """vLLM has its name alone, and has put its files into a cache while it started."""
     cache = tmp_path / "models--org--name"
@@ -375,12 +504,39 @@ def test_a_model_of_the_hub_is_known_by_the_files_of_its_revision(tmp_path: Path
         (cache / "snapshots" / revision / "model.safetensors").symlink_to(blob)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("a" * 40)
-    hub = config_for(Path("org/name"), download_dir=str(tmp_path))
-    pinned = config_for(Path("org/name"), download_dir=str(tmp_path), revision="b" * 40)
-    offline = config_for(cache / "snapshots" / ("b" * 40))
 
-    found, other, again = (named(config, started_s=0).weights for config in (hub, pinned, offline))
-    assert found != other == again
+    def weights(started_s: float = 0, **options: Any) -> str:
+        config = config_for(Path("org/name"), download_dir=str(tmp_path), **options)
+        return named(config, started_s=started_s).weights
+
+    offline = named(config_for(cache / "snapshots" / ("b" * 40)), started_s=0).weights
+    assert offline == weights(revision="b" * 40)
+    assert offline != weights(revision="a" * 40) == weights(started_s=inf)
+
+
+@pytest.mark.parametrize("revision", [None, "dev"])
+def test_a_branch_that_moved_on_while_vllm_started_is_refused(
+    revision: str | None, tmp_path: Path
+) -> None:
+    """vLLM's weights may be those before. It may also have filled an empty cache itself."""
+    cache = tmp_path / "models--org--name"
+    snapshots = [cache / "snapshots" / (name * 40) for name in "ab"]
+    for snapshot in snapshots:
+        snapshot.mkdir(parents=True)
+        blob = cache / "blobs" / hashlib.sha256(snapshot.name.encode()).hexdigest()
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_text(snapshot.name)
+        (snapshot / "model.safetensors").symlink_to(blob)
+    (cache / "refs").mkdir()
+    (cache / "refs" / (revision or "main")).write_text("b" * 40)
+    config = config_for(Path("org/name"), download_dir=str(tmp_path), revision=revision)
+    found, began = named(config), time.time() - 60
+    with pytest.raises(UsageError, match=r"got another revision of org/name.*start vLLM again"):
+        named(config, started_s=began)
+
+    (snapshots[0] / "model.safetensors").unlink()
+    snapshots[0].rmdir()
+    assert found == named(config, started_s=began)
 
 
 def test_a_platform_of_another_package_counts_with_its_version(

@@ -11,7 +11,7 @@ groups        the blocks of a group of layers, as vLLM hands them over, as a poo
 open_store    opens a rank's store: pools and arena; tiers_below: what an operator set below these
 timely        calls of a tier that may hang, each with a deadline
 lookups       what a tier over a network has, asked without holding up the scheduler
-identity      what decides the bytes of KV beside its tokens
+identity      what decides the bytes of KV beside its tokens; options: which of vLLM's options do
 orphan        ends an engine whose server is gone
 adapters      which weights a LoRA adapter has; resumes: how much of a preempted request came back
 messages      what the scheduler tells the workers, and what they answer

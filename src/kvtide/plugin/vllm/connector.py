@@ -77,7 +77,7 @@ READS: Table = {
         *("cache_config", "model_config"),
     ),
     "CacheConfig": ("enable_prefix_caching",),
-    "ModelConfig": ("is_hybrid",),
+    "ModelConfig": ("is_hybrid", "is_attention_free"),
     "KVTransferConfig": ("kv_connector_extra_config", "kv_role"),
 }
 """What is read and called of vLLM's connector."""
@@ -286,8 +286,9 @@ def refuse_what_is_inexact(vllm_config: Any) -> None:
             f"kvtide doesn't know how a draft ({named}) changes the KV that it would save; serve "
             "without --speculative-config, or without kvtide"
         )
-    cache = vllm_config.cache_config
-    if vllm_config.model_config.is_hybrid and not cache.enable_prefix_caching:
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    has_state = model.is_hybrid or model.is_attention_free
+    if has_state and not cache.enable_prefix_caching:
         raise Refused(
             "vLLM keeps recurrent state in blocks that kvtide can save only with prefix caching; "
             "serve with --enable-prefix-caching, or without kvtide"

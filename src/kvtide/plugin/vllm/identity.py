@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,15 @@ from kvtide.errors import UsageError
 from kvtide.plugin.reader import Reader, Table
 from kvtide.plugin.versions import installed_version, package_of
 from kvtide.plugin.vllm import STARTED_S
+from kvtide.plugin.vllm.options import (
+    CACHE_WITHOUT_EFFECT,
+    MODEL_WITHOUT_EFFECT,
+    MULTIMODAL_WITHOUT_EFFECT,
+    deciding,
+)
 from kvtide.plugin.vllm.package import VLLM
 from kvtide.plugin.vllm.settings import OffloadSettings
-from kvtide.plugin.weights import WeightsUnknown, digest_of, folder_of
+from kvtide.plugin.weights import WeightsUnknown, changed_ns, digest_of, folder_of
 from kvtide.tier import Namespace
 from kvtide.tier.namespace import salt_of
 
@@ -35,9 +40,8 @@ READS: Table = {
         *("compilation_config", "lora_config?"),
     ),
     "ModelConfig": (
-        *("model", "hf_config", "dtype", "max_model_len"),
-        *("quantization?", "seed?", "revision?", "code_revision?"),
-        *("model_impl", "trust_remote_code"),
+        *("model", "hf_config", "seed?", "revision?", "code_revision?"),
+        *("trust_remote_code", "multimodal_config?"),
     ),
     "CacheConfig": ("prefix_caching_hash_algo",),
     "ParallelConfig": (
@@ -50,21 +54,14 @@ READS: Table = {
 }
 """What is read of vLLM's configuration."""
 
-CACHE_WITHOUT_EFFECT = {
-    # how many blocks there are, and in which memory
-    *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
-    *("num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
-    *("kv_offloading_size", "kv_offloading_backend"),
-    # which blocks are looked for and kept; a block's key has the tokens of each of its hashes
-    *("enable_prefix_caching", "prefix_cache_retention_interval", "hash_block_size"),
-    "cache_hit_alignment_tokens",
-    # what others say, or who said it
-    *("user_specified_block_size", "effective_attention_block_size", "is_attention_free"),
+_CODE_SUFFIXES = {".py"}
+_JSON_WITHOUT_EFFECT = {
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template.json", "generation_config.json"),
+    *("trainer_state.json", "training_args.json"),
 }
-"""The options of vLLM's CacheConfig that decide no byte of a block. Any other may."""
-
-_BESIDE_SUFFIXES = {".py", ".json"}
-"""A model's own code, and files that say how to read the weights."""
+"""Files beside the weights that say how text becomes tokens, how the next one is chosen, or how the
+weights were made. Any other file of JSON may say how weights or images are read."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _SEED = "PYTHONHASHSEED"
 # Where the model lies, and who wrote its configuration, decide nothing.
@@ -117,23 +114,24 @@ def _engine_of(vllm_config: Any, vllm_platform: object, beside: Sequence[str]) -
     """The versions and whatever else decides in which order bytes lie within a block."""
     reads = Reader(vllm_config, READS)
     model, load = Reader(reads["model_config"], READS), Reader(reads["load_config"], READS)
-    parallel = Reader(reads["parallel_config"], READS)
+    parallel, images = Reader(reads["parallel_config"], READS), model["multimodal_config"]
     layers = Reader(reads["compilation_config"], READS)["static_forward_context"]
     kinds = sorted({f"{type(layer).__name__} {_backend_of(layer)}" for layer in layers.values()})
     decides = [
         *("vLLM", VLLM.version, "torch", installed_version("torch")),
         # Models that vLLM has no code for are computed by that of transformers.
-        *("transformers", installed_version("transformers"), str(model["model_impl"])),
+        *("transformers", installed_version("transformers")),
         # Kernels, and the order of a block's bytes, may be another package's.
         *(package_of(vllm_platform), installed_version(package_of(vllm_platform))),
-        *(str(model["dtype"]), str(model["quantization"])),
         # Some models turn all keys otherwise if a prompt may be long, as with LongRoPE.
-        str(model["max_model_len"]),
+        deciding(reads["model_config"], MODEL_WITHOUT_EFFECT),
+        # A key has an image, and not the options by which it was processed.
+        "" if images is None else deciding(images, MULTIMODAL_WITHOUT_EFFECT),
         # These choose between the files of a folder that has several.
         *(str(load["load_format"]), str(load["model_loader_extra_config"])),
         # Which tokens of a context that several ranks share are this rank's.
         str(parallel["cp_kv_cache_interleave_size"]),
-        _options_of(reads["cache_config"]),
+        deciding(reads["cache_config"], CACHE_WITHOUT_EFFECT),
         # The CPU's attention kernels order a block's bytes by what the CPU can do.
         *(platform.machine(), torch.backends.cpu.get_cpu_capability(), _has_tiles()),
         # Layers with room for adapters have kernels of their own.
@@ -163,16 +161,6 @@ def _form_of(layer: Any) -> str:
     return json.dumps([[str(cache.dtype), *cache.shape[1:]] for cache in caches or ()])
 
 
-def _options_of(cache_config: Any) -> str:
-    """All options of vLLM's caches but those without effect, so that a new one counts at once."""
-    decide = {
-        name: str(value)
-        for name, value in vars(cache_config).items()
-        if not name.startswith("_") and name not in CACHE_WITHOUT_EFFECT
-    }
-    return json.dumps(decide, sort_keys=True)
-
-
 def _has_tiles() -> str:
     """Whether the CPU multiplies matrices in tiles, and torch can tell."""
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
@@ -192,11 +180,12 @@ def _weights_of(vllm_config: Any, settings: OffloadSettings, started_s: float) -
     if str(load["load_format"]).endswith("dummy"):
         return f"dummy {model['seed']}"
     try:
-        folder = folder_of(model["model"], model["revision"], load["download_dir"])
+        names = model["model"], model["revision"], load["download_dir"]
+        folder = _folder_at_start(*names, started_s)
         weights = digest_of([folder], started_s, suffixes=_WEIGHT_SUFFIXES)
-        places = sorted({folder, *_code_folders(model)})
-        beside = digest_of(places, started_s, suffixes=_BESIDE_SUFFIXES, may_be_none=True)
-        return f"files {weights} {beside}"
+        places = [*dict.fromkeys((folder, *_code_folders(model, started_s)))]
+        code = digest_of(places, started_s, suffixes=_CODE_SUFFIXES, may_be_none=True)
+        return f"files {weights} {code} {digest_of(_json_files(places), started_s)}"
     except WeightsUnknown as error:
         raise UsageError(
             f"{error}; start vLLM again if they have changed, name their revision with the setting "
@@ -204,7 +193,32 @@ def _weights_of(vllm_config: Any, settings: OffloadSettings, started_s: float) -
         ) from error
 
 
-def _code_folders(model: Reader) -> Iterator[Path]:
+def _folder_at_start(model: str, revision: str | None, cache: str | None, started_s: float) -> Path:
+    """The files that a model had when vLLM read them.
+
+    A branch in the hub's cache may have moved on to other files meanwhile, which nothing in vLLM
+    tells. Raises WeightsUnknown then, unless the cache has no files but these.
+    """
+    folder = folder_of(model, revision, cache)
+    if Path(model).exists():
+        return folder
+    branch = folder.parent.parent / "refs" / (revision or "main")
+    has_moved = branch.is_file() and changed_ns(branch.stat()) > started_s * 1e9
+    if has_moved and len([*folder.parent.iterdir()]) > 1:
+        raise WeightsUnknown(
+            f"the hub's cache got another revision of {model} after this server was started"
+        )
+    return folder
+
+
+def _json_files(places: Iterable[Path]) -> Iterator[Path]:
+    """The files of JSON in these folders, not in folders of theirs, but for some without effect."""
+    for place in places:
+        found = sorted(place.glob("*.json"))
+        yield from (path for path in found if path.name not in _JSON_WITHOUT_EFFECT)
+
+
+def _code_folders(model: Reader, started_s: float) -> Iterator[Path]:
     """Where code is that the model's author wrote, if vLLM may run it.
 
     The hub's client puts it into its own cache, wherever vLLM puts weights. The configuration names
@@ -220,8 +234,11 @@ def _code_folders(model: Reader) -> Iterator[Path]:
             if separator:
                 repositories.setdefault(repository, revision)
     for repository, revision in repositories.items():
-        with suppress(WeightsUnknown):  # what isn't here wasn't run
-            yield folder_of(repository, revision, None)
+        try:
+            folder_of(repository, revision, None)
+        except WeightsUnknown:  # what isn't here wasn't run
+            continue
+        yield _folder_at_start(repository, revision, None, started_s)
 
 
 def _config_of(hf_config: Any) -> str:
