@@ -101,6 +101,7 @@ DEEP = '{"a":' * 500 + "1" + "}" * 500
         (_calling(name="f", arguments="{"), "function.arguments' is not JSON"),
         (_calling(name="f", arguments="[" * 100_000), "function.arguments' is not JSON"),
         (_calling(name="f", arguments='{"a": NaN}'), "function.arguments' is not JSON"),
+        (_calling(name="f", arguments='{"a": -1e999}'), "function.arguments' is not JSON"),
         (_calling(name="f", arguments="[]"), "function.arguments' is a list, not an object"),
         (_calling(name="f", arguments={"\ud800": 1}), "arguments' has half a surrogate pair"),
         (

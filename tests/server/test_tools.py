@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtide.prompts import FieldError
-from kvtide.server.tools import CalledTools, CallRules, read_calls, read_ruled, read_rules
+from kvtide.server.tools import END, CalledTools, CallRules, read_calls, read_ruled, read_rules
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = {"name": "add", "arguments": json.dumps({"a": 1})}
@@ -42,6 +42,21 @@ def test_text_between_and_behind_calls_stays(text: str, content: str | None, cou
     assert CalledTools(content, (ADD,) * count) == _read(text)
 
 
+def test_an_argument_may_have_what_ends_a_call() -> None:
+    """A string ends where JSON says so. Not all of a hostile answer is read again and again."""
+    calls = [
+        f'<tool_call>{{"name": "add", "arguments": {{"a": "{END * count}"}}}}</tool_call>'
+        for count in (1, 3, 1000)
+    ]
+    for text in calls[:2]:
+        (call,) = _read(f"a {text} b").calls
+        assert json.loads(call["arguments"]) == json.loads(text[11:-12])["arguments"]
+        for length in range(2, len(text)):
+            found = read_calls(f"a {text}"[:length], has_ended=False)
+            assert ("a", ()) == (found.content, found.calls)
+    assert CalledTools(calls[2], ()) == _read(calls[2])
+
+
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_arguments_are_json(number: str) -> None:
     """Python reads and writes numbers that JSON doesn't have; a client can't read them."""
@@ -60,6 +75,12 @@ def test_what_is_no_call_stays_text(inner: str) -> None:
     assert CalledTools(f"a{text}", (ADD,)) == _read(f"a {CALL}{text}")
 
 
+def test_what_is_no_call_is_told_as_soon_as_it_ends() -> None:
+    """Nothing that follows makes it one."""
+    text = "a <tool_call>x</tool_call> b"
+    assert CalledTools(text, ()) == read_calls(text, has_ended=False)
+
+
 def test_a_growing_text_never_takes_anything_back() -> None:
     """Each prefix has a beginning of the content, and of the calls."""
     for text in (
@@ -68,6 +89,7 @@ def test_a_growing_text_never_takes_anything_back() -> None:
         "a <tool_call ",
         f"a {CALL} then\n{CALL}\n\nb <tool_call>x</tool_call> c ",
         f"a {CALL} b \n",
+        'a <tool_call>{"name": "b </tool_call> c</tool_call> d',
     ):
         whole = _read(text)
         for length in range(len(text)):

@@ -39,7 +39,10 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON object of one line."""
     try:
         value = json.loads(
-            decode(raw, where), object_pairs_hook=_unique_keys, parse_constant=refuse_constant
+            decode(raw, where),
+            object_pairs_hook=_unique_keys,
+            parse_constant=refuse_constant,
+            parse_float=finite,
         )
     except json.JSONDecodeError as error:
         refuse(where, f"is not JSON: {error.msg} (column {error.colno})")
@@ -64,6 +67,13 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def refuse_constant(name: str) -> NoReturn:
     """Raises ValueError for a number that Python reads and JSON doesn't have, such as NaN."""
     raise ValueError(f"{name} is not a JSON number")
+
+
+def finite(number: str) -> float:
+    """A number of JSON. Raises ValueError for one that Python reads as infinite."""
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{shortened(number, 20)} is larger than any number here")
+    return value
 
 
 def check_object(value: object, name: str, where: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvtide.prompts.fields import (
     check_object,
     check_text,
     check_whole_characters,
+    finite,
     kind_of,
     quote,
     refuse,
@@ -106,7 +107,7 @@ def _tool_call(value: object, name: str, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments, parse_constant=refuse_constant)
+            arguments = json.loads(arguments, parse_constant=refuse_constant, parse_float=finite)
         except (ValueError, RecursionError):
             refuse(where, f"'{name}.function.arguments' is not JSON", f"{name}.function.arguments")
     arguments = check_object(arguments, f"{name}.function.arguments", where)

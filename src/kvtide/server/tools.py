@@ -16,6 +16,8 @@ from kvtide.errors import shortened
 from kvtide.prompts.fields import check_bool, check_object, check_text, quote, refuse
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+_MOST_ENDS = 16
+"""How often an END is looked at that a string of a call's arguments may have."""
 
 
 def are_known(chat_template: str) -> bool:
@@ -118,10 +120,11 @@ def read_calls(text: str, *, has_ended: bool) -> CalledTools:
     content, calls, start = "", list[dict[str, str]](), 0
     while (begin := text.find(BEGIN, start)) >= 0:
         before = text[start:begin].rstrip()
-        end = text.find(END, begin)
+        first = begin + len(BEGIN)
+        end = _end_of_call(text, first)
         if end < 0 and not has_ended:
             return CalledTools(content + before, tuple(calls))
-        call = _read_call(text[begin + len(BEGIN) : None if end < 0 else end])
+        call = _read_call(text[first : None if end < 0 else end])
         if call is None:
             return CalledTools(content + text[start:], tuple(calls))
         content += before
@@ -167,6 +170,27 @@ def with_ids(calls: tuple[dict[str, str], ...], known: list[dict[str, Any]]) -> 
         known.append(
             {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": dict(call)}
         )
+
+
+def _end_of_call(text: str, first: int) -> int:
+    """Where the call that begins at `first` ends; -1 while it doesn't. A string may have an END."""
+    end = first
+    for _ in range(_MOST_ENDS):
+        end = text.find(END, end)
+        if end < 0 or not _ends_in_string(text[first:end]):
+            break
+        end += len(END)
+    return end
+
+
+def _ends_in_string(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _read_call(text: str) -> dict[str, str] | None:
